@@ -1,0 +1,196 @@
+"""Static memory: every tensor a graph can see is declared in a spec table, born here, and never rebound.
+
+Knows tensors and names; does not know what a round is. Names carry residence: a bare name is a device tensor, a name
+ending in `_host` is pinned host memory. Graph replays hold raw addresses, so nothing here may ever be reallocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+
+Residence = Literal["device", "pinned", "constant"]
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One line of the spec table: what the tensor is called, what it looks like and what it holds before anything runs."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: Literal["device", "pinned"] = "device"
+    fill: float = 0
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.name.startswith("_"):
+            raise ValueError(f"BufferSpec.name: got {self.name!r}, want a public Python identifier")
+        if self.name.endswith("_host") != (self.memory == "pinned"):
+            raise ValueError(f"BufferSpec.name: got {self.name!r} in {self.memory} memory, want the suffix _host exactly for pinned memory")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape}, want sizes >= 0")
+        if hasattr(StaticBuffers, self.name):
+            raise ValueError(f"BufferSpec.name: {self.name!r} is a method of StaticBuffers, want another name")
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+class StaticBuffers:
+    """The tensors of one spec table, as attributes, plus the constants (weights) that a step may read.
+
+        buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)], constants={"model": module})
+        buffers.x        # the tensor: the same object, at the same address, for the life of the buffers
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[BufferSpec],
+        device: str | torch.device = "cpu",
+        constants: Mapping[str, Tensor | nn.Module] | None = None,
+    ) -> None:
+        self._specs: dict[str, BufferSpec] = {}
+        for spec in specs:
+            if spec.name in self._specs:
+                raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, want unique names")
+            self._specs[spec.name] = spec
+        self._device = torch.device(device)
+        self._constants = dict(_named_tensors(constants or {}))
+        on_cuda = self._device.type == "cuda"
+        self._tensors = {
+            name: torch.full(
+                spec.shape,
+                spec.fill,
+                dtype=spec.dtype,
+                device="cpu" if spec.memory == "pinned" else self._device,
+                pin_memory=spec.memory == "pinned" and on_cuda,
+            )
+            for name, spec in self._specs.items()
+        }
+        self._residence: dict[int, tuple[str, Residence]] = {}
+        for name, tensor in self._constants.items():
+            self._residence[storage_key(tensor)] = (name, "constant")
+        for name, tensor in self._tensors.items():
+            self._residence[storage_key(tensor)] = (name, self._specs[name].memory)
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.__dict__["_tensors"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(f"StaticBuffers has no tensor {name!r}") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def specs(self) -> tuple[BufferSpec, ...]:
+        return tuple(self._specs.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self._specs.values())
+
+    def owner_of(self, tensor: Tensor) -> tuple[str, Residence] | None:
+        """Name and residence of the registered memory that `tensor` is a view of; None where it is not registered."""
+        return self._residence.get(storage_key(tensor))
+
+    def reset(self) -> None:
+        """Fill every tensor as declared, in place."""
+        for name, spec in self._specs.items():
+            self._tensors[name].fill_(spec.fill)
+
+    def fingerprint(self) -> str:
+        """A digest of every name, address, shape and stride: equal before and after means that nothing was rebound."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted({**self._constants, **self._tensors}.items()):
+            digest.update(repr((name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)).encode())
+        return digest.hexdigest()[:16]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor and all its views; unique only while that memory is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _named_tensors(constants: Mapping[str, Tensor | nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for name, source in constants.items():
+        if isinstance(source, Tensor):
+            yield name, source
+        else:
+            for inner, tensor in [*source.named_parameters(), *source.named_buffers()]:
+                yield f"{name}.{inner}", tensor
+
+
+class Column(IntEnum):
+    """Columns of `row_state`. The first ones are what host nodes are shown: status.HostColumn."""
+
+    OWNER = 0  # serial of the request that owns the row
+    GENERATED = 1  # tokens emitted so far
+    LAST_TOKEN = 2  # last token of the history: the only one without cache entries
+    ACCEPTED = 3  # drafts accepted in the latest round
+    FINISH = 4  # FinishCode
+    DRAFT_COUNT = 5  # drafts on offer to the next target_verify
+    LENGTH = 6  # tokens of the history
+    MAX_LENGTH = 7  # length at which the row finishes
+    CONSTRAINED = 8  # 1 where a grammar rules
+    DRAFT_LIMIT = 9  # drafts the request wants per round
+
+
+RESULT_FIELDS = 3  # count, finish, accepted; the tokens follow
+
+
+def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """The spec table: every tensor of the round that outlives a stage. R rows of state, B slots of a batch, K drafts."""
+    rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
+    words, depth, columns = limits.mask_words, limits.ring_depth, len(Column)
+    int64, int32 = torch.int64, torch.int32
+    admission = columns + limits.max_stop_ids + limits.pages_per_row
+    return (
+        # rows: what the device knows of a request, from admission to finish
+        BufferSpec("row_state", (rows, columns), int64, fill=int(FinishCode.RETIRED)),
+        BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
+        BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
+        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
+        BufferSpec("row_masks", (rows, positions, words), int32),
+        BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
+        # the batch of one round: slot -> row, and what crosses between streams
+        BufferSpec("batch_rows", (slots,), int64, fill=limits.dummy_row),
+        BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
+        BufferSpec("batch_masks", (positions, slots, words), int32),
+        BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
+        BufferSpec("results", (slots, RESULT_FIELDS + positions), int64),
+        # admission and prompts
+        BufferSpec("admission", (admission,), int64),
+        BufferSpec("prompt", (limits.prefill_chunk + 1,), int64),
+        # host link: written and read by host nodes within one replay
+        BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
+        BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
+        BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
+        BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
+        # rings: one slot per round in flight and one being written
+        BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
+        BufferSpec("results_ring_host", (depth, slots, RESULT_FIELDS + positions), int64, "pinned"),
+        BufferSpec("admission_ring_host", (depth, admission), int64, "pinned"),
+        BufferSpec("prompt_ring_host", (depth, limits.prefill_chunk + 1), int64, "pinned"),
+    )

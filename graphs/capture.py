@@ -1,0 +1,237 @@
+"""The contract between a step and whatever records it: streams, marks, host nodes, capture, replay, statistics.
+
+A step is a plain function over static buffers. The same body runs eagerly, on the tape (CPU) and inside a CUDA graph;
+where it needs more than one stream it asks `current_flow()`, which is whatever runs or records the step just now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import StaticBuffers
+
+Step = Callable[[StaticBuffers], None]
+Check = Literal["once", "twice"]
+MAIN = "main"
+
+
+class CaptureError(RuntimeError):
+    """A step did what a graph cannot replay. Names the rule, and the line of the step that broke it."""
+
+    def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
+        self.rule, self.file, self.line, self.source = rule, file, line, source
+        where = f"\n  {file}:{line}\n    {source}" if file else ""
+        super().__init__(f"[{rule}] {message}{where}")
+
+
+class HostNodeError(RuntimeError):
+    """A host node raised during a replay; the cause is chained."""
+
+    def __init__(self, node: str, cause: BaseException) -> None:
+        self.node = node
+        super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
+
+
+class Mark(Protocol):
+    """A point in one stream that another stream can wait for."""
+
+
+class Flow(Protocol):
+    """What a step may ask for besides tensor operations. Order within a stream is the order of the calls."""
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        """Issue what follows on the named stream. A side stream joins the step with its first `wait`."""
+
+    def record(self) -> Mark:
+        """Mark the present point of the current stream."""
+
+    def wait(self, mark: Mark) -> None:
+        """Hold the current stream until `mark` is reached."""
+
+    def host_node(
+        self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Call `function` on the host, in the order of the current stream, at every replay.
+
+        It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`.
+        """
+
+
+class Event(Protocol):
+    """A point in the main stream that the host can ask about."""
+
+    def query(self) -> bool:
+        """True once everything launched before the event has finished."""
+
+    def wait(self) -> None:
+        """Block the calling thread until then."""
+
+
+@dataclass
+class BackendStats:
+    """Counts since the backend was made. `syncs` are waits for everything; `event_waits` are waits for one event."""
+
+    replays: int = 0
+    syncs: int = 0
+    event_waits: int = 0
+    host_nodes: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedReport:
+    """What one recording holds."""
+
+    nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
+    host_nodes: tuple[str, ...]
+    nbytes: int  # memory of the intermediates
+    seconds: float  # that the capture took
+
+
+class Recorded(Protocol):
+    """A step that was recorded once and can be replayed."""
+
+    @property
+    def report(self) -> RecordedReport: ...
+
+    def replay(self) -> None:
+        """Run the recorded step once, over the present contents of the buffers. Asynchronous where the backend is."""
+
+
+class Backend(Protocol):
+    """A device that records steps. One per engine; not thread-safe: one thread captures and launches."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def stats(self) -> BackendStats: ...
+
+    def capture(
+        self,
+        step: Step,
+        buffers: StaticBuffers,
+        *,
+        check: Check = "once",
+        between: Callable[[], None] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Recorded:
+        """Record `step` without any lasting effect on the buffers; CaptureError where it cannot be replayed."""
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Issue the operations of `function` on the main stream, after all that was launched before; does not block.
+
+        `function` may run later and on another thread: bind what it needs by value.
+        """
+
+    def event(self) -> Event:
+        """An event at the present end of the main stream."""
+
+    def synchronize(self) -> None:
+        """Wait until everything launched has finished; raises what a host node or an operation raised."""
+
+    def close(self) -> None:
+        """Wait, then free graphs, threads and memory. Idempotent."""
+
+
+_local = threading.local()
+
+
+def current_flow() -> Flow:
+    """The flow of the step that this thread is running or recording just now."""
+    flow: Flow | None = getattr(_local, "flow", None)
+    if flow is None:
+        raise RuntimeError("current_flow(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
+    return flow
+
+
+@contextlib.contextmanager
+def use_flow(flow: Flow) -> Iterator[None]:
+    """Make `flow` the current one of this thread; for backends."""
+    previous = getattr(_local, "flow", None)
+    _local.flow = flow
+    try:
+        yield
+    finally:
+        _local.flow = previous
+
+
+class EagerFlow:
+    """Runs everything at once, in the order of the calls: one stream, and a host node is a call."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def record(self) -> Mark:
+        return self
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
+    def host_node(
+        self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        self._synchronize()  # the node reads pinned memory that device copies may still be filling
+        try:
+            function()
+        except Exception as error:
+            raise HostNodeError(name, error) from error
+
+
+@torch.no_grad()
+def run_eager(step: Step, buffers: StaticBuffers) -> None:
+    """Run a step once without recording it: the reference that every replay must equal bit for bit."""
+    synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
+    with use_flow(EagerFlow(synchronize)):
+        step(buffers)
+
+
+def make_backend(name: str = "auto", *, asynchronous: bool = False) -> Backend:
+    """`tape` records on the CPU, `cuda` into a CUDA graph, `auto` takes cuda where a device is present.
+
+    `asynchronous` lets the tape replay on a thread of its own, as a GPU does; CUDA always is.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "tape"
+    if name == "tape":
+        from stepgraph.graphs.tape import TapeBackend
+
+        return TapeBackend(asynchronous=asynchronous)
+    if name == "cuda":
+        from stepgraph.graphs.cuda import CudaBackend
+
+        return CudaBackend()
+    raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")
+
+
+def capture(
+    step: Step,
+    buffers: StaticBuffers,
+    backend: str | Backend = "auto",
+    *,
+    check: Check = "once",
+    between: Callable[[], None] | None = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Recorded:
+    """Record `step(buffers)` once; `.replay()` of the result repeats it in place, over whatever the buffers then hold.
+
+    Capturing changes nothing in the buffers. `check="twice"` records a second time and compares: a scalar or a branch
+    that differs was read from host state and would be frozen into the graph; `between` is called between the two
+    recordings to change the host state that must not matter. `generators` are the random generators the step may use.
+    Raises CaptureError with file, line and source text of what cannot be replayed.
+    """
+    chosen = make_backend(backend) if isinstance(backend, str) else backend
+    return chosen.capture(step, buffers, check=check, between=between, generators=generators)

@@ -1,0 +1,68 @@
+"""All that a stage may call of a model. Bring your own by writing these three methods; nothing is inherited.
+
+A model keeps whatever it remembers of a row in static buffers that it declares itself, one entry per cache slot. The
+runtime tells it, on the device, which slot belongs to which position; rejected drafts are simply overwritten later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.shapes import Limits
+
+
+class ModelInput(NamedTuple):
+    """One call's worth of tokens. B rows of Q consecutive positions; some may be inert, and write to the scratch page."""
+
+    tokens: Tensor  # [B, Q] int64
+    positions: Tensor  # [B, Q] int64, place of each token in its row's history; a query sees entries at positions <= its own
+    slots: Tensor  # [B, Q] int64, cache slot of each token
+    block_tables: Tensor  # [B, pages_per_row] int64; position p is kept at block_table[p // page_size] * page_size + p % page_size
+    page_size: int
+    features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token
+
+
+class ModelOutput(NamedTuple):
+    hidden: Tensor  # [B, Q, H], what `logits` takes
+    features: Tensor  # [B, Q, F], what the draft is fed with: by the target at the first step, by itself afterwards
+
+
+class TargetModel(Protocol):
+    """The model whose law is kept. Works on any B and Q, allocates nothing that outlives the call, never asks the host."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def feature_size(self) -> int: ...
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        """The static buffers of its cache, `limits.cache_slots` entries each, under names no other model uses."""
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        """Write the tokens' cache entries, then look back at each position's prefix."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., vocab_size]."""
+
+
+class DraftModel(Protocol):
+    """The model that proposes. Like a target, but it is fed with features, and its logits are asked at one position a row."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class ModelPair(NamedTuple):
+    target: TargetModel
+    draft: DraftModel | None  # None exactly where num_speculative_tokens is 0

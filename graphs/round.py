@@ -1,0 +1,135 @@
+"""One decode round, in reading order: the stages, the two streams and the host nodes.
+
+    main                                      side: host nodes, native work under the models' compute
+    target_verify                             accept d_K, fill mask row K          (K = 0 or unmasked: commit, walk all)
+      wait; mask, choose, accept
+    draft_prefill                             commit the round's tokens, fill row 0
+      wait row 0; mask, choose d_1
+    draft_decode                              accept d_1, fill row 1
+      wait row 1; mask, choose d_2            ... and so on to d_K
+
+The mask that guided draft i + 1 verifies it in the next round: each of the K + 1 mask rows is filled once, used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepgraph.graphs import stages
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.sampling.grammar.status import HostColumn
+
+SIDE = "side"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What every key of an engine shares. `step(key)` is the function to record."""
+
+    limits: Limits
+    models: ModelPair
+    host: HostLink
+    draft_masks: bool = True  # False: drafts are chosen freely, and one host node walks them under the next target_verify
+
+    def step(self, key: GraphKey) -> Step:
+        return lambda buffers: self.run(buffers, key)
+
+    def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
+        flow = current_flow()
+        target, draft = self.models
+        grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
+        batch = stages.read_batch(buffers, key.rows)
+
+        masks_ready = grammar.head() if grammar else None
+        logits, features = stages.target_verify(buffers, batch, target, self.limits)
+        if masks_ready:
+            flow.wait(masks_ready)
+        emission, after = stages.accept(buffers, batch, logits, key.constrained)
+        if draft is None:
+            return
+
+        masked = grammar is not None and self.draft_masks
+        tokens, alive, drafts = emission.tokens, stages.drafting(after), []
+        for step in range(1, self.limits.positions):
+            mask_ready = grammar.row(step - 1) if grammar and masked else None
+            if step == 1:
+                logits, features = stages.draft_prefill(buffers, batch, emission, features, draft, self.limits)
+            else:
+                logits, features = stages.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
+            if mask_ready:
+                flow.wait(mask_ready)
+            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked)
+            buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
+            alive = tokens >= 0
+            drafts.append(tokens)
+        stages.keep_drafts(buffers, after, drafts)
+
+
+@dataclass(frozen=True)
+class GrammarLane:
+    """The side stream of one round: what it shows the host, the host nodes, and the masks it brings back."""
+
+    round: Round
+    buffers: StaticBuffers
+    flow: Flow
+    size: int
+
+    def head(self) -> Mark:
+        """Under target_verify: the end of the chain that the round before began."""
+        drafts, host = self.round.limits.num_speculative_tokens, self.round.host
+        walk_all = drafts == 0 or not self.round.draft_masks
+
+        def node() -> None:
+            host.begin()
+            if walk_all:
+                host.commit()
+                for index in range(1, drafts + 1):
+                    host.advance(index)
+            else:
+                host.start(stage=drafts)
+                host.advance(drafts)
+
+        begun = self.flow.record()
+        with self.flow.stream(SIDE):
+            self.flow.wait(begun)
+            self._show_state()
+            rows = self.buffers.batch_rows[: self.size]
+            for index in range(0 if walk_all else drafts - 1, drafts):
+                self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
+            return self._node("head", node, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
+
+    def row(self, index: int) -> Mark:
+        """Under the draft's compute: mask row `index` of the chain that this round begins."""
+        host, size = self.round.host, self.size
+        reached = self.flow.record()
+        with self.flow.stream(SIDE):
+            self.flow.wait(reached)
+            if index == 0:
+                self._show_state()
+                return self._node("commit", host.commit, range(1))
+            self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
+            return self._node(f"advance {index}", lambda: host.advance(index), range(index, index + 1))
+
+    def _show_state(self) -> None:
+        state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
+        self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
+
+    def _node(self, name: str, function: Callable[[], None], stages_filled: range) -> Mark:
+        """A host node over this round's pinned memory, then the way back of what it filled."""
+        buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
+        self.flow.host_node(
+            name,
+            function,
+            reads=[buffers.state_host, buffers.drafts_host],
+            writes=[buffers.masks_host[first:last], buffers.tags_host],
+        )
+        for stage in stages_filled:
+            buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
+            buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
+            stages.place_masks(buffers, size, stage)
+        return self.flow.record()

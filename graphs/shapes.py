@@ -1,0 +1,108 @@
+"""Sizes: the limits every static tensor is cut to, the key of a graph, and the total map from a batch to a key.
+
+Knows numbers only; no tensors, no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the static memory is made for. Everything beyond is refused at submit, never truncated."""
+
+    max_rows: int
+    num_speculative_tokens: int
+    max_length: int  # tokens of one row, prompt included
+    page_size: int
+    num_pages: int  # usable pages; the scratch page comes on top
+    vocab_size: int  # width of the target's logits
+    feature_size: int  # width of what the target hands to the draft
+    rounds_in_flight: int = 2
+    max_stop_ids: int = 8
+    prefill_chunk: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("num_speculative_tokens", "feature_size") else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"Limits.{field.name}: got {value!r}, want a whole number >= {least}")
+        if self.num_speculative_tokens > 8:
+            raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, want 0 to 8")
+        if self.num_pages < self.pages_per_row:
+            raise ValueError(
+                f"Limits.num_pages: got {self.num_pages}, want >= {self.pages_per_row} so that one row of max_length {self.max_length} fits"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of state: the requests' rows and, last, the dummy row that pads a batch."""
+        return self.max_rows + 1
+
+    @property
+    def dummy_row(self) -> int:
+        return self.max_rows
+
+    @property
+    def positions(self) -> int:
+        """Positions that one row takes in target_verify: its last token and its drafts."""
+        return self.num_speculative_tokens + 1
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def cache_slots(self) -> int:
+        """Cache entries of a model: page 0 is the scratch page, where inert positions write."""
+        return (self.num_pages + 1) * self.page_size
+
+    @property
+    def mask_words(self) -> int:
+        return -(-self.vocab_size // 32)
+
+    @property
+    def ring_depth(self) -> int:
+        """Slots of every host ring: one per round in flight and one being written. Less would overwrite memory under a copy."""
+        return self.rounds_in_flight + 1
+
+
+@dataclass(frozen=True, order=True)
+class GraphKey:
+    """Everything that makes one recorded round differ from another."""
+
+    rows: int
+    constrained: bool
+
+    def __str__(self) -> str:
+        return f"rows={self.rows} {'constrained' if self.constrained else 'free'}"
+
+
+def bucket_sizes(max_rows: int) -> tuple[int, ...]:
+    """Powers of two below `max_rows`, and `max_rows` itself."""
+    sizes = []
+    size = 1
+    while size < max_rows:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max_rows)
+
+
+def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
+    """The buckets sorted; ValueError where a batch of 1..max_rows would have none."""
+    sizes = tuple(sorted(set(buckets)))
+    if not sizes or sizes[0] < 1 or sizes[-1] != max_rows:
+        raise ValueError(f"buckets: got {sizes}, want sizes from 1 to {max_rows} of which the largest is max_rows={max_rows}")
+    return sizes
+
+
+def graph_keys(buckets: Iterable[int]) -> tuple[GraphKey, ...]:
+    """Every key, largest first: the pool then serves the small graphs from the memory of the large ones."""
+    return tuple(GraphKey(rows, constrained) for rows in sorted(buckets, reverse=True) for constrained in (True, False))
+
+
+def dispatch(buckets: tuple[int, ...], batch_rows: int, constrained: bool) -> GraphKey:
+    """The key that serves a batch: total over 1..max_rows by construction of `checked_buckets`."""
+    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained)

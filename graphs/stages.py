@@ -1,0 +1,195 @@
+"""The stages of a round: functions over static buffers. The same bodies run eagerly, on the tape and in a CUDA graph.
+
+Device code: nothing here asks the host for a value, and every shape follows from the key. What one stage hands to the
+next on the same stream is an ordinary tensor; what crosses to the other stream goes through a static buffer, because
+the allocator may give an intermediate's memory away on the stream where it was made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.model import DraftModel, ModelInput, ModelOutput, TargetModel
+from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling import acceptance, bitmask
+from stepgraph.sampling.acceptance import Emission, FinishCode
+from stepgraph.sampling.grammar.status import MaskStatus
+
+
+class Batch(NamedTuple):
+    """The rows of this round, as they were when it began. B slots; padding slots hold the dummy row, which is inert."""
+
+    rows: Tensor  # [B] int64
+    state: Tensor  # [B, columns] int64
+    drafts: Tensor  # [B, K] int64, -1 where there is none
+    block_tables: Tensor  # [B, pages_per_row] int64
+
+    def column(self, column: Column) -> Tensor:
+        return self.state[:, column]
+
+    @property
+    def live(self) -> Tensor:
+        return self.state[:, Column.FINISH] == FinishCode.RUNNING
+
+
+def read_batch(buffers: StaticBuffers, size: int) -> Batch:
+    rows = buffers.batch_rows[:size]
+    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows])
+
+
+def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Run the target over each row's last token and drafts. Returns logits [B, K + 1, V] and features [B, K + 1, F]."""
+    tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
+    first = batch.column(Column.LENGTH)[:, None] - 1
+    wanted = batch.live[:, None] & (tokens >= 0)
+    output = model.forward(_model_input(batch, limits, tokens, first, wanted), buffers)
+    return model.logits(output.hidden), output.features
+
+
+def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool) -> tuple[Emission, Batch]:
+    """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards."""
+    status = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64)
+    if constrained:
+        ruled = batch.column(Column.CONSTRAINED) != 0
+        status = acceptance.mask_status(
+            buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled
+        )
+        logits = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
+    best, sampled = logits.max(-1)
+    finite = torch.isfinite(best)
+    accepted = acceptance.count_accepted(sampled, finite, batch.drafts, batch.column(Column.DRAFT_COUNT), status)
+    room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
+    emission = acceptance.emit(sampled, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
+    emission = emission._replace(
+        count=torch.where(batch.live, emission.count, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
+    )
+    after = _advance(batch, emission)
+    buffers.row_state.index_copy_(0, batch.rows, after.state)
+    results = torch.cat([emission.count[:, None], emission.finish[:, None], emission.accepted[:, None], sampled], 1)
+    buffers.results[: len(batch.rows)].copy_(results)
+    return emission, after
+
+
+def draft_prefill(
+    buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Run the draft over the tokens just emitted. Returns logits [B, V] and features [B, 1, F] at each row's last one."""
+    index = torch.arange(limits.positions, device=before.rows.device)
+    wanted = index < emission.count[:, None]
+    inputs = _model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
+    output = model.forward(inputs, buffers)
+    last = (emission.count - 1).clamp(min=0)
+    return _at(output, last, model)
+
+
+def draft_decode(
+    buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
+    first = after.column(Column.LENGTH)[:, None] + (step - 1)
+    inputs = _model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)
+    output = model.forward(inputs, buffers)
+    return model.logits(output.hidden[:, 0]), output.features
+
+
+def choose_draft(buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, alive: Tensor, masked: bool) -> Tensor:
+    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later."""
+    size = len(after.rows)
+    alive = alive & (after.column(Column.DRAFT_LIMIT) >= step)
+    if masked:
+        ruled = after.column(Column.CONSTRAINED) != 0
+        tags = buffers.batch_tags[step - 1, :size, None]
+        status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
+        alive = alive & (status[:, 0] == MaskStatus.OK)
+        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled)
+    return torch.where(alive, logits.argmax(-1), -1)
+
+
+def drafting(after: Batch) -> Tensor:
+    """[B] bool: rows that go on after this round."""
+    return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
+
+
+def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> None:
+    """Leave the drafts in their rows for the next target_verify."""
+    chain = torch.stack(drafts, 1)
+    buffers.row_drafts.index_copy_(0, after.rows, chain)
+    state = torch.cat([after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1)
+    buffers.row_state.index_copy_(0, after.rows, state)
+
+
+def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
+    """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
+    rows = buffers.batch_rows[:size]
+    tags = buffers.batch_tags[stage, :size]
+    buffers.row_masks.index_put_((rows, tags[:, 2]), buffers.batch_masks[stage, :size])
+    buffers.row_tags.index_put_((rows, tags[:, 2]), tags)
+
+
+def prefill(
+    buffers: StaticBuffers, row: int, start: int, count: int, target: TargetModel, draft: DraftModel | None, limits: Limits
+) -> None:
+    """Fill both caches with one chunk of a prompt; runs between rounds, never inside a graph.
+
+    `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
+    the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
+    """
+    block_tables = buffers.row_block_tables[row : row + 1]
+    tokens = buffers.prompt[None, : count + 1]
+    positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
+    slots = cache_slots(block_tables, positions, limits)
+
+    def inputs(part: slice, features: Tensor | None = None) -> ModelInput:
+        return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features)
+
+    before_first = torch.zeros(1, 1, limits.feature_size, device=tokens.device)  # no position comes before the first token
+    features = before_first
+    if count:
+        taken = target.forward(inputs(slice(count)), buffers).features
+        features = torch.cat([before_first.to(taken.dtype), taken], 1)
+    if draft is not None:
+        skip = 1 if start else 0
+        draft.forward(inputs(slice(skip, None), features[:, skip:]), buffers)
+
+
+def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:
+    """[B, Q] cache slot of every position."""
+    pages = block_tables.gather(1, positions // limits.page_size)
+    return pages * limits.page_size + positions % limits.page_size
+
+
+def _model_input(
+    batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None
+) -> ModelInput:
+    """Consecutive positions from `first` [B, 1] on; what is not wanted or lies beyond the row's end writes to the scratch page."""
+    positions = first + torch.arange(tokens.shape[1], device=tokens.device)
+    wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
+    positions = positions.clamp(0, limits.max_length - 1)
+    slots = torch.where(wanted, cache_slots(batch.block_tables, positions, limits), positions % limits.page_size)
+    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features)
+
+
+def _at(output: ModelOutput, index: Tensor, model: DraftModel) -> tuple[Tensor, Tensor]:
+    """Logits and features at one position a row."""
+    hidden = output.hidden.gather(1, index[:, None, None].expand(-1, 1, output.hidden.shape[2]))
+    features = output.features.gather(1, index[:, None, None].expand(-1, 1, output.features.shape[2]))
+    return model.logits(hidden[:, 0]), features
+
+
+def _advance(batch: Batch, emission: Emission) -> Batch:
+    """The batch after its rows took what was emitted. Inert rows keep their state."""
+    last = emission.tokens.gather(1, (emission.count - 1).clamp(min=0)[:, None]).squeeze(1)
+    changed = {
+        Column.GENERATED: batch.column(Column.GENERATED) + emission.count,
+        Column.LAST_TOKEN: torch.where(emission.count > 0, last, batch.column(Column.LAST_TOKEN)),
+        Column.ACCEPTED: emission.accepted,
+        Column.FINISH: emission.finish,
+        Column.DRAFT_COUNT: torch.zeros_like(emission.count),
+        Column.LENGTH: batch.column(Column.LENGTH) + emission.count,
+    }
+    state = torch.stack([changed.get(column, batch.column(column)) for column in Column], 1)
+    return batch._replace(state=torch.where(batch.live[:, None], state, batch.state))

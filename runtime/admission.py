@@ -1,0 +1,128 @@
+"""The front door: what a submit may ask for, and how a seat's prompt reaches the device between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stepgraph.graphs import stages
+from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.rows import Seat
+from stepgraph.sampling.acceptance import FinishCode
+
+
+def checked_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids from a list, a tuple, an array or a one-dimensional tensor; ValueError names the first bad one."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name}: got {type(ids).__name__}, want a sequence of token ids")
+    for place, token in enumerate(values):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{place}]: got {token!r}, want a token id from 0 to {vocab_size - 1}")
+    return tuple(int(token) for token in values)
+
+
+def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r}, want a whole number from {least} to {most} ({why})")
+    return int(value)
+
+
+class PinnedRing:
+    """Slots of one pinned buffer, each free again once the copy that read it has finished."""
+
+    def __init__(self, backend: Backend, ring_host: Any) -> None:
+        self._backend, self._ring = backend, ring_host
+        self._events: list[Event | None] = [None] * len(ring_host)
+        self._next = 0
+
+    def write(self, values: Sequence[int]) -> Any:
+        """Put `values` at the start of the next slot; returns the slot's tensor, to be copied before `sent`."""
+        busy = self._events[self._next]
+        if busy is not None and not busy.query():
+            busy.wait()
+        slot = self._ring[self._next]
+        slot.numpy()[: len(values)] = values
+        return slot
+
+    def sent(self) -> None:
+        """The copy out of the slot last written has been issued."""
+        self._events[self._next] = self._backend.event()
+        self._next = (self._next + 1) % len(self._events)
+
+
+class Admission:
+    """Brings seats to the device: block table and stop ids first, then the prompt in chunks, then the row itself."""
+
+    def __init__(self, backend: Backend, buffers: StaticBuffers, models: ModelPair, limits: Limits) -> None:
+        self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
+        self._admissions = PinnedRing(backend, buffers.admission_ring_host)
+        self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
+
+    def prefill(self, seat: Seat, budget: int) -> int:
+        """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
+        if seat.prefilled == 0:
+            self._place_tables(seat)
+        start, count = seat.prefilled, min(seat.to_prefill, budget)
+        slot = self._prompts.write(seat.job.prompt_ids[start : start + count + 1])
+        buffers, models, limits, row = self._buffers, self._models, self._limits, seat.row
+
+        def run_chunk() -> None:
+            buffers.prompt.copy_(slot, non_blocking=True)
+            stages.prefill(buffers, row, start, count, models.target, models.draft, limits)
+
+        self._backend.run(run_chunk)
+        self._prompts.sent()
+        seat.prefilled += count
+        if seat.to_prefill == 0:
+            self._place_state(seat)
+            seat.joined = True
+        return count
+
+    def retire(self, row: int) -> None:
+        """Make a row inert from the next launch on."""
+        state = self._buffers.row_state
+        self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
+
+    def _place_tables(self, seat: Seat) -> None:
+        buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
+        stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
+        table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
+        slot = self._admissions.write([*[0] * len(Column), *stops, *table])
+
+        def place() -> None:
+            buffers.admission.copy_(slot, non_blocking=True)
+            _, stop_part, table_part = buffers.admission.split([len(Column), limits.max_stop_ids, limits.pages_per_row])
+            buffers.row_stop_ids[row].copy_(stop_part)
+            buffers.row_block_tables[row].copy_(table_part)
+
+        self._backend.run(place)
+        self._admissions.sent()
+
+    def _place_state(self, seat: Seat) -> None:
+        buffers, job, row = self._buffers, seat.job, seat.row
+        prompt = len(job.prompt_ids)
+        state = {
+            Column.OWNER: job.id,
+            Column.LAST_TOKEN: job.prompt_ids[-1],
+            Column.FINISH: int(FinishCode.RUNNING),
+            Column.LENGTH: prompt,
+            Column.MAX_LENGTH: prompt + job.max_new_tokens,
+            Column.CONSTRAINED: int(seat.matcher is not None),
+            Column.DRAFT_LIMIT: job.num_speculative_tokens,
+        }
+        slot = self._admissions.write([state.get(column, 0) for column in Column])
+
+        def place() -> None:
+            buffers.admission.copy_(slot, non_blocking=True)
+            buffers.row_drafts[row].fill_(-1)
+            buffers.row_tags[row].fill_(0)
+            buffers.row_state[row].copy_(buffers.admission[: len(Column)])
+
+        self._backend.run(place)
+        self._admissions.sent()

@@ -1,0 +1,53 @@
+"""What an engine is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and modes of one engine; all static memory follows from it."""
+
+    max_rows: int = 8  # requests decoded at once
+    num_speculative_tokens: int = 4  # drafts per round, 0 to 8; a request may ask for fewer
+    max_length: int = 1024  # tokens of one request, prompt included
+    page_size: int = 16
+    num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    rounds_in_flight: int = 2  # rounds launched before the first of them is read
+    prefill_chunk: int = 128  # prompt tokens taken between two rounds
+    max_stop_ids: int = 8
+    max_queued: int = 4096  # submits waiting for a row; more are refused
+    draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
+    buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
+    backend: str = "auto"  # auto, tape or cuda
+    eager: bool = False  # True: run every round without recording it
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("auto", "tape", "cuda"):
+            raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
+        if not isinstance(self.max_queued, int) or self.max_queued < 1:
+            raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
+        self.limits(vocab_size=1, feature_size=0)
+        checked_buckets(self.buckets or bucket_sizes(self.max_rows), self.max_rows)
+
+    def limits(self, vocab_size: int, feature_size: int) -> Limits:
+        try:
+            pages_per_row = -(-self.max_length // self.page_size)
+            num_pages = self.max_rows * pages_per_row if self.num_pages is None else self.num_pages
+        except (TypeError, ZeroDivisionError):
+            num_pages = 1  # Limits names the field that is wrong
+        return Limits(
+            max_rows=self.max_rows,
+            num_speculative_tokens=self.num_speculative_tokens,
+            max_length=self.max_length,
+            page_size=self.page_size,
+            num_pages=num_pages,
+            vocab_size=vocab_size,
+            feature_size=feature_size,
+            rounds_in_flight=self.rounds_in_flight,
+            max_stop_ids=self.max_stop_ids,
+            prefill_chunk=self.prefill_chunk,
+        )

@@ -1,0 +1,113 @@
+"""The desk: every job that has not ended, who waits, who sits where. The one place that other threads reach into."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent
+from stepgraph.runtime.rows import RowTable, Seat
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.host_link import MatcherRow
+
+
+class Desk:
+    """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
+
+    def __init__(self, limits: Limits, stop_token_ids: Sequence[int]) -> None:
+        self._limits = limits
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
+        self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
+        self._cancelled: list[Job] = []
+        self._seats: dict[int, Seat] = {}
+        self.jobs: dict[int, Job] = {}
+        self.rows = RowTable(limits)
+        self.tokens = 0
+        self.accepted_drafts = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def stop_ids(self, extra: Sequence[int]) -> tuple[int, ...]:
+        """The vocabulary's stop ids and the request's own; ValueError where they do not fit."""
+        stops = tuple(dict.fromkeys([*self._stop_token_ids, *extra]))
+        if len(stops) > self._limits.max_stop_ids:
+            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most max_stop_ids={self._limits.max_stop_ids}")
+        return stops
+
+    def enqueue(self, job: Job, matcher: MatcherRow | None, max_queued: int, still_open: Callable[[str], None]) -> None:
+        with self._lock:
+            still_open("submit")
+            if len(self._waiting) >= max_queued:
+                raise RuntimeError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
+            self.jobs[job.id] = job
+            self._waiting.append((job, matcher))
+
+    def ask_cancel(self, job_id: int) -> bool:
+        with self._lock:
+            job = self.jobs.get(job_id)
+            if job is None or job.finished:
+                return False
+            if job not in self._cancelled:
+                self._cancelled.append(job)
+            return True
+
+    def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
+        with self._lock:
+            jobs, self._cancelled = [job for job in self._cancelled if not job.finished], []
+            gone = {job.id for job in jobs}
+            self._waiting = collections.deque(entry for entry in self._waiting if entry[0].id not in gone)
+        return [(job, self._seats.get(job.id)) for job in jobs]
+
+    def seat_waiting(self) -> None:
+        """Seat in order of arrival; the first one that finds no row or pages keeps the others waiting."""
+        with self._lock:
+            while self._waiting:
+                seat = self.rows.take(*self._waiting[0])
+                if seat is None:
+                    return
+                self._seats[seat.job.id] = seat
+                self._waiting.popleft()
+
+    def record(self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode) -> StepEvent:
+        """Book what a round emitted for a seat."""
+        job = seat.job
+        job.tokens.extend(tokens)
+        job.num_accepted_drafts += accepted
+        job.rounds += 1
+        self.tokens += len(tokens)
+        self.accepted_drafts += accepted
+        if code == FinishCode.RUNNING:
+            return StepEvent(job.id, tuple(tokens), accepted)
+        error = ""
+        if code == FinishCode.MASK_FAULT:
+            error = f"no valid grammar mask: {(seat.matcher and seat.matcher.fault) or 'its tag names another request, history or position'}"
+        elif code == FinishCode.LOGITS_FAULT:
+            error = "the target's best legal logit is not finite"
+        return self.finish(job, seat, FINISH_REASONS[code], tuple(tokens), accepted, error)
+
+    def finish(
+        self, job: Job, seat: Seat | None, reason: FinishReason, tokens: tuple[int, ...] = (), accepted: int = 0, error: str = ""
+    ) -> StepEvent:
+        """End a job and free what it held."""
+        with self._lock:
+            job.error, job.finish_reason = error, reason
+            del self.jobs[job.id]
+            if seat is not None:
+                del self._seats[job.id]
+                self.rows.release(seat)
+        return StepEvent(job.id, tokens, accepted, reason, error)
+
+    def finish_all(self, reason: FinishReason, error: str) -> None:
+        for job in tuple(self.jobs.values()):
+            self.finish(job, self._seats.get(job.id), reason, error=error)
+        self._waiting.clear()

@@ -1,0 +1,281 @@
+"""The engine: requests in, events out, one replay per round.
+
+`step()` reads as the design: admit, launch, collect. The launching thread never waits for the round it just launched;
+with `rounds_in_flight` rounds on their way it reads the oldest one's results from a pinned ring.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from stepgraph.graphs.buffers import RESULT_FIELDS, StaticBuffers, round_specs
+from stepgraph.graphs.capture import Backend, Event, make_backend
+from stepgraph.graphs.graph_set import CaptureReport, GraphSet
+from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.round import Round
+from stepgraph.graphs.shapes import Limits, bucket_sizes
+from stepgraph.runtime.admission import Admission, checked_count, checked_ids
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.rows import Seat
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.compiler import GrammarCompiler
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.params import SamplingParams
+
+
+class Flight(NamedTuple):
+    """A launched round whose results have not been read."""
+
+    event: Event
+    slot: int  # of the results ring
+    seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    rounds: int
+    replays: int
+    host_syncs: int  # waits for the whole device on the launching thread; rounds make none
+    event_waits: int  # reads of a round's results
+    tokens: int
+    accepted_drafts: int
+    mask_fills: int
+    matcher_accepts: int
+    running: int
+    waiting: int
+    free_pages: int
+
+
+class Engine:
+    """Decodes requests in rounds, each one replay of a recorded graph.
+
+    submit() and cancel() may be called from any thread at any time; step() by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel | None = None,
+        *,
+        vocabulary: Vocabulary | None = None,
+        config: EngineConfig | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        drafts = self.config.num_speculative_tokens
+        if drafts and draft is None:
+            raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0")
+        if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
+            raise ValueError(
+                f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want the target's vocab_size {target.vocab_size}"
+            )
+        models = ModelPair(target, draft if drafts else None)
+        self.limits: Limits = self.config.limits(target.vocab_size, target.feature_size)
+        self.backend = backend or make_backend(self.config.backend, asynchronous=True)
+        self.buffers = _make_buffers(self.limits, models, self.backend)
+        self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
+        self._host = HostLink(self.buffers.state_host, self.buffers.drafts_host, self.buffers.masks_host, self.buffers.tags_host)
+        decode_round = Round(self.limits, models, self._host, self.config.draft_masks)
+        self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.buckets or bucket_sizes(self.limits.max_rows))
+        self._admission = Admission(self.backend, self.buffers, models, self.limits)
+        self._desk = Desk(self.limits, vocabulary.stop_token_ids if vocabulary else ())
+        self._flights: collections.deque[Flight] = collections.deque()
+        self._round = 0
+        self._step_lock = threading.Lock()
+        self._closed = ""
+
+    def capture(self, *, progress: bool = False) -> CaptureReport:
+        """Record one graph per batch size, with and without grammars. Once, before the first step."""
+        with self._step_lock:
+            self._require_open("capture")
+            if self._graphs.captured:
+                raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
+            return self._graphs.capture(eager=self.config.eager, progress=progress)
+
+    def submit(
+        self,
+        prompt_ids: Any,
+        *,
+        constraint: Constraint | None = None,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int = 128,
+        num_speculative_tokens: int | None = None,
+    ) -> Job:
+        """Queue a request. ValueError names what cannot be served; nothing has changed then.
+
+        prompt_ids: list, array or 1-D tensor of ids. max_new_tokens counts a final stop token. num_speculative_tokens:
+        drafts per round for this request, 0 switches speculation off; None takes the engine's.
+        """
+        self._require_open("submit")
+        limits, most = self.limits, self.limits.num_speculative_tokens
+        prompt = checked_ids("prompt_ids", prompt_ids, limits.vocab_size)
+        if not prompt:
+            raise ValueError("prompt_ids: got an empty prompt, want at least one token id")
+        if len(prompt) >= limits.max_length:
+            raise ValueError(f"prompt_ids: got {len(prompt)} tokens, want fewer than max_length={limits.max_length}")
+        room = limits.max_length - len(prompt)
+        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, room, f"max_length={limits.max_length} less {len(prompt)} of prompt")
+        drafts = most if num_speculative_tokens is None else num_speculative_tokens
+        drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
+        sampling = sampling or SamplingParams()
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
+        stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size))
+        job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops)
+        matcher = self._matcher(job)
+        self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
+        return job
+
+    def cancel(self, job: Job | int) -> bool:
+        """End a job. True where it was still running; False where it had ended or is not known. Safe at any time."""
+        return self._desk.ask_cancel(job.id if isinstance(job, Job) else job)
+
+    def step(self) -> list[StepEvent]:
+        """Launch one round, and return what became known: at most `rounds_in_flight` - 1 rounds stay on their way."""
+        with self._step_lock:
+            self._require_open("step")
+            if not self._graphs.captured:
+                raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
+            try:
+                events = self._cancel()
+                self._admit()
+                launched = self._launch()
+                while len(self._flights) >= (self.limits.rounds_in_flight if launched else 1):
+                    events += self._collect()
+                return events
+            except BaseException as error:
+                self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
+                raise
+
+    @property
+    def has_work(self) -> bool:
+        """False once every submitted job has ended and its last event was returned."""
+        return bool(self._desk.jobs or self._flights)
+
+    def stream(self) -> Iterator[StepEvent]:
+        """Step until nothing is left to do, yielding every event."""
+        while self.has_work:
+            yield from self.step()
+
+    def generate(self, prompt_ids: Any, **options: Any) -> Job:
+        """Submit one request and step until it ends; captures first where that was not done. Options as in submit()."""
+        if not self._graphs.captured:
+            self.capture()
+        job = self.submit(prompt_ids, **options)
+        while not job.finished:
+            self.step()
+        return job
+
+    def stats(self) -> EngineStats:
+        counts, host, desk = self.backend.stats, self._host.stats, self._desk
+        return EngineStats(
+            rounds=self._round,
+            replays=counts.replays,
+            host_syncs=counts.syncs,
+            event_waits=counts.event_waits,
+            tokens=desk.tokens,
+            accepted_drafts=desk.accepted_drafts,
+            mask_fills=host.fills,
+            matcher_accepts=host.accepts,
+            running=len(desk.rows),
+            waiting=desk.waiting,
+            free_pages=desk.rows.free_pages,
+        )
+
+    def close(self) -> None:
+        """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
+        with self._step_lock:
+            if not self._closed:
+                self._shut("the engine was closed", FinishReason.CANCELLED)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cancel(self) -> list[StepEvent]:
+        events = []
+        for job, seat in self._desk.take_cancelled():
+            if seat is not None:
+                self._admission.retire(seat.row)
+            events.append(self._desk.finish(job, seat, FinishReason.CANCELLED))
+        return events
+
+    def _admit(self) -> None:
+        """Seat who waits, and take prompts up to one chunk between two rounds."""
+        self._desk.seat_waiting()
+        budget = self.limits.prefill_chunk
+        for seat in self._desk.rows:
+            if not seat.joined and budget > 0:
+                budget -= self._admission.prefill(seat, budget)
+
+    def _launch(self) -> bool:
+        """One round of every seat that has joined: batch in, replay, results out. Nothing here waits."""
+        seats = tuple(seat for seat in self._desk.rows if seat.joined)
+        if not seats:
+            return False
+        slot = self._round % self.limits.ring_depth
+        self._round += 1
+        key = self._graphs.key_for(len(seats), any(seat.matcher for seat in seats))
+        batch_host, results_host = self.buffers.batch_rows_ring_host[slot], self.buffers.results_ring_host[slot]
+        batch_np = batch_host.numpy()
+        batch_np[:] = self.limits.dummy_row
+        batch_np[: len(seats)] = [seat.row for seat in seats]
+        if key.constrained:
+            self._host.announce([seat.matcher for seat in seats])
+        self.backend.run(lambda: self.buffers.batch_rows.copy_(batch_host, non_blocking=True))
+        self._graphs[key].replay()
+        self.backend.run(lambda: results_host.copy_(self.buffers.results, non_blocking=True))
+        self._flights.append(Flight(self.backend.event(), slot, seats))
+        return True
+
+    def _collect(self) -> list[StepEvent]:
+        """Read the oldest round on its way."""
+        flight = self._flights.popleft()
+        flight.event.wait()
+        results = self.buffers.results_ring_host[flight.slot].tolist()
+        events = []
+        for seat, (count, finish, accepted, *tokens) in zip(flight.seats, results, strict=False):
+            assert len(tokens) + RESULT_FIELDS == len(results[0])
+            if not seat.job.finished:  # else: launched before its end was known, and inert
+                events.append(self._desk.record(seat, tokens[:count], accepted, FinishCode(finish)))
+        return events
+
+    def _matcher(self, job: Job) -> MatcherRow | None:
+        if job.constraint is None:
+            return None
+        if not isinstance(job.constraint, Constraint):
+            raise ValueError(f"constraint: got {type(job.constraint).__name__}, want a Constraint")
+        if self._compiler is None:
+            raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
+        return MatcherRow(job.id, self._compiler.compile(job.constraint).matcher())
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"Engine.{call}(): {self._closed}")
+
+    def _shut(self, why: str, reason: FinishReason) -> None:
+        self._closed = why
+        self._flights.clear()
+        self._desk.finish_all(reason, why)
+        self.backend.close()
+
+
+def _make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:
+    named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}
+    specs = [*round_specs(limits)]
+    for model in named.values():
+        specs += model.cache_specs(limits)
+    constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    return StaticBuffers(specs, backend.device, constants)

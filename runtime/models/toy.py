@@ -1,0 +1,123 @@
+"""A toy target and draft: seeded, deterministic, exact. Logits are an integer hash of the whole prefix.
+
+For tests and examples: the prefix is read back from the paged cache, so a wrong slot, position or length changes the
+tokens at once, and integer sums make every result the same at any batch size, chunking or device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.shapes import Limits
+
+_LIMBS = 3  # a hash of 42 bits as three floats of 14 bits each: exact in float32
+_HASH_BITS = 42
+_GATE = 0x5851F42D
+
+
+class ToyTarget(nn.Module):
+    """A target whose logits depend on every token before. `biases` lifts chosen tokens, say a stop token."""
+
+    def __init__(self, vocab_size: int, seed: int = 0, biases: Mapping[int, float] | None = None) -> None:
+        super().__init__()
+        self.vocab_size, self.seed, self.feature_size = vocab_size, seed, _LIMBS
+        bias = torch.zeros(vocab_size)
+        for token, value in (biases or {}).items():
+            bias[token] = value
+        self.register_buffer("bias", bias)
+        self.bias: Tensor
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return (BufferSpec("toy_target_cache", (limits.cache_slots,), torch.int64),)
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        hidden = _to_limbs(_prefix_hash(inputs, buffers.toy_target_cache))
+        return ModelOutput(hidden, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _logits(_from_limbs(hidden), self.vocab_size, self.seed) + self.bias
+
+
+class ToyDraft(nn.Module):
+    """A draft that agrees with its target on a share of all prefixes, and only where its cache and its features are right.
+
+    `style` is what it proposes elsewhere: "random" another hash, "adversarial" the target's least likely token.
+    `favourite` is proposed everywhere it may be: an illegal token, or a stop token at every place.
+    """
+
+    def __init__(
+        self,
+        target: ToyTarget,
+        agreement: float = 1.0,
+        style: Literal["random", "adversarial"] = "random",
+        favourite: int | None = None,
+        seed: int = 1,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= agreement <= 1.0:
+            raise ValueError(f"ToyDraft.agreement: got {agreement}, want 0 to 1")
+        self.target, self.vocab_size, self.agreement, self.style, self.seed = target, target.vocab_size, agreement, style, seed
+        bonus = torch.zeros(self.vocab_size)
+        if favourite is not None:
+            bonus[favourite] = 1000.0
+        self.register_buffer("bonus", bonus)
+        self.bonus: Tensor
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return (BufferSpec("toy_draft_cache", (limits.cache_slots,), torch.int64),)
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        assert inputs.features is not None
+        own = _prefix_hash(inputs, buffers.toy_draft_cache)
+        told = _fold(_from_limbs(inputs.features) + _mix(inputs.tokens, inputs.positions))
+        hidden = _to_limbs(torch.where(own == told, own, own ^ 1))  # a wrong feature or cache entry ends all agreement
+        return ModelOutput(hidden, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        prefix = _from_limbs(hidden)
+        likely = self.target.logits(hidden)
+        other = -likely if self.style == "adversarial" else _logits(prefix, self.vocab_size, self.seed)
+        agrees = (_mix(prefix, torch.full_like(prefix, _GATE)) >> 12) % 1000 < round(self.agreement * 1000)
+        return torch.where(agrees[..., None], likely, other) + self.bonus
+
+
+def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
+    """[B, Q] hash of every token up to and including each position, as the cache holds them."""
+    cache.index_put_((inputs.slots,), inputs.tokens)
+    pages, page_size = inputs.block_tables.shape[1], inputs.page_size
+    offsets = torch.arange(page_size, device=cache.device)
+    entries = cache[(inputs.block_tables[:, :, None] * page_size + offsets).flatten(1)]
+    places = torch.arange(pages * page_size, device=cache.device)
+    return _fold(_mix(entries, places).cumsum(1).gather(1, inputs.positions))
+
+
+def _mix(values: Tensor, salt: Tensor) -> Tensor:
+    """Integer hash of a pair; wraps around, which is the same on every device."""
+    mixed = values * 0x2545F4914F6CDD1D + salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9
+    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    return (mixed ^ (mixed >> 32)) & ((1 << _HASH_BITS) - 1)
+
+
+def _fold(value: Tensor) -> Tensor:
+    return value & ((1 << _HASH_BITS) - 1)
+
+
+def _to_limbs(prefix: Tensor) -> Tensor:
+    shifts = torch.arange(_LIMBS, device=prefix.device) * (_HASH_BITS // _LIMBS)
+    return ((prefix[..., None] >> shifts) & ((1 << (_HASH_BITS // _LIMBS)) - 1)).to(torch.float32)
+
+
+def _from_limbs(hidden: Tensor) -> Tensor:
+    shifts = torch.arange(_LIMBS, device=hidden.device) * (_HASH_BITS // _LIMBS)
+    return (hidden.to(torch.int64) << shifts).sum(-1)
+
+
+def _logits(prefix: Tensor, vocab_size: int, seed: int) -> Tensor:
+    tokens = torch.arange(vocab_size, device=prefix.device) + seed * 1_000_003
+    return ((_mix(prefix[..., None], tokens) >> 18) & 0xFFFFFF).to(torch.float32) / (1 << 21)

@@ -1,0 +1,67 @@
+"""What a user holds of a request: the job, its events, and why it ended. Knows no rows and no tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.params import SamplingParams
+
+
+class FinishReason(str, enum.Enum):
+    """Every job ends with one of these."""
+
+    STOP = "stop"  # a stop token was emitted; it is the last token of the output
+    LENGTH = "length"  # max_new_tokens
+    CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows nothing more but a stop token, which is not emitted
+    CANCELLED = "cancelled"
+    DEAD_END = "dead_end"  # the grammar allows no token although the text is not complete
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+FINISH_REASONS = {
+    FinishCode.STOP: FinishReason.STOP,
+    FinishCode.LENGTH: FinishReason.LENGTH,
+    FinishCode.CONSTRAINT_COMPLETE: FinishReason.CONSTRAINT_COMPLETE,
+    FinishCode.DEAD_END: FinishReason.DEAD_END,
+    FinishCode.MASK_FAULT: FinishReason.ERROR,
+    FinishCode.LOGITS_FAULT: FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one round added to one job."""
+
+    job_id: int
+    tokens: tuple[int, ...]
+    num_accepted_drafts: int
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Job:
+    """A submitted request. Read it freely from any thread; only the engine writes it."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    constraint: Constraint | None
+    sampling: SamplingParams
+    max_new_tokens: int
+    num_speculative_tokens: int
+    stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
+    tokens: list[int] = field(default_factory=list)
+    num_accepted_drafts: int = 0
+    rounds: int = 0
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

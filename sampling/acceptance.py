@@ -1,0 +1,95 @@
+"""Chain verification: how many drafts hold, what is emitted, and whether the row is finished. Pure tensor functions.
+
+Everything a round decides about a row is decided here, on the device, so that the host need not know it to launch the next.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.grammar.status import MaskStatus
+
+
+class FinishCode(IntEnum):
+    """Why a row stopped; 0 while it runs."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CONSTRAINT_COMPLETE = 3
+    DEAD_END = 4
+    MASK_FAULT = 5  # no mask of this row, history and position: nothing may be sampled
+    LOGITS_FAULT = 6  # the best legal logit is not finite
+    RETIRED = 7  # no request owns the row, or its owner was cancelled
+
+
+class Emission(NamedTuple):
+    """What one round adds to each row."""
+
+    tokens: Tensor  # [B, K + 1] int64, meaningful below count
+    count: Tensor  # [B] int64
+    accepted: Tensor  # [B] int64, how many of them were drafts
+    finish: Tensor  # [B] int64 FinishCode
+
+
+def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0) -> Tensor:
+    """Status of every mask row, NONE where its tag is not this row's: fail closed.
+
+    tags [B, N, 4] = (owner, committed tokens, index, status) as the host wrote them for the indices from `first` on; the
+    others [B]. A row without a constraint is always OK.
+    """
+    index = torch.arange(first, first + tags.shape[1], device=tags.device)
+    mine = (tags[..., 0] == owner[:, None]) & (tags[..., 1] == generated[:, None]) & (tags[..., 2] == index)
+    status = torch.where(mine, tags[..., 3], int(MaskStatus.NONE))
+    return torch.where(constrained[:, None], status, int(MaskStatus.OK))
+
+
+def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count: Tensor, status: Tensor) -> Tensor:
+    """Leading drafts that equal the target's own choice.
+
+    sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j,
+    and must have been legal: row j + 1 then says what follows it, whatever that is.
+    """
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] < MaskStatus.ILLEGAL)
+    chosen = (sampled[:, :-1] == drafts) & finite[:, :-1] & (status[:, :-1] == MaskStatus.OK)
+    holds = chosen & legal & (index < draft_count[:, None])
+    return holds.to(torch.int64).cumprod(1).sum(1)
+
+
+def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor) -> Emission:
+    """The accepted drafts and, where a mask allows one, the target's next token; cut at a stop id or at the length limit.
+
+    sampled, finite, status [B, K + 1]; accepted, room [B]; stop_ids [B, S] padded with -1.
+    """
+    positions = sampled.shape[1]
+    index = torch.arange(positions, device=sampled.device)
+    last_status = status.gather(1, accepted[:, None]).squeeze(1)
+    last_finite = finite.gather(1, accepted[:, None]).squeeze(1)
+    has_bonus = (last_status == MaskStatus.OK) & last_finite
+    offered = accepted + has_bonus
+    is_stop = (sampled[:, :, None] == stop_ids[:, None, :]).any(2) & (index < offered[:, None])
+    first_stop = torch.where(is_stop, index, positions).amin(1)
+    count = torch.minimum(torch.minimum(offered, first_stop + 1), room)
+
+    finish = _finish_of_status(last_status)
+    finish = torch.where((last_status == MaskStatus.OK) & ~last_finite, int(FinishCode.LOGITS_FAULT), finish)
+    finish = torch.where(count == room, int(FinishCode.LENGTH), finish)
+    finish = torch.where(first_stop < count, int(FinishCode.STOP), finish)
+    return Emission(sampled, count, torch.minimum(accepted, count), finish)
+
+
+def _finish_of_status(status: Tensor) -> Tensor:
+    finish = torch.full_like(status, int(FinishCode.MASK_FAULT))
+    for known, code in (
+        (MaskStatus.OK, FinishCode.RUNNING),
+        (MaskStatus.COMPLETE, FinishCode.CONSTRAINT_COMPLETE),
+        (MaskStatus.TERMINATED, FinishCode.STOP),
+        (MaskStatus.DEAD_END, FinishCode.DEAD_END),
+    ):
+        finish = torch.where(status == int(known), int(code), finish)
+    return finish

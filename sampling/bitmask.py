@@ -1,0 +1,35 @@
+"""Packed token masks: bit t % 32 of word t // 32 is set where token t is legal. Pure tensor functions.
+
+Ids at and beyond the tokenizer's end have bit 0, so padding logits are never chosen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 32
+
+
+def unpack(masks: Tensor, width: int) -> Tensor:
+    """[..., words] int32 -> [..., width] bool. The shift is arithmetic; `& 1` makes the sign bit a bit like any other."""
+    bits = torch.arange(WORD, dtype=torch.int32, device=masks.device)
+    return ((masks.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :width] != 0
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """[..., width] bool -> [..., ceil(width / 32)] int32."""
+    missing = -allowed.shape[-1] % WORD
+    padded = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, WORD)).to(torch.int64)
+    weights = torch.ones(WORD, dtype=torch.int64, device=allowed.device) << torch.arange(WORD, device=allowed.device)
+    words = (padded * weights).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def apply(logits: Tensor, masks: Tensor, constrained: Tensor) -> Tensor:
+    """Minus infinity where a constrained row forbids a token.
+
+    logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint pass unchanged.
+    """
+    free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
+    return torch.where(unpack(masks, logits.shape[-1]) | free, logits, float("-inf"))

@@ -1,0 +1,63 @@
+"""Independent, straightforward answers that the runtime is held against. Nothing here knows rounds, rows or graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    reason: str
+
+
+def prefix_logits(target: ToyTarget, history: Sequence[int]) -> list[float]:
+    """Logits after a history, in Python integers: no cache, no pages, no tensors of the runtime."""
+    wrap, bits = (1 << 64) - 1, (1 << 42) - 1
+
+    def signed(value: int) -> int:
+        value &= wrap
+        return value - (1 << 64) if value >> 63 else value
+
+    def mix(value: int, salt: int) -> int:
+        mixed = signed(value * 0x2545F4914F6CDD1D + salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9)
+        mixed = signed((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9)
+        return (mixed ^ (mixed >> 32)) & bits
+
+    prefix = sum(mix(token, place) for place, token in enumerate(history)) & bits
+    raw = [((mix(prefix, token + target.seed * 1_000_003) >> 18) & 0xFFFFFF) / (1 << 21) for token in range(target.vocab_size)]
+    return (torch.tensor(raw, dtype=torch.float32) + target.bias).tolist()
+
+
+def greedy(
+    target: ToyTarget, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], compiled: CompiledConstraint | None = None
+) -> Answer:
+    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar allows."""
+    tokens: list[int] = []
+    matcher = compiled.matcher() if compiled else None
+    masks = torch.zeros(1, -(-target.vocab_size // 32), dtype=torch.int32)
+    while len(tokens) < max_new_tokens:
+        status = matcher.fill_next_token_bitmask(masks, 0) if matcher else MaskStatus.OK
+        if status != MaskStatus.OK:
+            return Answer(tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status])
+        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 or not matcher for token in range(target.vocab_size)]
+        logits = prefix_logits(target, [*prompt, *tokens])
+        tokens.append(max((token for token in range(target.vocab_size) if legal[token]), key=lambda token: (logits[token], -token)))
+        if matcher:
+            assert matcher.accept_token(tokens[-1])
+        if tokens[-1] in stop_ids:
+            return Answer(tokens, "stop")
+    return Answer(tokens, "length")
+
+
+def accepts(compiled: CompiledConstraint, tokens: Sequence[int], *, finished: bool) -> bool:
+    """A fresh matcher takes every token; a finished text is complete: a stop token was taken, or is all that may follow."""
+    matcher = compiled.matcher()
+    masks = torch.zeros(1, compiled.vocabulary.mask_words, dtype=torch.int32)
+    if not all(matcher.accept_token(token) for token in tokens):
+        return False
+    return not finished or matcher.fill_next_token_bitmask(masks, 0) in (MaskStatus.TERMINATED, MaskStatus.COMPLETE)
