@@ -1,0 +1,282 @@
+"""The CPU stand-in for a CUDA graph: records a step and replays it in place, with one thread per stream.
+
+Every address is settled when the step is recorded; a replay allocates nothing that it keeps. It is a correctness tool:
+it costs what the eager step costs, and obeys the rules of a CUDA graph so that steps can be developed without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import MAIN, BackendStats, CaptureError, Check, RecordedReport, Step
+from stepgraph.graphs.tape_ops import poison
+from stepgraph.graphs.tape_record import Recorder, first_difference
+from stepgraph.graphs.tape_rules import fail
+from stepgraph.graphs.tape_run import Delay, HostCall, Worker, programs, taken_lock
+
+_local = threading.local()  # .recording: a capture is under way on this thread
+_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+
+
+class TapeEvent:
+    """A point in the launch order of a TapeBackend."""
+
+    def __init__(self, backend: TapeBackend) -> None:
+        self._backend = backend
+        self.reached = threading.Event()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def wait(self) -> None:
+        _refuse_while_recording("Event.wait()")
+        self._backend.stats.event_waits += 1
+        self.reached.wait()
+        self._backend.raise_pending()
+
+
+class Tape:
+    """A recorded step."""
+
+    def __init__(self, backend: TapeBackend, recorder: Recorder, seconds: float) -> None:
+        self._backend = backend
+        self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
+        self._keys = frozenset(recorder.memory.made)
+        self._programs = programs(recorder, backend.delay, backend.verify_host_nodes)
+        self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
+        self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
+        self._error: BaseException | None = None
+        self._poisoned = False
+        self.report = RecordedReport(
+            nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
+            host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
+            nbytes=sum(tensor.untyped_storage().nbytes() for tensor in self._memory),
+            seconds=seconds,
+        )
+        _tapes.add(self)
+
+    def replay(self) -> None:
+        """Run the recorded step once over the present contents of the buffers."""
+        self._backend.launch(self._run, "replay()")
+        self._backend.stats.replays += 1
+
+    def owns(self, key: int) -> bool:
+        """True where the memory `key` is an intermediate of this tape."""
+        return key in self._keys
+
+    def free(self) -> None:
+        self._memory, self._keys, self._programs, self._host_calls, self._done = [], frozenset(), {}, [], {}
+
+    def _run(self) -> None:
+        if self._backend.poison == "every" or not self._poisoned:
+            poison(self._memory)
+            self._poisoned = True
+        self._error = None
+        for stream in self._done:
+            self._backend.worker(stream).submit(functools.partial(self._run_side, stream))
+        self._run_stream(MAIN)
+        for done in self._done.values():
+            done.acquire()
+        for call in self._host_calls:
+            self._backend.stats.host_nodes, call.calls = self._backend.stats.host_nodes + call.calls, 0
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run_stream(self, stream: str) -> None:
+        for item in self._programs.get(stream, ()):
+            try:
+                item(self._error is not None)
+            except BaseException as error:  # noqa: BLE001  also KeyboardInterrupt: other streams wait for this one
+                self._error = self._error or error
+
+    def _run_side(self, stream: str) -> None:
+        self._run_stream(stream)
+        self._done[stream].release()
+
+
+class TapeBackend:
+    """Records and replays on the CPU.
+
+    `asynchronous` replays on a device thread in launch order, and delivers an error once, to the next call that can
+    raise it. `poison="every"` overwrites all intermediates before each replay. `delay` is called with the name of each
+    host node, and of the stream before each of its segments. `verify_host_nodes` finds undeclared writes of host nodes to
+    pinned buffers; it is on with `poison="every"` unless asynchronous, where the launching thread may write them as well.
+    """
+
+    name = "tape"
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = False,
+        poison: Literal["first", "every"] = "first",
+        delay: Delay | None = None,
+        verify_host_nodes: bool | None = None,
+    ) -> None:
+        if poison not in ("first", "every"):
+            raise ValueError(f"TapeBackend.poison: got {poison!r}, want 'first' or 'every'")
+        self.poison, self.delay = poison, delay
+        self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
+        self.stats = BackendStats()
+        self._errors: deque[BaseException] = deque()
+        self._workers: dict[str, Worker] = {}
+        self._device = Worker("device") if asynchronous else None
+        self._finalizer = weakref.finalize(self, _stop, self._workers, self._device)
+
+    def capture(
+        self,
+        step: Step,
+        buffers: StaticBuffers,
+        *,
+        check: Check = "once",
+        between: Callable[[], None] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> Tape:
+        self._refuse_closed("capture()")
+        _refuse_while_recording("capture()")
+        if buffers.device.type != "cpu":
+            raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, want them on the cpu")
+        self._drain()
+        self.raise_pending()
+        begin = time.perf_counter()
+        recorder = _record(step, buffers, generators)
+        if check == "twice":
+            if between is not None:
+                between()
+            again = _record_perturbed(step, buffers, generators)
+            difference = first_difference(recorder.nodes, again.nodes)
+            if difference is not None:
+                raise difference
+        return Tape(self, recorder, time.perf_counter() - begin)
+
+    def run(self, function: Callable[[], None]) -> None:
+        self.launch(function, "run()")
+
+    def event(self) -> TapeEvent:
+        self._refuse_closed("event()")
+        event = TapeEvent(self)
+        if self._device is None:
+            event.reached.set()
+        else:
+            self._device.submit(event.reached.set)
+        return event
+
+    def synchronize(self) -> None:
+        self._refuse_closed("synchronize()")
+        _refuse_while_recording("synchronize()")
+        self.stats.syncs += 1
+        self._drain()
+        self.raise_pending()
+
+    def close(self) -> None:
+        if not self._finalizer.alive:
+            return
+        self._drain()
+        self._finalizer()
+        for worker in [*self._workers.values(), *([self._device] if self._device else [])]:
+            worker.join()
+        for tape in [tape for tape in _tapes if tape._backend is self]:
+            tape.free()
+        for error in self._errors:
+            warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
+
+    # for tapes and events of this backend
+
+    def launch(self, job: Callable[[], None], what: str) -> None:
+        """Run `job` in launch order: now, or on the device thread."""
+        self._refuse_closed(what)
+        _refuse_while_recording(what)
+        self.raise_pending()
+        if self._device is None:
+            with torch.no_grad():
+                job()
+        else:
+            self._device.submit(functools.partial(self._guarded, job))
+
+    def worker(self, stream: str) -> Worker:
+        """The thread of a side stream; started once, shared by all tapes."""
+        if stream not in self._workers:
+            self._workers[stream] = Worker(stream)
+        return self._workers[stream]
+
+    def raise_pending(self) -> None:
+        """Raise the oldest error of the device thread, once."""
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001  delivered by raise_pending
+            self._errors.append(error)
+
+    def _drain(self) -> None:
+        if self._device is not None:
+            reached = threading.Event()
+            self._device.submit(reached.set)
+            reached.wait()
+
+    def _refuse_closed(self, what: str) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"TapeBackend.{what}: the backend is closed")
+
+
+def _stop(workers: dict[str, Worker], device: Worker | None) -> None:
+    for worker in [*workers.values(), *([device] if device else [])]:
+        worker.stop()
+
+
+def _refuse_while_recording(what: str) -> None:
+    recorder: Recorder | None = getattr(_local, "recording", None)
+    if recorder is not None:
+        with recorder.working():
+            raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+
+
+def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
+    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes))
+    _local.recording = recorder
+    try:
+        recorder.record_step(step)
+    finally:
+        _local.recording = None
+    return recorder
+
+
+def _record_perturbed(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
+    """Record over other buffer contents, so that a value read from them behind the recorder's back shows."""
+    saved = {name: buffers[name].clone() for name in buffers}
+    try:
+        for name in saved:
+            _perturb(buffers[name])
+        return _record(step, buffers, generators)
+    except CaptureError:
+        raise
+    except Exception:  # noqa: BLE001  an operation refused the altered values, such as an index out of range
+        for name, tensor in saved.items():
+            buffers[name].copy_(tensor)
+        return _record(step, buffers, generators)
+    finally:
+        for name, tensor in saved.items():
+            buffers[name].copy_(tensor)
+
+
+def _perturb(tensor: torch.Tensor) -> None:
+    if tensor.dtype == torch.bool:
+        tensor.logical_not_()
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(0.5).add_(0.25)
+    else:
+        tensor.bitwise_xor_(1)

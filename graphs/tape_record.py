@@ -1,0 +1,280 @@
+"""Records a step: every aten operation, mark, wait and host node with its stream, its line and its memory accesses.
+
+Recording runs the operations on the real buffers, once, in the order of the calls, and puts the old contents back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepgraph.graphs.buffers import StaticBuffers, storage_key
+from stepgraph.graphs.capture import MAIN, CaptureError, Mark, Step, use_flow
+from stepgraph.graphs.races import WHOLE, Access, Clock, RaceChecker, region_of
+from stepgraph.graphs.tape_ops import repeat, whole
+from stepgraph.graphs.tape_rules import Memory, Rules, Site, bound, call_site, fail, generator_key, tensors_in, written
+
+Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
+
+
+@dataclass
+class TapeMark:
+    """A point in one stream of one capture."""
+
+    number: int
+    stream: str
+    clock: Clock
+    capture: object
+
+
+@dataclass
+class Node:
+    """One entry of the recording."""
+
+    kind: str  # kernel, copy, fill, copied, host; view (runs once); record, wait
+    name: str
+    stream: str
+    site: Site
+    leaves: tuple[Leaf, ...] = ()
+    call: Callable[[], object] | None = None
+    mark: TapeMark | None = None
+    writes: tuple[Tensor, ...] = ()  # declared, of a host node
+    clock: Clock = field(default_factory=dict)
+
+    @property
+    def actor(self) -> str:
+        what = f"host node {self.name!r}" if self.kind == "host" else self.name
+        return f"{what} on stream {self.stream!r} at {self.site}"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One capture: sees operations as a dispatch mode, and marks and host nodes as the step's flow."""
+
+    def __init__(self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = Memory(buffers, foreign)
+        self.rules = Rules(self.memory, generators)
+        self.races = RaceChecker(MAIN)
+        self.nodes: list[Node] = []
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and their copy before the first write
+        self._stream = MAIN
+        self._paused = False
+        self._failure: CaptureError | None = None
+
+    def record_step(self, step: Step) -> None:
+        """Run `step` once; afterwards the buffers and generators are as they were."""
+        states = [(generator, generator.get_state()) for generator in self.rules.generators.values()]
+        try:
+            with torch.no_grad(), use_flow(self), self, _FunctionGuard(self):
+                step(self.memory.buffers)
+            if self._failure is not None:  # the step swallowed it
+                raise self._failure
+            loose = self.races.unjoined()
+            if loose is not None:
+                raise CaptureError("unjoined-fork", f"the main stream does not wait for {loose}", *self._site_of(loose))
+        finally:
+            for memory, saved in self._saved.values():
+                memory.copy_(saved)
+            for generator, state in states:
+                generator.set_state(state)
+
+    def _site_of(self, actor: str) -> Site:
+        return next(node.site for node in reversed(self.nodes) if node.actor == actor)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Run the recorder's own tensor operations unseen; remember a failure even if the step catches it."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        except CaptureError as error:
+            self._failure = self._failure or error
+            raise
+        finally:
+            self._paused = before
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    # operations
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        with self.working():
+            self._join_or_fail(func._schema.name)
+            self.rules.check_operation(func, args, kwargs)
+            targets = written(func, args, kwargs)
+            for tensor in targets:
+                self._save(tensor)
+            if any(argument.is_out for argument in func._schema.arguments):
+                _check_out(func, args, kwargs)
+            result = func(*args, **kwargs)
+            self._add_operation(func, args, kwargs, result, targets)
+            return result
+
+    def _add_operation(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object, targets: Sequence[Tensor]
+    ) -> None:
+        name, site = func._schema.name.removeprefix("aten::"), call_site()
+        inputs = list(tensors_in([args, kwargs]))
+        if func._schema.name == "aten::lift_fresh":
+            for tensor in tensors_in(result):
+                self.memory.literals[storage_key(tensor)] = tensor
+            value = repr(result.item()) if isinstance(result, Tensor) else ""
+            self.nodes.append(Node("view", name, self._stream, site, (("scalar", value),)))
+            return
+        known = {storage_key(tensor) for tensor in inputs}
+        fresh = [tensor for tensor in tensors_in(result) if storage_key(tensor) not in known]
+        leaves = tuple(self._leaves([bound(func, args, kwargs)]))
+        for tensor in fresh:
+            self.memory.made.setdefault(storage_key(tensor), (tensor, f"the result {len(self.memory.made)} of {name} ({site})"))
+        kind, call = repeat(func, args, kwargs, result, fresh)
+        node = Node(kind, name, self._stream, site, leaves, call)
+        self.nodes.append(node)
+        if call is not None:
+            reads = [tensor for tensor in inputs if not any(tensor is target for target in targets)]
+            self._account(node, reads, [*targets, *fresh])
+            if torch.Tag.nondeterministic_seeded in func.tags and bound(func, args, kwargs).get("dropout_p") != 0:
+                generator = bound(func, args, kwargs).get("generator") or torch.default_generator
+                self._access(node, generator_key(generator), "a random generator", Access(node.actor, node.stream, node.clock, WHOLE, True))
+
+    def _leaves(self, value: object) -> Iterator[Leaf]:
+        if isinstance(value, Tensor):
+            where = f"{tuple(value.shape)} {value.dtype}, strides {value.stride()}, offset {value.storage_offset()}"
+            yield ("tensor", "a number") if self.memory.kind(value) == "literal" else ("tensor", f"{self.memory.name(value)} {where}")
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from self._leaves(item)
+        elif isinstance(value, dict):
+            yield from self._leaves(list(value.values()))
+        elif not isinstance(value, torch.Generator):
+            yield ("scalar", repr(value))
+
+    def _save(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._saved and self.memory.kind(tensor) in ("device", "pinned"):
+            memory = whole(tensor)
+            self._saved[key] = (memory, memory.clone())
+
+    # order
+
+    def _join_or_fail(self, what: str) -> None:
+        if not self.races.joined(self._stream):
+            message = f"{what} runs on stream {self._stream!r} before that stream waited for a mark of this capture"
+            raise fail("stream-outside-capture", message)
+
+    def _account(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        node.clock = self.races.begin(node.actor, node.stream)
+        for tensors, write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                region = region_of(tensor)
+                if region is not None:
+                    access = Access(node.actor, node.stream, node.clock, region, write)
+                    self._access(node, storage_key(tensor), self.memory.name(tensor), access)
+
+    def _access(self, node: Node, key: int, name: str, access: Access) -> None:
+        other = self.races.access(key, access)
+        if other is not None:
+            verbs = "writes" if other.write else "reads", "writes" if access.write else "reads"
+            message = f"{other.actor} {verbs[0]} {name}, and {access.actor} {verbs[1]} it: nothing orders the two"
+            raise fail("race", message, node.site)
+
+    # the flow that the step sees
+
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        self._stream, before = name, self._stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def record(self) -> Mark:
+        with self.working():
+            self._join_or_fail("record()")
+            number = sum(node.kind == "record" for node in self.nodes)
+            mark = TapeMark(number, self._stream, self.races.record(self._stream), self)
+            self.nodes.append(Node("record", "record", self._stream, call_site(), mark=mark))
+            return mark
+
+    def wait(self, mark: Mark) -> None:
+        with self.working():
+            if not isinstance(mark, TapeMark) or mark.capture is not self:
+                raise fail("foreign-mark", "wait() for a mark that this capture did not record")
+            self.races.wait(self._stream, mark.clock)
+            leaves: tuple[Leaf, ...] = (("tensor", f"mark {mark.number}"),)
+            self.nodes.append(Node("wait", "wait", self._stream, call_site(), leaves, mark=mark))
+
+    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        with self.working():
+            self._join_or_fail(f"host node {name!r}")
+            for tensor in (*reads, *writes):
+                if self.memory.kind(tensor) != "pinned":
+                    raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is no pinned buffer")
+            for tensor in writes:
+                self._save(tensor)
+            leaves = tuple(self._leaves([*reads, *writes]))
+            node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
+            self.nodes.append(node)
+            self._account(node, reads, writes)
+
+
+class _FunctionGuard(TorchFunctionMode):
+    """Shows the recorder's rules the Python calls that never become an operation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder.paused:
+            return func(*args, **kwargs)
+        rules = self._recorder.rules
+        with self._recorder.working():
+            rules.check_function(func, args, kwargs)
+        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            rules.scalar_store = False
+
+
+def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and isinstance(kwargs.get(a.name), Tensor)}
+    trial = {name: torch.empty_like(tensor) for name, tensor in outs.items()}
+    func(*args, **{**kwargs, **trial})
+    for name, tensor in outs.items():
+        if trial[name].shape != tensor.shape:
+            shapes = f"{tuple(tensor.shape)}, the result {tuple(trial[name].shape)}"
+            raise fail("out-resize", f"{func._schema.name} would resize {name}=: it has shape {shapes}")
+
+
+def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureError | None:
+    """Where two recordings of one step differ: host state was read while recording, and would be frozen into the graph."""
+    for a, b in zip(first, second, strict=False):
+        if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
+            return fail("baked-branch", f"host state chose {a.actor} in one recording and {b.actor} in the other", b.site)
+        changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
+        for x, y in sorted(changed):  # a scalar says more than the tensor shapes that follow from it
+            rule, what = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
+            return fail(rule, f"{a.name} got another {what} in each recording: {x[1]}, then {y[1]}", b.site)
+    if len(first) != len(second):
+        extra = max(first, second, key=len)[min(len(first), len(second))]
+        return fail("baked-branch", f"host state decided whether {extra.actor} is recorded at all", extra.site)
+    return None

@@ -1,0 +1,274 @@
+"""What a CUDA stream capture would reject or, worse, accept and replay wrongly: found while the tape records.
+
+Two nets: `check_function` sees Python calls that never become an operation (`.tolist()`, `.data_ptr()`), `check_operation`
+sees every aten operation with its tensors. Both raise CaptureError at the step's own line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from stepgraph.graphs import capture
+from stepgraph.graphs.buffers import StaticBuffers, storage_key
+from stepgraph.graphs.capture import CaptureError
+
+Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_SKIPPED_FILES = {capture.__file__, contextlib.__file__} | {
+    os.path.join(_HERE, name) for name in ("tape.py", "tape_ops.py", "tape_record.py", "tape_rules.py", "races.py", "buffers.py")
+}
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+_SYNCS: dict[Any, str] = {
+    getattr(Tensor, name): name
+    for name in (
+        "item", "tolist", "cpu", "numpy", "is_nonzero", "__array__", "__bool__", "__int__", "__float__", "__complex__",
+        "__index__", "__contains__", "__repr__", "__format__", "__reduce_ex__",
+    )
+} | {torch.equal: "torch.equal", torch.allclose: "torch.allclose", torch.is_nonzero: "torch.is_nonzero"}  # fmt: skip
+_POINTERS: dict[Any, str] = {getattr(Tensor, name): name for name in ("data_ptr", "storage", "untyped_storage", "__dlpack__")} | {
+    Tensor.__cuda_array_interface__.__get__: "__cuda_array_interface__"
+}
+_FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        "zeros", "ones", "full", "empty", "empty_strided", "arange", "linspace", "logspace", "eye", "rand", "randn", "randint",
+        "randperm", "tril_indices", "triu_indices",
+    )
+}  # fmt: skip
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SYNCING_OPS = {
+    "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
+}
+_INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
+
+
+class Site(NamedTuple):
+    """A line of the step."""
+
+    file: str
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def call_site() -> Site:
+    """The innermost line that belongs neither to torch nor to the recorder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in _SKIPPED_FILES and not file.startswith(_TORCH) and not file.startswith("<frozen"):
+            return Site(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        frame = frame.f_back
+    return Site("", 0, "")
+
+
+def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
+    return CaptureError(rule, message, *(site or call_site()))
+
+
+def generator_key(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]  # Python wrappers of one generator differ
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor in the (nested) arguments or results of an operation."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their schema names, with defaults filled in."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in func._schema.arguments}
+
+
+def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that the operation writes, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    values = bound(func, args, kwargs)
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [tensor for name in names for tensor in tensors_in(values[name])]
+
+
+def is_view(func: OpOverload) -> bool:
+    returns = func._schema.returns
+    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
+
+
+class Memory:
+    """What one capture knows of the memory behind a tensor."""
+
+    def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool]) -> None:
+        self.buffers = buffers
+        self.made: dict[int, tuple[Tensor, str]] = {}  # storages born in this capture: kept alive, so that keys stay unique
+        self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch makes of a Python scalar, as in x[0] = 5
+        self._foreign = foreign
+
+    def kind(self, tensor: Tensor) -> Kind:
+        key = storage_key(tensor)
+        owner = self.buffers.owner_of(tensor)
+        if owner is not None:
+            return owner[1]
+        if key in self.made:
+            return "made"
+        if key in self.literals:
+            return "literal"
+        return "foreign" if self._foreign(key) else "unknown"
+
+    def name(self, tensor: Tensor) -> str:
+        owner = self.buffers.owner_of(tensor)
+        return repr(owner[0]) if owner else self.made.get(storage_key(tensor), (tensor, "an unregistered tensor"))[1]
+
+
+class Rules:
+    """The rules of one capture."""
+
+    def __init__(self, memory: Memory, generators: Sequence[torch.Generator]) -> None:
+        self.memory = memory
+        self.generators = {generator_key(generator): generator for generator in generators}
+        self.scalar_store = False  # inside x[...] = number, where torch makes a 0-d tensor of the number
+
+    def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Judge a call at the Python level; needed for what never reaches the dispatcher."""
+        try:
+            sync, pointer = _SYNCS.get(func), _POINTERS.get(func)
+        except TypeError:  # unhashable callables are none of ours
+            return
+        if sync is not None:
+            raise fail("host-sync", f"{sync} brings a tensor's value to the host, which blocks until the device is done")
+        if pointer is not None and not _asked_by_buffers():
+            raise fail("raw-pointer", f"{pointer} lets memory escape the recording; wrap the kernel in torch.library.custom_op")
+        if func is Tensor.to:
+            self._check_to(args, kwargs)
+        if func in _FACTORIES and kwargs.get("out") is None:
+            _check_factory(func, kwargs)
+        if func == _SET_DATA:
+            raise fail("inplace-view", "assigning to .data rebinds a tensor: a graph keeps the old address")
+
+    def _check_to(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        targets = [*args[1:], *kwargs.values()]
+        if any(isinstance(target, str) and target.startswith("cpu") for target in targets):
+            raise fail("host-sync", ".to('cpu') copies to the host and blocks; copy_ into a pinned buffer with non_blocking=True")
+        moves = any(isinstance(target, (str, torch.device, Tensor)) for target in targets)
+        if moves and self.memory.kind(args[0]) == "pinned":
+            raise fail("mixed-residence", f"{self.memory.name(args[0])}.to(device) allocates; copy_ it into a device buffer instead")
+
+    def check_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Judge an operation before it runs."""
+        name = func._schema.name
+        if name == "aten::lift_fresh":
+            self._check_lift(args[0])
+            return
+        if torch.Tag.data_dependent_output in func.tags:
+            raise fail("host-sync", f"{name} brings a tensor's value to the host, which blocks until the device is done")
+        if name in _SYNCING_OPS:
+            raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
+        self._check_shape(func, args, kwargs)
+        self._check_generator(func, args, kwargs)
+        self._check_inputs(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise fail("inplace-view", f"{name} changes the shape or the address of a tensor in place; use a view instead")
+        self._check_residence(func, args, kwargs)
+
+    def _check_lift(self, value: Tensor) -> None:
+        if not (self.scalar_store and value.dim() == 0):
+            raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory that a graph cannot hold")
+
+    def _check_shape(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        name = func._schema.name
+        values = bound(func, args, kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and (name != "aten::index" or _has_mask(values["indices"])):
+            raise fail("dynamic-shape", f"{name} has a result whose shape depends on values; use a mask and torch.where")
+        if name in _INDEX_PUT and _has_mask(values["indices"]):
+            fill = self.memory.kind(values["values"]) == "literal" and not values["accumulate"]
+            if not fill:  # with a Python scalar torch turns it into masked_fill_
+                raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
+
+    def _check_generator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        values = bound(func, args, kwargs)
+        if values.get("dropout_p") == 0:
+            return  # attention draws nothing then
+        generator = values.get("generator") or torch.default_generator
+        if generator_key(generator) not in self.generators:
+            which = "the default generator" if generator is torch.default_generator else "its generator"
+            raise fail("generator", f"{func._schema.name} draws from {which}, which is not among capture(generators=...)")
+
+    def _check_inputs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        name = func._schema.name
+        for tensor in tensors_in([args, kwargs]):
+            if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+                raise fail("freed-input", f"{name} uses {self.memory.name(tensor)}, whose memory was freed")
+            kind = self.memory.kind(tensor)
+            if kind == "foreign":
+                raise fail("foreign-intermediate", f"{name} uses a tensor that another capture made; pass it through a buffer")
+            if kind == "unknown":
+                shape = f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise fail("unregistered-input", f"{name} uses a tensor {shape} that is neither a buffer nor a constant of this step")
+        for tensor in written(func, args, kwargs):
+            if self.memory.kind(tensor) == "constant":
+                raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")
+
+    def _check_residence(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        name = func._schema.name
+        pinned = [tensor for tensor in tensors_in([args, kwargs]) if self.memory.kind(tensor) == "pinned"]
+        if not pinned or is_view(func):
+            return
+        if name != "aten::copy_" or len(pinned) == 2:
+            raise fail("mixed-residence", f"{name} computes on pinned {self.memory.name(pinned[0])}; only copy_ to or from the device may")
+        values = bound(func, args, kwargs)
+        if not values["non_blocking"]:
+            raise fail("blocking-copy", f"copy_ with pinned {self.memory.name(pinned[0])} blocks the host without non_blocking=True")
+        repeated = values["src"] is pinned[0] and values["src"].numel() != values["self"].numel()
+        if repeated or not pinned[0].is_contiguous():
+            # torch would make a contiguous copy on the host: once, while capturing
+            raise fail(
+                "pinned-copy", f"copy_ with a strided or broadcast view of pinned {self.memory.name(pinned[0])} is staged on the host"
+            )
+
+
+def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    device = kwargs.get("device")
+    name = f"torch.{getattr(func, '__name__', 'factory')}"
+    if device is None:
+        raise fail("missing-device", f"{name} without device= makes a host tensor on a GPU machine; give device=buffers.device")
+    if isinstance(device, str) and device.startswith("cpu") or kwargs.get("pin_memory"):
+        raise fail("missing-device", f"{name} makes a host tensor; give device=buffers.device, or declare a pinned buffer")
+
+
+def _has_mask(indices: object) -> bool:
+    return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
+
+
+def _asked_by_buffers() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == os.path.join(_HERE, "buffers.py"):
+            return True
+        frame = frame.f_back
+    return False

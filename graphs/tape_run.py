@@ -1,0 +1,161 @@
+"""What a replay executes: per stream a list of items, and the threads that the streams run on.
+
+Every item is called on every replay, also after a failure (then with `skip=True`), so that no stream waits for ever.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import storage_key
+from stepgraph.graphs.capture import HostNodeError
+from stepgraph.graphs.tape_ops import same_bits
+from stepgraph.graphs.tape_record import Node, Recorder
+
+Item = Callable[[bool], None]
+Delay = Callable[[str], None]
+
+
+class Worker:
+    """A daemon thread that runs jobs in order; a job must not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"stepgraph-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    with torch.no_grad():
+        while True:
+            job = jobs.get()
+            if job is None:
+                return
+            job()
+            del job  # or an idle worker would keep the last tape alive
+
+
+def taken_lock() -> threading.Lock:
+    """A lock as a one-shot signal that resets itself: `release` sends, `acquire` receives."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Segment:
+    """Operations of one stream with nothing between them."""
+
+    def __init__(self, stream: str, delay: Delay | None) -> None:
+        self.nodes: list[Node] = []
+        self._stream, self._delay = stream, delay
+
+    def __call__(self, skip: bool) -> None:
+        if skip:
+            return
+        if self._delay is not None:
+            self._delay(self._stream)
+        node = None
+        try:
+            for node in self.nodes:
+                node.call()  # type: ignore[misc]
+        except Exception as error:
+            what = f"{node.name}, recorded at {node.site}" if node else "segment"
+            raise RuntimeError(f"{what}, failed in a replay: {error}") from error
+
+
+class HostCall:
+    """One host node; `watched` are the pinned buffers that it must leave alone."""
+
+    def __init__(self, node: Node, delay: Delay | None, watched: Sequence[tuple[str, Tensor]]) -> None:
+        self._name, self._function, self._delay, self._watched = node.name, node.call, delay, watched
+        self.calls = 0
+
+    def __call__(self, skip: bool) -> None:
+        if skip:
+            return
+        if self._delay is not None:
+            self._delay(self._name)
+        before = [tensor.clone() for _, tensor in self._watched]
+        self.calls += 1
+        try:
+            self._function()  # type: ignore[misc]
+        except Exception as error:
+            raise HostNodeError(self._name, error) from error
+        for (name, tensor), old in zip(self._watched, before, strict=True):
+            if not same_bits(tensor, old):
+                raise HostNodeError(self._name, RuntimeError(f"undeclared write to {name!r}; name it in writes="))
+
+
+class Signal:
+    """Reaching a mark: lets every stream go that waits for it."""
+
+    def __init__(self, locks: Sequence[threading.Lock]) -> None:
+        self._locks = locks
+
+    def __call__(self, skip: bool) -> None:
+        for lock in self._locks:
+            lock.release()
+
+
+class Await:
+    """Waiting for a mark of another stream."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __call__(self, skip: bool) -> None:
+        self._lock.acquire()
+
+
+def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str, list[Item]]:
+    """The recording as one list of items per stream."""
+    locks: dict[int, dict[str, threading.Lock]] = {}
+    for node in recorder.nodes:
+        if node.kind == "wait" and node.mark is not None and node.mark.stream != node.stream:
+            locks.setdefault(node.mark.number, {}).setdefault(node.stream, taken_lock())
+    result: dict[str, list[Item]] = {}
+    waited: set[tuple[int, str]] = set()
+    for node in recorder.nodes:
+        program = result.setdefault(node.stream, [])
+        if node.kind == "host":
+            program.append(HostCall(node, delay, _watched(recorder, node) if verify else ()))
+        elif node.mark is not None:
+            waiters = locks.get(node.mark.number, {})
+            if node.kind == "record" and waiters:
+                program.append(Signal(list(waiters.values())))
+            elif node.kind == "wait" and node.stream in waiters and (node.mark.number, node.stream) not in waited:
+                waited.add((node.mark.number, node.stream))
+                program.append(Await(waiters[node.stream]))
+        elif node.call is not None:
+            if not program or not isinstance(program[-1], Segment):
+                program.append(Segment(node.stream, delay))
+            segment = program[-1]
+            assert isinstance(segment, Segment)
+            segment.nodes.append(node)
+    return result
+
+
+def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
+    declared = {storage_key(tensor) for tensor in node.writes}
+    buffers, races = recorder.memory.buffers, recorder.races
+    pinned = [(spec.name, buffers[spec.name]) for spec in buffers.specs if spec.memory == "pinned"]
+    return [
+        (name, tensor)
+        for name, tensor in pinned
+        if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node.stream, node.clock)
+    ]
