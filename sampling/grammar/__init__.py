@@ -1,0 +1,9 @@
+"""Constraints on text: what is asked, compiled against a vocabulary, and matched token by token."""
+
+from stepgraph.sampling.grammar.compiler import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+__all__ = ["CompiledConstraint", "Constraint", "GrammarCompiler", "MaskStatus", "Matcher", "Vocabulary", "XGrammarMatcher"]

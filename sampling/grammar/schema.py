@@ -1,0 +1,262 @@
+"""Which JSON schemas are enforced to the letter, and a refusal that names the keyword for every other one.
+
+The grammar library accepts many keywords that it then ignores, alone or in the company of others. A text that breaks the
+schema it was generated under is worse than a refusal, so what is not enforced is refused here, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from stepgraph.sampling.grammar.pattern import MAX_REPEAT, check_json_pattern
+from stepgraph.sampling.grammar.vocabulary import is_int
+
+MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
+INT64 = range(-(2**63), 2**63)
+
+ANNOTATIONS = frozenset("$schema $id $comment title description default examples deprecated readOnly writeOnly $defs definitions".split())
+KEYWORDS = {
+    "string": frozenset("minLength maxLength pattern format".split()),
+    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
+    "array": frozenset("items prefixItems minItems maxItems uniqueItems".split()),
+    "object": frozenset("properties required additionalProperties minProperties maxProperties".split()),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+FORMATS = frozenset(
+    "date-time date time duration email hostname ipv4 ipv6 uri uri-reference uuid uri-template json-pointer relative-json-pointer".split()
+)
+# In the order in which the grammar library looks for them: the first one found hides all the others.
+SOVEREIGN = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError naming the place and the keyword where a schema is malformed or would not be enforced."""
+    _check_node(schema, schema, "#", 0)
+
+
+def _refuse(where: str, keyword: str, reason: str) -> NoReturn:
+    raise ValueError(f"{where}: {keyword}: {reason}")
+
+
+def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        _refuse(where, "nesting", f"got more than {MAX_DEPTH} levels, want fewer")
+    if node is True:
+        return
+    if not isinstance(node, dict):
+        _refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object or true")
+    for table in ("$defs", "definitions"):
+        for name, child in _table(node, table, where):
+            _check_node(child, root, f"{where}/{table}/{name}", depth + 1)
+    asserted = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")}
+    sovereign = next((key for key in SOVEREIGN if key in node), None)
+    if sovereign is None:
+        _check_typed(node, asserted, root, where, depth)
+        return
+    allowed = {"type"} if sovereign in ("const", "enum") else set()
+    if hidden := sorted(asserted - {sovereign} - allowed):
+        _refuse(where, hidden[0], f"is not enforced beside {sovereign}; want one or the other")
+    if sovereign == "$ref":
+        _check_ref(node["$ref"], root, where)
+    elif sovereign in ("const", "enum"):
+        _check_values(node, sovereign, where)
+    else:
+        _check_branches(node[sovereign], sovereign, root, where, depth)
+
+
+def _table(node: dict[str, Any], keyword: str, where: str) -> Iterator[tuple[str, Any]]:
+    table = node.get(keyword, {})
+    if not isinstance(table, dict):
+        _refuse(where, keyword, f"got {json.dumps(table)[:40]}, want an object")
+    yield from table.items()
+
+
+def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str, depth: int) -> None:
+    types = _types(node, where)
+    known = set[str]().union(*(KEYWORDS[name] for name in types), {"type"})
+    every = set[str]().union(*KEYWORDS.values())
+    for keyword in sorted(asserted - known):
+        if keyword in every:
+            wanted = " or ".join(name for name, words in KEYWORDS.items() if keyword in words)
+            _refuse(where, keyword, f"needs type {wanted}, got {' or '.join(types) or 'no type'}")
+        _refuse(where, keyword, "is not enforced; remove it or express it otherwise")
+    if "string" in types:
+        _check_string(node, where)
+    if "integer" in types or "number" in types:
+        _check_number(node, types, where)
+    if "array" in types:
+        _check_array(node, root, where, depth)
+    if "object" in types:
+        _check_object(node, root, where, depth)
+
+
+def _types(node: dict[str, Any], where: str) -> list[str]:
+    if "type" not in node:
+        for name in ("object", "array"):
+            if KEYWORDS[name] & node.keys():
+                return [name]
+        return []
+    declared = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    if not declared or not all(isinstance(name, str) and name in KEYWORDS for name in declared):
+        _refuse(where, "type", f"got {json.dumps(node['type'])[:60]}, want one or several of {', '.join(KEYWORDS)}")
+    return declared
+
+
+def _check_string(node: dict[str, Any], where: str) -> None:
+    lengths = {"minLength", "maxLength"} & node.keys()
+    _check_counts(node, "minLength", "maxLength", where)
+    if "format" in node and node["format"] not in FORMATS:
+        _refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
+    if "pattern" in node:
+        if not isinstance(node["pattern"], str):
+            _refuse(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, want a string")
+        check_json_pattern(node["pattern"], f"{where}: pattern")
+    if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
+        hidden = sorted(lengths or {"format"})[0]
+        _refuse(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
+
+
+def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
+    for keyword in sorted(KEYWORDS["integer"] & node.keys()):
+        value = node[keyword]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            _refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a number")
+        if "integer" in types and (int(value) != value or int(value) not in INT64):
+            _refuse(where, keyword, f"got {value}, want a whole number of 64 bits for type integer")
+    if "multipleOf" in node:
+        bounds = sorted({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & node.keys())
+        if "number" in types or node["multipleOf"] < 1:
+            _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
+        if bounds:
+            _refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
+
+
+def _check_counts(node: dict[str, Any], low: str, high: str, where: str) -> None:
+    for keyword in (low, high):
+        value = node.get(keyword, 0)
+        if not is_int(value) or not 0 <= value <= MAX_REPEAT:
+            _refuse(where, keyword, f"got {json.dumps(value)[:40]}, want an integer in 0..{MAX_REPEAT}")
+    if high in node and node.get(low, 0) > node[high]:
+        _refuse(where, low, f"got {node[low]}, want at most {high}, which is {node[high]}")
+
+
+def _check_array(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
+    _check_counts(node, "minItems", "maxItems", where)
+    if node.get("uniqueItems", False) is not False:
+        _refuse(where, "uniqueItems", "is not enforced")
+    prefix = node.get("prefixItems", [])
+    if not isinstance(prefix, list):
+        _refuse(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, want a list of schemas")
+    for index, child in enumerate(prefix):
+        _check_node(child, root, f"{where}/prefixItems/{index}", depth + 1)
+    if node.get("items", True) is not False:
+        _check_node(node.get("items", True), root, f"{where}/items", depth + 1)
+
+
+def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
+    _check_counts(node, "minProperties", "maxProperties", where)
+    properties = dict(_table(node, "properties", where))
+    for name, child in properties.items():
+        _check_node(child, root, f"{where}/properties/{name}", depth + 1)
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        _refuse(where, "required", f"got {json.dumps(required)[:40]}, want a list of strings")
+    if undeclared := [name for name in required if name not in properties]:
+        _refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
+    if node.get("additionalProperties", True) is not False:
+        _check_node(node.get("additionalProperties", True), root, f"{where}/additionalProperties", depth + 1)
+
+
+def _check_ref(reference: Any, root: Any, where: str) -> None:
+    seen = []
+    node: Any = {"$ref": reference}
+    while isinstance(node, dict) and "$ref" in node:
+        reference = node["$ref"]
+        if reference in seen:
+            _refuse(where, "$ref", f"{reference!r} refers to itself and to nothing else")
+        seen.append(reference)
+        node = _target(reference, root)
+        if not isinstance(node, dict) and node is not True:
+            _refuse(where, "$ref", f"got {json.dumps(reference)[:60]}, want '#', '#/$defs/...' or '#/definitions/...' of this schema")
+
+
+def _target(reference: Any, root: Any) -> Any:
+    if reference == "#":
+        return root
+    parts = reference.split("/") if isinstance(reference, str) else []
+    if len(parts) != 3 or parts[0] != "#" or parts[1] not in ("$defs", "definitions"):
+        return None
+    return root[parts[1]].get(parts[2]) if isinstance(root.get(parts[1]), dict) else None
+
+
+def _followed(node: Any, root: Any) -> Any:
+    while isinstance(node, dict) and "$ref" in node:
+        node = _target(node["$ref"], root)
+    return node
+
+
+def _check_values(node: dict[str, Any], keyword: str, where: str) -> None:
+    values = [node["const"]] if keyword == "const" else node["enum"]
+    if not isinstance(values, list) or not values:
+        _refuse(where, keyword, f"got {json.dumps(values)[:40]}, want a list of at least one value")
+    types = _types(node, where)
+    for value in values:
+        if types and not any(_is_of_type(value, name) for name in types):
+            _refuse(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
+        if is_int(value) and value not in INT64:
+            _refuse(where, keyword, f"{value} does not fit 64 bits and would be rounded")
+
+
+def _is_of_type(value: Any, name: str) -> bool:
+    if name == "integer":
+        return is_int(value) or (isinstance(value, float) and value.is_integer())
+    kinds = {"string": str, "number": (int, float), "array": list, "object": dict, "boolean": bool, "null": type(None)}
+    return isinstance(value, kinds[name]) and (name == "boolean" or not isinstance(value, bool))  # type: ignore[arg-type]
+
+
+def _check_branches(branches: Any, keyword: str, root: Any, where: str, depth: int) -> None:
+    if not isinstance(branches, list) or not branches:
+        _refuse(where, keyword, f"got {json.dumps(branches)[:40]}, want a list of at least one schema")
+    if keyword == "allOf" and len(branches) > 1:
+        _refuse(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
+    for index, child in enumerate(branches):
+        _check_node(child, root, f"{where}/{keyword}/{index}", depth + 1)
+    if keyword == "oneOf":
+        followed = [_followed(child, root) for child in branches]
+        for index, left in enumerate(followed):
+            if not all(_disjoint(left, right) for right in followed[index + 1 :]):
+                _refuse(where, keyword, "is enforced as anyOf; want branches that differ by type, const, or a required property's const")
+
+
+def _disjoint(left: Any, right: Any) -> bool:
+    """Whether two schemas are seen to share no value: by their constants, their types or a required property that tells them apart."""
+    if left is True or right is True:
+        return False
+    ours, theirs = _constants(left), _constants(right)
+    if ours and theirs:
+        return not ours & theirs
+    first, second = _types(left, "oneOf"), _types(right, "oneOf")
+    if first and second and not _spread(first) & _spread(second):
+        return True
+    shared = set(left.get("required", [])) & set(right.get("required", []))
+    return first == second == ["object"] and any(_tagged(left["properties"][name], right["properties"][name]) for name in shared)
+
+
+def _tagged(left: Any, right: Any) -> bool:
+    ours, theirs = _constants(left), _constants(right)
+    return bool(ours and theirs and not ours & theirs)
+
+
+def _spread(types: list[str]) -> set[str]:
+    return {"number" if name == "integer" else name for name in types}
+
+
+def _constants(node: Any) -> set[str]:
+    if not isinstance(node, dict):
+        return set()
+    values = [node["const"]] if "const" in node else node.get("enum", [])
+    return {json.dumps(value, sort_keys=True) for value in values}

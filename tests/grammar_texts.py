@@ -1,0 +1,55 @@
+"""A small vocabulary, one constraint of every kind with a text that it takes and one that it does not, and how to try them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary, XGrammarMatcher
+
+CONTROL = b"<|im_start|>"
+PRINTABLE = Vocabulary.printable([b"abc", b"\xc3\xa9"])
+STOP = PRINTABLE.stop_token_ids[0]
+COMPILER = GrammarCompiler(PRINTABLE, max_threads=1)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+}
+EXAMPLES = {
+    "json_schema": (Constraint.json_schema(PERSON), b'{"name": "abc", "age": 10}', b'{"age": 10}'),
+    "json_object": (Constraint.json_object(), b'{"a": [{"b": "c"}]}', b"[1]"),
+    "regex": (Constraint.regex("[a-c]{2}-[0-9]+"), b"ab-10", b"a-1"),
+    "choice": (Constraint.choice(["yes", "no", 'a "quoted" \\ é\n']), b'a "quoted" \\ \xc3\xa9\n', b"maybe"),
+    "ebnf": (Constraint.ebnf('start ::= "(" start ")" | "x"', root="start"), b"((x))", b"(x"),
+}
+
+
+def encode(text: bytes, vocabulary: Vocabulary = PRINTABLE) -> list[int]:
+    """Longest match first, so that the longer tokens are used."""
+    ids, start = [], 0
+    by_length = sorted(
+        (i for i in range(len(vocabulary.tokens)) if i not in vocabulary.silent_ids), key=lambda i: -len(vocabulary.tokens[i])
+    )
+    while start < len(text):
+        token_id = next(i for i in by_length if text.startswith(vocabulary.tokens[i], start))
+        ids.append(token_id)
+        start += len(vocabulary.tokens[token_id])
+    return ids
+
+
+def matcher_of(constraint: Constraint) -> XGrammarMatcher:
+    return COMPILER.compile(constraint).matcher()
+
+
+def accepts(constraint: Constraint, text: bytes) -> bool:
+    matcher = matcher_of(constraint)
+    return all(matcher.accept_token(token_id) for token_id in encode(text)) and matcher.accept_token(STOP)
+
+
+def filled(matcher: XGrammarMatcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
+    masks = torch.full((3, words), 0x5A5A5A5A, dtype=torch.int32)
+    status = matcher.fill_next_token_bitmask(masks, 1)
+    assert masks[0].eq(0x5A5A5A5A).all() and masks[2].eq(0x5A5A5A5A).all()
+    bits = np.unpackbits(masks[1].numpy().view(np.uint8), bitorder="little")
+    return status, np.flatnonzero(bits).tolist()
