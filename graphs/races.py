@@ -48,7 +48,7 @@ def region_of(tensor: Tensor) -> Region | None:
         return None
     item = tensor.element_size()
     dims = [(int(size), stride * item) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride != 0]
-    return Region(tensor.storage_offset() * item, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), item)
+    return Region(int(tensor.storage_offset()) * item, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), item)
 
 
 def overlap(a: Region, b: Region) -> bool:

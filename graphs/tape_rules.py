@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from stepgraph.graphs import capture
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import CaptureError
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SKIPPED_FILES = {capture.__file__, contextlib.__file__} | {
-    os.path.join(_HERE, name) for name in ("tape.py", "tape_ops.py", "tape_record.py", "tape_rules.py", "races.py", "buffers.py")
+_SKIPPED_FILES = {contextlib.__file__} | {
+    os.path.join(_HERE, name)
+    for name in ("capture.py", "tape.py", "tape_ops.py", "tape_record.py", "tape_rules.py", "races.py", "buffers.py")
 }
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 

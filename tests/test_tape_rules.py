@@ -1,0 +1,833 @@
+"""What the tape rejects, with the rule and the step's own line, and the legal look-alikes that it must accept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import CaptureError, current_flow, run_eager
+from stepgraph.graphs.tape import TapeBackend
+
+SnippetStep = Callable[[StaticBuffers], object]
+
+
+@torch.library.custom_op("stepgraph_test::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    assert x.data_ptr() != 0  # legal inside a kernel
+    return x * 2
+
+
+@torch.library.custom_op("stepgraph_test::add_one_", mutates_args=("x",))
+def add_one_(x: Tensor) -> None:
+    x.add_(1)
+
+
+@torch.library.custom_op("stepgraph_test::count_and_sum", mutates_args=("count",))
+def count_and_sum(x: Tensor, count: Tensor) -> Tensor:
+    count.add_(1)
+    return x.sum(0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(self.norm(x)))
+
+
+torch.manual_seed(0)
+NET, TABLE, UNREGISTERED = Net(), torch.randn(16, 8), torch.ones(4, 8)
+GENERATOR, FREED = torch.Generator(), torch.ones(4, 8)
+SPECS = [
+    BufferSpec("x", (4, 8), torch.float32),
+    BufferSpec("y", (4, 8), torch.float32),
+    BufferSpec("big", (16, 8), torch.float32),
+    BufferSpec("index", (4,), torch.int64),
+    BufferSpec("mask", (4, 8), torch.bool),
+    BufferSpec("count", (1,), torch.int32),
+    BufferSpec("x_host", (4, 8), torch.float32, memory="pinned"),
+    BufferSpec("index_host", (4,), torch.int64, memory="pinned"),
+]
+BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "table": TABLE, "freed": FREED})
+FREED.untyped_storage().resize_(0)
+ESCAPED: list[Tensor] = []
+MARKS: list[object] = []
+BACKEND = TapeBackend(poison="every")
+
+
+def randomise(b: StaticBuffers, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name in b:
+        tensor = b[name]
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        else:
+            tensor.copy_(torch.randint(0, 2 if tensor.dtype == torch.bool else 4, tensor.shape, generator=generator))
+
+
+def snapshot(b: StaticBuffers) -> dict[str, Tensor]:
+    return {name: b[name].clone() for name in b}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name in a:
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+ILLEGAL: list[tuple[str, SnippetStep]] = []
+LEGAL: list[SnippetStep] = []
+
+
+def illegal(rule: str) -> Callable[[SnippetStep], SnippetStep]:
+    def register(step: SnippetStep) -> SnippetStep:
+        ILLEGAL.append((rule, step))
+        return step
+
+    return register
+
+
+def legal(step: SnippetStep) -> SnippetStep:
+    LEGAL.append(step)
+    return step
+
+
+# host syncs
+
+
+@illegal("host-sync")
+def item(b: StaticBuffers) -> object:
+    return b.x.sum().item()  # illegal
+
+
+@illegal("host-sync")
+def tolist(b: StaticBuffers) -> object:
+    return b.index.tolist()  # illegal
+
+
+@illegal("host-sync")
+def to_cpu(b: StaticBuffers) -> object:
+    return b.x.cpu()  # illegal
+
+
+@illegal("host-sync")
+def to_cpu_by_name(b: StaticBuffers) -> object:
+    return b.x.to("cpu")  # illegal
+
+
+@illegal("host-sync")
+def to_cpu_by_keyword(b: StaticBuffers) -> object:
+    return b.x.to(device="cpu", non_blocking=True)  # illegal
+
+
+@illegal("host-sync")
+def numpy(b: StaticBuffers) -> object:
+    return b.x.numpy()  # illegal
+
+
+@illegal("host-sync")
+def numpy_function(b: StaticBuffers) -> object:
+    return np.asarray(b.x)  # illegal
+
+
+@illegal("host-sync")
+def truth(b: StaticBuffers) -> object:
+    return bool(b.mask[0, 0])  # illegal
+
+
+@illegal("host-sync")
+def branch(b: StaticBuffers) -> object:
+    if b.x[0, 0] > 0:  # illegal
+        b.x.add_(1)
+    return None
+
+
+@illegal("host-sync")
+def as_int(b: StaticBuffers) -> object:
+    return int(b.index[0])  # illegal
+
+
+@illegal("host-sync")
+def as_float(b: StaticBuffers) -> object:
+    return float(b.x.max())  # illegal
+
+
+@illegal("host-sync")
+def as_slice_bound(b: StaticBuffers) -> object:
+    return b.x[: b.index[0]]  # illegal
+
+
+@illegal("host-sync")
+def as_list_index(b: StaticBuffers) -> object:
+    return [1, 2, 3, 4][b.index[0]]  # illegal
+
+
+@illegal("host-sync")
+def math_function(b: StaticBuffers) -> object:
+    return math.sqrt(b.x.abs().sum())  # illegal
+
+
+@illegal("host-sync")
+def equal(b: StaticBuffers) -> object:
+    return torch.equal(b.x, b.y)  # illegal
+
+
+@illegal("host-sync")
+def allclose(b: StaticBuffers) -> object:
+    return torch.allclose(b.x, b.y)  # illegal
+
+
+@illegal("host-sync")
+def printed(b: StaticBuffers) -> None:
+    print(b.x)  # illegal
+
+
+@illegal("host-sync")
+def formatted(b: StaticBuffers) -> object:
+    return f"{b.x.sum():.3f}"  # illegal
+
+
+@illegal("host-sync")
+def contained(b: StaticBuffers) -> object:
+    return 3.0 in b.x  # illegal
+
+
+@illegal("host-sync")
+def python_max(b: StaticBuffers) -> object:
+    return max(b.x[0, 0], b.x[0, 1])  # illegal
+
+
+@illegal("host-sync")
+def one_hot_without_classes(b: StaticBuffers) -> object:
+    return F.one_hot(b.index)  # illegal
+
+
+@illegal("host-sync")
+def multinomial(b: StaticBuffers) -> object:
+    return torch.multinomial(b.x.abs(), 1, generator=GENERATOR)  # illegal
+
+
+@illegal("host-sync")
+def swallowed(b: StaticBuffers) -> None:
+    try:
+        b.x.sum().item()  # illegal
+    except RuntimeError:
+        pass
+
+
+@illegal("host-sync")
+def synchronised(b: StaticBuffers) -> None:
+    BACKEND.synchronize()  # illegal
+
+
+# shapes that depend on values
+
+
+@illegal("dynamic-shape")
+def nonzero(b: StaticBuffers) -> object:
+    return b.mask.nonzero()  # illegal
+
+
+@illegal("dynamic-shape")
+def where_of_one(b: StaticBuffers) -> object:
+    return torch.where(b.mask)  # illegal
+
+
+@illegal("dynamic-shape")
+def masked_select(b: StaticBuffers) -> object:
+    return b.x.masked_select(b.mask)  # illegal
+
+
+@illegal("dynamic-shape")
+def read_by_mask(b: StaticBuffers) -> object:
+    return b.x[b.mask]  # illegal
+
+
+@illegal("dynamic-shape")
+def unique(b: StaticBuffers) -> object:
+    return b.index.unique()  # illegal
+
+
+@illegal("dynamic-shape")
+def repeat_by_tensor(b: StaticBuffers) -> object:
+    return b.index.repeat_interleave(b.index)  # illegal
+
+
+@illegal("dynamic-shape")
+def bincount(b: StaticBuffers) -> object:
+    return torch.bincount(b.index, minlength=16)  # illegal
+
+
+@illegal("dynamic-shape")
+def write_tensor_by_mask(b: StaticBuffers) -> None:
+    b.x[b.mask] = b.x[0, 0]  # illegal
+
+
+@illegal("dynamic-shape")
+def index_put_by_mask(b: StaticBuffers) -> None:
+    b.x.index_put_((b.mask,), b.y[0, 0])  # illegal
+
+
+# Python data
+
+
+@illegal("host-data")
+def tensor_of_list(b: StaticBuffers) -> None:
+    b.x.add_(torch.tensor([1.0] * 8, device=b.device))  # illegal
+
+
+@illegal("host-data")
+def tensor_of_number(b: StaticBuffers) -> None:
+    b.x.mul_(torch.tensor(2.0))  # illegal
+
+
+@illegal("host-data")
+def as_tensor(b: StaticBuffers) -> None:
+    b.index.copy_(torch.as_tensor([1, 2, 3, 4]))  # illegal
+
+
+@illegal("host-data")
+def new_tensor(b: StaticBuffers) -> None:
+    b.index.copy_(b.index.new_tensor([1, 2, 3, 4]))  # illegal
+
+
+@illegal("host-data")
+def list_index(b: StaticBuffers) -> object:
+    return b.x[[0, 2]]  # illegal
+
+
+@illegal("host-data")
+def list_index_write(b: StaticBuffers) -> None:
+    b.x[[0, 2]] = 1.0  # illegal
+
+
+@illegal("host-data")
+def numpy_index(b: StaticBuffers) -> object:
+    return b.x[np.array([0, 2])]  # illegal
+
+
+@illegal("host-data")
+def numpy_array(b: StaticBuffers) -> None:
+    array = np.ones((4, 8), dtype=np.float32)
+    b.x.add_(torch.from_numpy(array))  # illegal
+
+
+@illegal("missing-device")
+def arange_on_host(b: StaticBuffers) -> None:
+    b.index.copy_(torch.arange(4))  # illegal
+
+
+@illegal("missing-device")
+def zeros_on_host(b: StaticBuffers) -> None:
+    b.x.copy_(torch.zeros(4, 8, device="cpu"))  # illegal
+
+
+# randomness
+
+
+@illegal("generator")
+def default_generator(b: StaticBuffers) -> None:
+    b.x.copy_(torch.rand(4, 8, device=b.device))  # illegal
+
+
+@illegal("generator")
+def unregistered_generator(b: StaticBuffers) -> None:
+    b.x.exponential_(generator=GENERATOR)  # illegal
+
+
+@illegal("generator")
+def dropout(b: StaticBuffers) -> None:
+    b.x.copy_(F.dropout(b.x, 0.5))  # illegal
+
+
+@illegal("generator")
+def attention_dropout(b: StaticBuffers) -> object:
+    q = b.x.view(1, 1, 4, 8)
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # illegal
+
+
+# addresses and shapes of tensors
+
+
+@illegal("inplace-view")
+def resize(b: StaticBuffers) -> None:
+    b.x.resize_(2, 8)  # illegal
+
+
+@illegal("inplace-view")
+def transpose_in_place(b: StaticBuffers) -> None:
+    b.x.t_()  # illegal
+
+
+@illegal("inplace-view")
+def set_storage(b: StaticBuffers) -> None:
+    b.x.set_(b.y)  # illegal
+
+
+@illegal("inplace-view")
+def rebind_data(b: StaticBuffers) -> None:
+    b.x.data = b.y  # illegal
+
+
+@illegal("out-resize")
+def resizing_out(b: StaticBuffers) -> None:
+    torch.add(b.x[0], b.y[0], out=b.x)  # illegal
+
+
+@illegal("raw-pointer")
+def data_ptr(b: StaticBuffers) -> object:
+    return b.x.data_ptr()  # illegal
+
+
+@illegal("raw-pointer")
+def storage_pointer(b: StaticBuffers) -> object:
+    return b.x.untyped_storage().data_ptr()  # illegal
+
+
+@illegal("raw-pointer")
+def cuda_array_interface(b: StaticBuffers) -> object:
+    return b.x.__cuda_array_interface__  # illegal
+
+
+@illegal("raw-pointer")
+def dlpack(b: StaticBuffers) -> object:
+    return np.from_dlpack(b.x)  # illegal
+
+
+# memory the capture does not know, or must not touch so
+
+
+@illegal("unregistered-input")
+def unregistered(b: StaticBuffers) -> None:
+    b.x.add_(UNREGISTERED)  # illegal
+
+
+@illegal("unregistered-input")
+def unregistered_write(b: StaticBuffers) -> None:
+    UNREGISTERED.copy_(b.x)  # illegal
+
+
+@illegal("freed-input")
+def freed(b: StaticBuffers) -> None:
+    b.x.add_(FREED)  # illegal
+
+
+@illegal("foreign-intermediate")
+def foreign(b: StaticBuffers) -> None:
+    b.x.add_(ESCAPED[0])  # illegal
+
+
+@illegal("constant-write")
+def constant_write(b: StaticBuffers) -> None:
+    TABLE.mul_(2)  # illegal
+
+
+@illegal("constant-write")
+def weight_write(b: StaticBuffers) -> None:
+    NET.linear.weight[0].zero_()  # illegal
+
+
+@illegal("mixed-residence")
+def compute_on_pinned(b: StaticBuffers) -> None:
+    b.x.add_(b.x_host)  # illegal
+
+
+@illegal("mixed-residence")
+def fill_pinned(b: StaticBuffers) -> None:
+    b.x_host[0] = 5  # illegal
+
+
+@illegal("mixed-residence")
+def index_by_pinned(b: StaticBuffers) -> object:
+    return b.x[b.index_host]  # illegal
+
+
+@illegal("mixed-residence")
+def pinned_to_pinned(b: StaticBuffers) -> None:
+    b.x_host[0].copy_(b.x_host[1], non_blocking=True)  # illegal
+
+
+@illegal("mixed-residence")
+def pinned_to_device(b: StaticBuffers) -> object:
+    return b.x_host.to(b.device, non_blocking=True)  # illegal
+
+
+@illegal("blocking-copy")
+def blocking_download(b: StaticBuffers) -> None:
+    b.x_host.copy_(b.x)  # illegal
+
+
+@illegal("blocking-copy")
+def blocking_upload(b: StaticBuffers) -> None:
+    b.x[0] = b.x_host[0]  # illegal
+
+
+@illegal("pinned-copy")
+def strided_upload(b: StaticBuffers) -> None:
+    b.x[:, :2].copy_(b.x_host[:, :2], non_blocking=True)  # illegal
+
+
+@illegal("pinned-copy")
+def broadcast_upload(b: StaticBuffers) -> None:
+    b.x.copy_(b.x_host[0], non_blocking=True)  # illegal
+
+
+# streams, marks, host nodes, nesting
+
+
+@illegal("stream-outside-capture")
+def side_stream_without_wait(b: StaticBuffers) -> None:
+    with current_flow().stream("side"):
+        b.x.add_(1)  # illegal
+
+
+@illegal("stream-outside-capture")
+def mark_on_outside_stream(b: StaticBuffers) -> None:
+    with current_flow().stream("side"):
+        current_flow().record()  # illegal
+
+
+@illegal("stream-outside-capture")
+def host_node_on_outside_stream(b: StaticBuffers) -> None:
+    with current_flow().stream("side"):
+        current_flow().host_node("h", lambda: None)  # illegal
+
+
+@illegal("foreign-mark")
+def foreign_mark(b: StaticBuffers) -> None:
+    current_flow().wait(MARKS[0])  # illegal
+
+
+@illegal("unjoined-fork")
+def unjoined(b: StaticBuffers) -> None:
+    flow = current_flow()
+    mark = flow.record()
+    with flow.stream("side"):
+        flow.wait(mark)
+        b.x.add_(1)  # illegal
+
+
+@illegal("unjoined-fork")
+def work_after_the_join(b: StaticBuffers) -> None:
+    flow = current_flow()
+    mark = flow.record()
+    with flow.stream("side"):
+        flow.wait(mark)
+        b.x.add_(1)
+        done = flow.record()
+        flow.host_node("late", lambda: None)  # illegal
+    flow.wait(done)
+
+
+@illegal("host-node-memory")
+def host_node_on_device_memory(b: StaticBuffers) -> None:
+    current_flow().host_node("h", lambda: None, reads=[b.x])  # illegal
+
+
+@illegal("host-node-memory")
+def host_node_on_unregistered_memory(b: StaticBuffers) -> None:
+    current_flow().host_node("h", lambda: None, writes=[UNREGISTERED])  # illegal
+
+
+@illegal("nested-capture")
+def nested(b: StaticBuffers) -> None:
+    BACKEND.capture(lambda b: None, b)  # illegal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _another_capture() -> object:
+    def other(b: StaticBuffers) -> None:
+        ESCAPED.append(b.x + 1)
+        MARKS.append(current_flow().record())
+
+    return BACKEND.capture(other, BUFFERS)
+
+
+@pytest.mark.parametrize(("rule", "step"), ILLEGAL, ids=[step.__name__ for _, step in ILLEGAL])
+def test_illegal(rule: str, step: SnippetStep, _another_capture: object) -> None:
+    randomise(BUFFERS, 1)
+    before, fingerprint = snapshot(BUFFERS), BUFFERS.fingerprint()
+    with pytest.raises(CaptureError) as caught:
+        BACKEND.capture(step, BUFFERS)  # type: ignore[arg-type]
+    error = caught.value
+    assert error.rule == rule, str(error)
+    assert "# illegal" in error.source, f"{error.file}:{error.line}: {error.source}"
+    assert error.file == __file__ and f"{error.file}:{error.line}" in str(error)
+    assert_same(before, snapshot(BUFFERS))
+    assert BUFFERS.fingerprint() == fingerprint
+
+
+# legal look-alikes
+
+
+@legal
+def factories(b: StaticBuffers) -> None:
+    b.x.add_(torch.zeros(8, device=b.device)).add_(torch.full((4, 1), 2.0, device=b.device)).add_(torch.ones_like(b.y))
+    b.x.add_(torch.arange(8, device=b.device)).mul_(torch.arange(1, 9, dtype=torch.float32, device=b.device))
+    b.x.add_(b.x.new_zeros(8)).add_(torch.eye(8, device=b.device)[2]).add_(torch.linspace(0, 1, 8, device=b.device))
+
+
+@legal
+def fill_by_scalar(b: StaticBuffers) -> None:
+    b.x[1].fill_(3.5)
+    b.y.zero_()
+
+
+@legal
+def where_with_scalars(b: StaticBuffers) -> None:
+    b.x.copy_(torch.where(b.mask, b.x, -math.inf))
+    b.y.copy_(torch.where(b.mask, 1.0, 2.0))
+
+
+@legal
+def masked_fill(b: StaticBuffers) -> None:
+    b.x.masked_fill_(b.mask, -1.0)
+    b.y.masked_fill_(b.mask, b.x[0, 0])
+    b.y.add_(b.x.masked_fill(~b.mask, 2.0))
+
+
+@legal
+def index_by_tensor(b: StaticBuffers) -> None:
+    b.x.copy_(b.y[b.index])
+    b.y[:, 0].copy_(b.x[b.index, b.index])
+
+
+@legal
+def index_write_by_tensor(b: StaticBuffers) -> None:
+    b.big[b.index] = b.x[0].clone()
+    b.big.index_put_((b.index,), b.y[:1], accumulate=True)
+    b.big[b.index, 2] = 7.0
+
+
+@legal
+def scalar_store(b: StaticBuffers) -> None:
+    b.x[0] = 5
+    b.x[:, 2] = 1.5
+    b.mask[1] = True
+    b.index[-1] = 3
+
+
+@legal
+def scalar_store_by_mask(b: StaticBuffers) -> None:
+    b.x[b.mask] = 0.25
+
+
+@legal
+def slice_copy(b: StaticBuffers) -> None:
+    b.x[:, 1:3].copy_(b.y[:, 4:6])
+    b.x[2:] = b.y[:2]
+    b.x[..., -1].add_(b.y[None, :, 0][0])
+
+
+@legal
+def scatter_gather(b: StaticBuffers) -> None:
+    b.x.scatter_(1, b.index[:, None], 9.0)
+    b.y.scatter_(1, b.index[:, None], b.x[:, :1].clone())
+    b.x.add_(b.y.gather(1, b.index[:, None].expand(4, 8)))
+    b.big.scatter_add_(0, b.index[:, None].expand(4, 8), b.x)
+    b.big.index_add_(0, b.index, b.y)
+
+
+@legal
+def orderings(b: StaticBuffers) -> None:
+    values, indices = b.x.topk(3, dim=1)
+    ordered, order = b.y.sort(dim=1, descending=True)
+    b.x[:, :3].copy_(values + indices)
+    b.y.copy_(ordered + order + b.y.argsort(dim=1, stable=True))
+
+
+@legal
+def scans_and_reductions(b: StaticBuffers) -> None:
+    b.x.copy_(b.x.cumsum(1) + b.y.cumprod(0))
+    b.index.copy_(b.x.argmax(1) + b.mask.sum(1) + b.mask.any(1))
+    values, where = b.x.max(dim=0)
+    b.y.copy_(values + where + b.x.mean(1, keepdim=True) + b.x.logsumexp(1, keepdim=True) + b.x.amax(1, keepdim=True))
+
+
+@legal
+def products(b: StaticBuffers) -> None:
+    b.y.copy_((b.x @ TABLE.T) @ TABLE)
+    b.x.copy_(F.linear(b.y, NET.linear.weight, NET.linear.bias) + torch.einsum("ij,kj->ik", b.x, b.y)[:, :1])
+    b.big.copy_(torch.baddbmm(b.big[None], b.big[None, :, :4], b.x[None])[0])
+
+
+@legal
+def embedding(b: StaticBuffers) -> None:
+    b.x.copy_(F.embedding(b.index, TABLE))
+
+
+@legal
+def attention(b: StaticBuffers) -> None:
+    q, k = b.x.view(1, 2, 4, 4), b.y.view(1, 2, 4, 4)
+    b.x.copy_(F.scaled_dot_product_attention(q, k, k).reshape(4, 8))
+    b.y.copy_(F.scaled_dot_product_attention(q, k, k, attn_mask=b.mask[:, :4].view(1, 1, 4, 4)).nan_to_num_().reshape(4, 8))
+
+
+@legal
+def softmax(b: StaticBuffers) -> None:
+    b.x.copy_(b.x.softmax(-1) + b.y.log_softmax(-1))
+
+
+@legal
+def module(b: StaticBuffers) -> None:
+    b.x.copy_(NET(b.x) + b.x)
+
+
+@legal
+def shapes_on_host(b: StaticBuffers) -> None:
+    rows = int(b.x.shape[0]) + b.x.size(1) + b.x.numel() + len(b.x) + b.x.dim() + b.x.stride(0)
+    name = f"{b.x.shape} {tuple(b.x.size())} {b.x.dtype} {b.x.device}"
+    assert name and b.x.is_contiguous() and not b.x.requires_grad
+    b.x.add_(rows)
+
+
+@legal
+def one_hot_by_comparison(b: StaticBuffers) -> None:
+    b.x.copy_(b.index[:, None] == torch.arange(8, device=b.device))
+
+
+@legal
+def conversions(b: StaticBuffers) -> None:
+    b.x.copy_(b.x.to(torch.bfloat16).float() + b.y.half().to(torch.float32) + b.x.to(torch.int32) + b.x.to(b.device))
+    b.count.copy_(b.x.sum().to(torch.int32))
+
+
+@legal
+def pinned_copies(b: StaticBuffers) -> None:
+    b.x_host.copy_(b.x, non_blocking=True)
+    b.index.copy_(b.index_host, non_blocking=True)
+    b.x_host[1].copy_(b.y[:, 0].repeat(2), non_blocking=True)
+
+
+@legal
+def views(b: StaticBuffers) -> None:
+    left, right = b.x.split(4, dim=1)
+    first, *rest = b.y.unbind(0)
+    chunks = torch.chunk(b.big, 4)
+    left.add_(chunks[1][:, :4])
+    first.add_(rest[0]).sub_(b.x[:, :1].expand(4, 8)[1])
+    right.copy_(b.y.T.reshape(8, 4)[:4] + b.y.view(2, 2, 8).transpose(0, 1).flatten(0, 1)[:, 4:])
+    for row in b.y:
+        row.mul_(1.5)
+
+
+@legal
+def joins(b: StaticBuffers) -> None:
+    b.big.copy_(torch.cat([b.x, b.y, torch.stack([b.x[0], b.y[1]]).repeat(4, 1)]))
+    b.x.copy_(F.pad(b.x[:, 1:], (0, 1), value=3.0) + b.y.roll(1, 0) + b.y.flip(0) + b.y.tril())
+
+
+@legal
+def arithmetic(b: StaticBuffers) -> None:
+    b.x.copy_(1 - b.x / 3 + 2**b.y - (b.x > 0).float() * torch.maximum(b.x, b.y).clamp(min=-1).rsqrt().nan_to_num())
+    b.x.addcmul_(b.y, b.y, value=0.5).lerp_(b.y, 0.25)
+    b.index.copy_((b.index * 5 + 3) // 2 % 4 << 1 ^ 1 & 3)
+
+
+@legal
+def given_out(b: StaticBuffers) -> None:
+    torch.add(b.x, b.y, out=b.x)
+    torch.mm(b.x, b.y.T, out=b.big.view(-1)[:16].view(4, 4))
+
+
+@legal
+def empty_then_written(b: StaticBuffers) -> None:
+    scratch = torch.empty(4, 8, device=b.device)
+    scratch.copy_(b.x)
+    b.y.copy_(torch.empty_like(b.x).fill_(2).add_(scratch))
+
+
+@legal
+def custom_kernels(b: StaticBuffers) -> None:
+    add_one_(b.x)
+    b.y.copy_(doubled(b.x))
+    add_one_(b.big[2:4])
+    b.x.add_(count_and_sum(b.x, b.count))
+
+
+@legal
+def foreach_kernels(b: StaticBuffers) -> None:
+    torch._foreach_add_([b.x, b.y], 1.0)
+    more = torch._foreach_mul([b.x, b.y], 2.0)
+    b.x.copy_(more[1])
+
+
+@legal
+def assertion_on_device(b: StaticBuffers) -> None:
+    torch._assert_async((b.index >= 0).all())
+
+
+@legal
+def random_draws(b: StaticBuffers) -> None:
+    b.x.exponential_(generator=GENERATOR)
+    b.y.copy_(torch.rand(4, 8, device=b.device, generator=GENERATOR))
+    b.index.copy_(torch.randint(0, 4, (4,), device=b.device, generator=GENERATOR))
+    b.mask.copy_(torch.bernoulli(torch.full((4, 8), 0.5, device=b.device), generator=GENERATOR))
+
+
+@legal
+def default_draws(b: StaticBuffers) -> None:
+    b.x.copy_(torch.randn(4, 8, device=b.device) + F.dropout(b.y, 0.5))
+
+
+@legal
+def several_streams(b: StaticBuffers) -> None:
+    flow = current_flow()
+    fork = flow.record()
+    b.x.add_(1)
+    with flow.stream("side"):
+        flow.wait(fork)
+        b.y.mul_(2)
+        with flow.stream("third"):
+            flow.wait(fork)
+            b.big.add_(1)
+            third = flow.record()
+        flow.wait(third)
+        b.big[:4].add_(b.y)
+        join = flow.record()
+    flow.wait(join)
+    b.x.add_(b.big[:4])
+
+
+@legal
+def host_node(b: StaticBuffers) -> None:
+    flow = current_flow()
+    b.x_host.copy_(b.x, non_blocking=True)
+    fork = flow.record()
+    with flow.stream("side"):
+        flow.wait(fork)
+        flow.host_node("double", lambda: BUFFERS.x_host.mul_(2), reads=[b.x_host], writes=[b.x_host])
+        join = flow.record()
+    b.x.add_(1)
+    flow.wait(join)
+    b.y.copy_(b.x_host, non_blocking=True)
+
+
+@pytest.mark.parametrize("step", LEGAL, ids=[step.__name__ for step in LEGAL])
+def test_legal(step: SnippetStep) -> None:
+    """Accepted, without a trace; and each replay equals the eager step bit for bit, also from state to state."""
+    generators = [GENERATOR, torch.default_generator]
+    randomise(BUFFERS, 1)
+    before, states = snapshot(BUFFERS), [g.get_state() for g in generators]
+    recorded = BACKEND.capture(step, BUFFERS, check="twice", generators=generators)  # type: ignore[arg-type]
+    assert_same(before, snapshot(BUFFERS))
+    assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True))
+    for seed in range(3):
+        expected = []
+        for repeat in (lambda: run_eager(step, BUFFERS), recorded.replay):  # type: ignore[arg-type]
+            randomise(BUFFERS, seed)
+            for generator in generators:
+                generator.manual_seed(seed)
+            repeat()
+            repeat()
+            expected.append(snapshot(BUFFERS))
+        assert_same(*expected)
+    assert not step.__name__.startswith("custom") or recorded.report.nodes["copied"] == 2
