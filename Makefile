@@ -1,0 +1,73 @@
+# Everything here works from a fresh clone: each target first makes the environment that it needs, once, and again when
+# pyproject.toml changes.
+#
+#   make demo     run the demonstration            make lint    style, types, budgets, layering
+#   make test     run the tests                    make soak    long randomised runs
+#   make bench    measure; one JSON document last  make clean   remove all that was made
+#
+# PYTHON=python3.12     which interpreter to use (3.10 or newer)
+# VENV_FLAGS=--system-site-packages   build on the torch that the interpreter already has
+# TORCH=...             what to install where there is no torch
+
+.DEFAULT_GOAL := test
+SHELL := /bin/bash
+
+SUPPORTED := import sys; sys.exit(sys.version_info < (3, 10))
+ifndef PYTHON
+PYTHON := $(shell for name in python3 python3.13 python3.12 python3.11 python3.10; do \
+	"$$name" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$name"; break; }; done)
+endif
+VENV ?= .venv
+VENV_FLAGS ?=
+BIN := $(VENV)/bin
+
+# The plain name brings gigabytes of CUDA libraries. Without a GPU, the pinned version gives a CPU build where one is at hand.
+TORCH ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.8' || echo 'torch==2.13.0')
+HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8))
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint soak bench clean format
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/stepgraph demo
+
+test: $(VENV)/.ready-test
+	$(BIN)/pytest -q $(ARGS)
+
+soak: $(VENV)/.ready-test
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak $(ARGS)
+
+bench: $(VENV)/.ready-demo
+	$(BIN)/python tools/bench.py $(ARGS)
+
+lint: $(VENV)/.ready-dev build/types/stepgraph
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p stepgraph.sampling -p stepgraph.graphs -p stepgraph.runtime
+	$(BIN)/mypy tests tools
+	$(BIN)/python tools/lines.py
+	$(BIN)/pytest -q tests/test_layering.py
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Type checkers do not see an editable install whose root is the package; this gives them the same name for it.
+build/types/stepgraph:
+	mkdir -p $(@D)
+	ln -sfn ../.. $@
+
+$(VENV)/.ready-%: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install -q -e '.[$*]'
+	@touch $@
+
+$(VENV)/.torch:
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/pip install -q '$(TORCH)'; }
+	@touch $@

@@ -1,0 +1,123 @@
+"""Arrows point one way, `tools, tests -> runtime -> graphs -> sampling`; files that run on the device never ask the host."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.lines import Count, count, over_budget
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("sampling", "graphs", "runtime")  # each may import those in front of it
+FOLDERS = (*LAYERS, "tools", "tests")
+DEVICE_FILES = ("graphs/stages.py", "graphs/round.py", "graphs/attention.py", "sampling/bitmask.py", "sampling/acceptance.py")
+SYNCING_METHODS = frozenset({"item", "tolist", "cpu", "nonzero", "numpy"})
+
+
+def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def above(layer: str) -> list[list[str]]:
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    return [["stepgraph", folder] for folder in FOLDERS if folder not in allowed]
+
+
+def import_faults(root: Path) -> list[str]:
+    faults = []
+    for path, tree in sources(root):
+        layer = path.split("/")[0]
+        for line, name in imported(tree):
+            parts = name.split(".")
+            if name.startswith("."):
+                faults.append(f"{path}:{line}: relative import {name}")
+            elif parts[0] in LAYERS:
+                faults.append(f"{path}:{line}: {name} without stepgraph in front: a second copy of the module")
+            elif layer in LAYERS and (parts[0] in ("tools", "tests") or parts[:2] in above(layer)):
+                faults.append(f"{path}:{line}: {layer} imports {name}")
+    return faults
+
+
+def sync_faults(path: str, tree: ast.Module) -> list[str]:
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    faults = []
+    for function in calls:
+        if not isinstance(function, ast.Attribute):
+            continue
+        builds_tensor = function.attr == "tensor" and isinstance(function.value, ast.Name) and function.value.id == "torch"
+        if builds_tensor or function.attr in SYNCING_METHODS:
+            faults.append(f"{path}:{function.lineno}: .{function.attr}( waits for the device or copies from the host")
+    return faults
+
+
+def test_imports_point_one_way() -> None:
+    assert import_faults(ROOT) == []
+
+
+def test_every_folder_is_looked_at() -> None:
+    assert {path.split("/")[0] for path, _ in sources(ROOT)} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("path", DEVICE_FILES)
+def test_device_files_do_not_ask_the_host(path: str) -> None:
+    if not (ROOT / path).exists():
+        pytest.skip(f"{path} is not written")
+    assert sync_faults(path, ast.parse((ROOT / path).read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "allowed"),
+    [
+        ("sampling/a.py", "from stepgraph.graphs.buffers import StaticBuffers", False),
+        ("sampling/grammar/a.py", "import stepgraph.runtime.engine", False),
+        ("graphs/a.py", "from stepgraph import runtime", False),
+        ("graphs/a.py", "def late() -> None:\n    from stepgraph.runtime import Engine", False),
+        ("graphs/a.py", "from tests.oracles import greedy", False),
+        ("runtime/a.py", "from graphs.buffers import StaticBuffers", False),
+        ("tests/test_a.py", "import sampling", False),
+        ("runtime/a.py", "from .engine import Engine", False),
+        ("runtime/a.py", "from stepgraph.graphs.buffers import StaticBuffers", True),
+        ("graphs/a.py", "from stepgraph.sampling.params import SamplingParams", True),
+        ("sampling/a.py", "from stepgraph.sampling import params\nfrom stepgraph import __version__", True),
+        ("tools/a.py", "from stepgraph.runtime import Engine", True),
+    ],
+)
+def test_a_planted_import_is_seen(tmp_path: Path, path: str, line: str, allowed: bool) -> None:
+    target = tmp_path / path
+    target.parent.mkdir(parents=True)
+    target.write_text(line + "\n", encoding="utf-8")
+    assert (import_faults(tmp_path) == []) == allowed
+
+
+@pytest.mark.parametrize(
+    "call", ["x.item()", "x.sum().tolist()", "x.cpu()", "x.nonzero()", "x.numpy()", "torch.tensor([1])", "torch.nonzero(x)"]
+)
+def test_a_planted_synchronisation_is_seen(call: str) -> None:
+    assert len(sync_faults("a.py", ast.parse(f"def stage(x):\n    return {call}"))) == 1
+    assert sync_faults("a.py", ast.parse("def stage(x):\n    return torch.where(x, x.to(torch.int64), 0)")) == []
+
+
+def test_budgets_are_kept_and_a_long_file_is_seen(tmp_path: Path) -> None:
+    assert over_budget(count(ROOT)) == []
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "a.py").write_text("x = 1\n" * 301, encoding="utf-8")
+    assert over_budget(count(tmp_path), {}) == ["graphs/a.py: 301 lines, budget 300"]
+    assert over_budget(count(tmp_path), {"graphs/a.py": (400, "a table")}) == []
+    assert over_budget(count(tmp_path), {"graphs/a.py": (400, "")}) != []
+    assert over_budget(Count({f"runtime/{index}.py": 300 for index in range(21)}), {}) == [
+        "runtime + graphs + sampling: 6300 lines, budget 6000"
+    ]
