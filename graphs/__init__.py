@@ -1,0 +1,36 @@
+"""How a step becomes a graph: capture and replay on CUDA or on the tape, static buffers, keys, and the decode round."""
+
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import (
+    Backend,
+    CaptureError,
+    HostNodeError,
+    Recorded,
+    RecordedReport,
+    capture,
+    current_flow,
+    make_backend,
+    run_eager,
+)
+from stepgraph.graphs.graph_set import CaptureReport, GraphSet
+from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.tape import TapeBackend
+
+__all__ = [
+    "Backend",
+    "BufferSpec",
+    "CaptureError",
+    "CaptureReport",
+    "GraphKey",
+    "GraphSet",
+    "HostNodeError",
+    "Limits",
+    "Recorded",
+    "RecordedReport",
+    "StaticBuffers",
+    "TapeBackend",
+    "capture",
+    "current_flow",
+    "make_backend",
+    "run_eager",
+]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 
 Residence = Literal["device", "pinned", "constant"]
@@ -168,7 +167,7 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     admission = columns + limits.max_stop_ids + limits.pages_per_row
     return (
         # rows: what the device knows of a request, from admission to finish
-        BufferSpec("row_state", (rows, columns), int64, fill=int(FinishCode.RETIRED)),
+        BufferSpec("row_state", (rows, columns), int64),
         BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),

@@ -1,0 +1,9 @@
+"""Requests, rows and time: the engine and what a user holds of it."""
+
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.engine import Engine, EngineStats
+from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.sampling.grammar import Constraint, Vocabulary
+from stepgraph.sampling.params import SamplingParams
+
+__all__ = ["Constraint", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Job", "SamplingParams", "StepEvent", "Vocabulary"]

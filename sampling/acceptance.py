@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
 
 
 class FinishCode(IntEnum):
-    """Why a row stopped; 0 while it runs."""
+    """Where a row stands. 0 is inert, so memory that nobody wrote runs nothing."""
 
-    RUNNING = 0
-    STOP = 1
-    LENGTH = 2
-    CONSTRAINT_COMPLETE = 3
-    DEAD_END = 4
-    MASK_FAULT = 5  # no mask of this row, history and position: nothing may be sampled
-    LOGITS_FAULT = 6  # the best legal logit is not finite
-    RETIRED = 7  # no request owns the row, or its owner was cancelled
+    RETIRED = 0  # no request owns the row, or its owner was cancelled
+    RUNNING = ROW_RUNNING
+    STOP = 2
+    LENGTH = 3
+    CONSTRAINT_COMPLETE = 4
+    DEAD_END = 5
+    MASK_FAULT = 6  # no mask of this row, history and position: nothing may be sampled
+    LOGITS_FAULT = 7  # the best legal logit is not finite
 
 
 class Emission(NamedTuple):

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
+from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
+
 
 @dataclass
 class MatcherRow:
@@ -78,7 +79,7 @@ class HostLink:
     def _each_row(self, work: Callable[[int, MatcherRow], None]) -> None:
         for slot, row in enumerate(self._batch):
             state = self._state_np[slot]
-            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH]:
+            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != ROW_RUNNING:
                 continue
             try:
                 work(slot, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 TAG_FIELDS = 4  # owner, committed tokens, index, MaskStatus
+ROW_RUNNING = 1
 
 
 class HostColumn(IntEnum):
@@ -14,7 +15,7 @@ class HostColumn(IntEnum):
     GENERATED = 1  # tokens of its history after the prompt
     LAST_TOKEN = 2
     ACCEPTED = 3  # how many drafts the latest round accepted
-    FINISH = 4  # 0 while the row runs
+    FINISH = 4  # ROW_RUNNING while the row runs
 
 
 class MaskStatus(IntEnum):

@@ -1,0 +1,113 @@
+"""Speculation changes speed, never law: whatever the drafter, the grammar and the company, tokens equal plain greedy decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
+
+from tests.oracles import Answer, accepts, greedy
+from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, shared_engine
+
+SETUPS = [
+    Setup(k=0),
+    Setup(k=1),
+    Setup(k=1, draft_masks=False, drafter="perfect"),
+    Setup(k=2, drafter="perfect"),
+    Setup(k=2, draft_masks=False, drafter="random"),
+    Setup(k=3, drafter="stopper"),
+    Setup(k=3, draft_masks=False, drafter="stopper", rounds_in_flight=3),
+    Setup(k=4, drafter="fair", rounds_in_flight=1),
+    Setup(k=4, draft_masks=False, drafter="illegal"),
+    Setup(k=5, drafter="adversarial"),
+    Setup(k=6, drafter="random", max_rows=3),
+    Setup(k=7, draft_masks=False, drafter="fair", asynchronous=False),
+    Setup(k=8, drafter="perfect", rounds_in_flight=4),
+]
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    drafts: int | None
+    cancel_after: int | None  # steps
+
+
+def answer(ask: Ask) -> Answer:
+    return greedy(TARGET, ask.prompt, ask.max_new_tokens, (STOP, *ask.stop_ids), compiled(ask.constraint))
+
+
+def submit(engine: Engine, ask: Ask) -> Job:
+    drafts = None if ask.drafts is None else min(ask.drafts, engine.limits.num_speculative_tokens)
+    return engine.submit(
+        list(ask.prompt),
+        constraint=ask.constraint,
+        sampling=SamplingParams(stop_token_ids=ask.stop_ids),
+        max_new_tokens=ask.max_new_tokens,
+        num_speculative_tokens=drafts,
+    )
+
+
+def check(ask: Ask, job: Job) -> None:
+    expected = answer(ask)
+    if job.finish_reason == "cancelled":
+        assert job.tokens == expected.tokens[: len(job.tokens)]
+    else:
+        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, "")
+    grammar = compiled(ask.constraint)
+    if grammar:
+        assert accepts(grammar, job.tokens, finished=job.finish_reason == "constraint_complete")
+
+
+words = st.text("abx,0-", min_size=1, max_size=6)
+constraints = st.one_of(
+    st.sampled_from(CONSTRAINTS),
+    st.lists(words, min_size=1, max_size=4, unique=True).map(Constraint.choice),
+    st.builds(lambda low, extra: Constraint.regex(f"[ab]{{{low},{low + extra}}}(,[0-9]+)?"), st.integers(0, 4), st.integers(0, 4)),
+)
+asks = st.builds(
+    Ask,
+    prompt=st.lists(st.integers(0, VOCABULARY.logits_width - 1), min_size=1, max_size=13).map(tuple),
+    constraint=constraints,
+    max_new_tokens=st.one_of(st.integers(1, 4), st.integers(5, 40)),
+    stop_ids=st.lists(st.integers(0, 95), max_size=2).map(tuple),
+    drafts=st.one_of(st.none(), st.integers(0, 8)),
+    cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=40)
+@given(batch=st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6))
+def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    engine = shared_engine(setup)
+    jobs: list[tuple[Ask, Job, int]] = []
+    events: dict[int, list[int]] = {}
+    step = 0
+
+    def advance() -> None:
+        nonlocal step
+        for ask, job, born in jobs:
+            if ask.cancel_after == step - born:
+                engine.cancel(job)
+        step += 1
+        for event in engine.step():
+            events.setdefault(event.job_id, []).extend(event.tokens)
+
+    for ask, pause in batch:
+        jobs.append((ask, submit(engine, ask), step))
+        for _ in range(pause):
+            advance()
+    while engine.has_work:
+        advance()
+    for ask, job, _ in jobs:
+        check(ask, job)
+        assert events.get(job.id, []) == job.tokens
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)

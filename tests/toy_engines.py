@@ -1,0 +1,87 @@
+"""Toy engines for tests: one vocabulary, a shelf of drafters, and engines that are captured once and used by many cases."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+
+_PRINTABLE = Vocabulary.printable()
+STOP = _PRINTABLE.stop_token_ids[0]
+CONTROL = len(_PRINTABLE.tokens)  # a chat marker: never text, never legal under a grammar
+VOCABULARY = Vocabulary([*_PRINTABLE.tokens, b"<|im_start|>"], [STOP], logits_width=CONTROL + 20, control_token_ids=[CONTROL])
+COMPILER = GrammarCompiler(VOCABULARY)
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
+
+DRAFTERS = {
+    "perfect": lambda: ToyDraft(TARGET, 1.0),
+    "fair": lambda: ToyDraft(TARGET, 0.7),
+    "random": lambda: ToyDraft(TARGET, 0.0),
+    "adversarial": lambda: ToyDraft(TARGET, 0.0, style="adversarial"),
+    "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
+    "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
+}
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    None,
+    Constraint.json_schema(SCHEMA),
+    Constraint.json_object(),
+    Constraint.regex("[a-c]{0,6}x?"),
+    Constraint.regex(r"\d{3}-\d{4}"),
+    Constraint.choice(["yes", "no", "not at all", "nothing"]),
+    Constraint.ebnf('root ::= "(" root ")" | [0-9] [0-9]? | ""'),
+    Constraint.ebnf('root ::= item ("," item)* \nitem ::= "true" | "false" | "name"'),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The engines that tests share; everything but the batch of requests."""
+
+    k: int
+    draft_masks: bool = True
+    drafter: str = "fair"
+    max_rows: int = 4
+    rounds_in_flight: int = 2
+    asynchronous: bool = True
+    eager: bool = False
+    prefill_chunk: int = 5
+
+
+def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
+    config = EngineConfig(
+        max_rows=setup.max_rows,
+        num_speculative_tokens=setup.k,
+        max_length=96,
+        page_size=8,
+        num_pages=36,
+        rounds_in_flight=setup.rounds_in_flight,
+        prefill_chunk=setup.prefill_chunk,
+        draft_masks=setup.draft_masks,
+        eager=setup.eager,
+        backend="tape",
+    )
+    draft = DRAFTERS[setup.drafter]() if setup.k else None
+    engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
+    engine.capture()
+    return engine
+
+
+@functools.cache
+def shared_engine(setup: Setup) -> Engine:
+    """One captured engine per setup, for cases that leave it idle."""
+    return make_engine(setup)
+
+
+def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
+    return None if constraint is None else COMPILER.compile(constraint)
