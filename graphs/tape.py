@@ -97,7 +97,7 @@ class Tape:
         for item in self._programs.get(stream, ()):
             try:
                 item(self._error is not None)
-            except BaseException as error:  # noqa: BLE001  also KeyboardInterrupt: other streams wait for this one
+            except BaseException as error:  # also KeyboardInterrupt: the other streams still wait for this one
                 self._error = self._error or error
 
     def _run_side(self, stream: str) -> None:
@@ -219,7 +219,7 @@ class TapeBackend:
     def _guarded(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # noqa: BLE001  delivered by raise_pending
+        except BaseException as error:  # raise_pending() delivers it
             self._errors.append(error)
 
     def _drain(self) -> None:
@@ -264,7 +264,7 @@ def _record_perturbed(step: Step, buffers: StaticBuffers, generators: Sequence[t
         return _record(step, buffers, generators)
     except CaptureError:
         raise
-    except Exception:  # noqa: BLE001  an operation refused the altered values, such as an index out of range
+    except Exception:  # an operation refused the altered values, such as an index out of range
         for name, tensor in saved.items():
             buffers[name].copy_(tensor)
         return _record(step, buffers, generators)

@@ -257,7 +257,7 @@ class _FunctionGuard(TorchFunctionMode):
 
 def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and isinstance(kwargs.get(a.name), Tensor)}
-    trial = {name: torch.empty_like(tensor) for name, tensor in outs.items()}
+    trial = {name: tensor.new_empty(0) for name, tensor in outs.items()}  # empty tensors are resized without a warning
     func(*args, **{**kwargs, **trial})
     for name, tensor in outs.items():
         if trial[name].shape != tensor.shape:

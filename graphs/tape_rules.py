@@ -255,7 +255,7 @@ def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     name = f"torch.{getattr(func, '__name__', 'factory')}"
     if device is None:
         raise fail("missing-device", f"{name} without device= makes a host tensor on a GPU machine; give device=buffers.device")
-    if isinstance(device, str) and device.startswith("cpu") or kwargs.get("pin_memory"):
+    if (isinstance(device, str) and device.startswith("cpu")) or kwargs.get("pin_memory"):
         raise fail("missing-device", f"{name} makes a host tensor; give device=buffers.device, or declare a pinned buffer")
 
 
