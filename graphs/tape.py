@@ -146,6 +146,8 @@ class TapeBackend:
     ) -> Tape:
         self._refuse_closed("capture()")
         _refuse_while_recording("capture()")
+        if check not in ("once", "twice"):
+            raise ValueError(f"TapeBackend.capture.check: got {check!r}, want 'once' or 'twice'")
         if buffers.device.type != "cpu":
             raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, want them on the cpu")
         self._drain()
