@@ -67,6 +67,18 @@ def test_a_failing_library_is_a_fault_of_this_matcher_and_the_row_is_zero(monkey
     monkeypatch.setattr(matcher._matcher, "fill_next_token_bitmask", fail, raising=False)
     assert filled(matcher) == (MaskStatus.FAULT, [])
     assert not matcher.accept_token(encode(b"a")[0])
+    assert matcher.fault == "fill_next_token_bitmask: planted"
+
+
+def test_a_step_that_takes_too_long_is_the_last_one() -> None:
+    compiler = GrammarCompiler(PRINTABLE, max_threads=1, fuel_seconds=0.02)
+    matcher = compiler.compile(Constraint.regex("((a{1,50}){1,50}){1,50}")).matcher()
+    steps = 0
+    while matcher.accept_token(encode(b"a")[0]):
+        steps += 1
+    assert 5 < steps < 500
+    assert filled(matcher) == (MaskStatus.FAULT, [])
+    assert "one step of the grammar took" in matcher.fault
 
 
 @pytest.mark.parametrize("token_id", [-1, len(PRINTABLE.tokens), 2**31, 2**32 + 65, 10**20])
@@ -176,6 +188,7 @@ def test_whitespace_is_free_only_on_request_and_only_within_a_bound() -> None:
         lambda: Vocabulary([b"a", b"b"], [0], logits_width=1),
         lambda: Vocabulary([b"a"], [0]).decode([1]),
         lambda: GrammarCompiler(PRINTABLE, max_cached=0),
+        lambda: GrammarCompiler(PRINTABLE, fuel_seconds=0.0),
         lambda: COMPILER.compile("a+"),  # type: ignore[arg-type]
     ],
 )

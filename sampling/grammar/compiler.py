@@ -35,23 +35,27 @@ class CompiledConstraint:
     vocabulary: Vocabulary
     grammar: xgrammar.CompiledGrammar
     seconds: float
+    fuel_seconds: float
 
     @property
     def nbytes(self) -> int:
         return int(self.grammar.memory_size_bytes)
 
     def matcher(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self.grammar, self.vocabulary)
+        return XGrammarMatcher(self.grammar, self.vocabulary, self.fuel_seconds)
 
 
 class GrammarCompiler:
     """A bounded cache in front of the compiler; safe to call from many threads, which share the work on equal constraints."""
 
-    def __init__(self, vocabulary: Vocabulary, max_cached: int = 256, max_threads: int = 4) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_cached: int = 256, max_threads: int = 4, fuel_seconds: float = 0.5) -> None:
         for name, value in (("max_cached", max_cached), ("max_threads", max_threads)):
             if not is_int(value) or value < 1:
                 raise ValueError(f"GrammarCompiler.{name}: got {value!r}, want an int >= 1")
+        if not fuel_seconds > 0:
+            raise ValueError(f"GrammarCompiler.fuel_seconds: got {fuel_seconds!r}, want a number > 0")
         self._vocabulary = vocabulary
+        self._fuel_seconds = fuel_seconds
         self._max_cached = max_cached
         self._compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, max_threads=max_threads, cache_enabled=False)
         self._lock = threading.Lock()
@@ -91,10 +95,11 @@ class GrammarCompiler:
         start = time.perf_counter()
         try:
             grammar = self._build(constraint)
-            compiled = CompiledConstraint(constraint, self._vocabulary, grammar, time.perf_counter() - start)
+            compiled = CompiledConstraint(constraint, self._vocabulary, grammar, time.perf_counter() - start, self._fuel_seconds)
             first = torch.zeros(1, self._vocabulary.mask_words, dtype=torch.int32)
-            if compiled.matcher().fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
-                raise ValueError("no text of this vocabulary satisfies it")
+            matcher = compiled.matcher()
+            if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
+                raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # the C++ side raises RuntimeError and several types of its own

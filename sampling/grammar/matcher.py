@@ -5,6 +5,7 @@ One thread per matcher, and one owner: whoever moves the token history moves the
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import numpy as np
@@ -32,45 +33,61 @@ class Matcher(Protocol):
 
 
 class XGrammarMatcher:
-    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: whatever goes wrong, the row is zero."""
+    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: whatever goes wrong, the row is zero.
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+    `fuel_seconds` is the processor time that one call may take. Some patterns cost more with every token ("(a+a+)+b"); a
+    call that took longer is the last one, so that one request's grammar does not hold up the others' rounds.
+    """
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
         self._matcher = xgrammar.GrammarMatcher(grammar)  # takes back any number of tokens
         self._vocabulary = vocabulary
+        self._fuel_seconds = fuel_seconds
         self._text_words = vocabulary.text_words
         self._stop_words = vocabulary.stop_words
         self._unheard = vocabulary.silent_ids - set(vocabulary.stop_token_ids)
         self._num_accepted = 0
-        self._faulted = False
+        self._fault = ""
 
     @property
     def num_accepted(self) -> int:
         """Tokens accepted and not taken back, a stop token included."""
         return self._num_accepted
 
+    @property
+    def fault(self) -> str:
+        """Why this matcher is of no further use; empty while it works."""
+        return self._fault
+
     def accept_token(self, token_id: int) -> bool:
         """Take one token; False, and no change, where the grammar does not allow it here."""
         # The library truncates ids to 32 bits (2**32 + 5 would pass for 5) and logs every refusal of these kinds to stderr.
-        if not 0 <= token_id < len(self._vocabulary.tokens) or token_id in self._unheard or self._faulted or self.is_terminated():
+        if not 0 <= token_id < len(self._vocabulary.tokens) or token_id in self._unheard or self._fault or self.is_terminated():
             return False
+        start = time.thread_time()
         try:
             accepted = bool(self._matcher.accept_token(token_id))
-        except RuntimeError:
-            self._faulted = True
+        except Exception as error:  # whatever the library raises is this request's fault
+            self._fault = f"accept_token: {error}"
             return False
         self._num_accepted += accepted
+        self._burn(start)
         return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
         row = self._row(masks, index)
-        if self._faulted or self.is_terminated():
+        if not self._fault and self.is_terminated():
             row.fill(0)
-            return MaskStatus.FAULT if self._faulted else MaskStatus.TERMINATED
-        try:
-            self._matcher.fill_next_token_bitmask(masks, index)
-        except RuntimeError:
-            self._faulted = True
+            return MaskStatus.TERMINATED
+        if not self._fault:
+            start = time.thread_time()
+            try:
+                self._matcher.fill_next_token_bitmask(masks, index)
+                self._burn(start)
+            except Exception as error:  # whatever the library raises is this request's fault
+                self._fault = f"fill_next_token_bitmask: {error}"
+        if self._fault:
             row.fill(0)
             return MaskStatus.FAULT
         # The library also sets bits beyond the vocabulary in the last word.
@@ -96,7 +113,12 @@ class XGrammarMatcher:
         """Back to the start of the text."""
         self._matcher.reset()
         self._num_accepted = 0
-        self._faulted = False
+        self._fault = ""
+
+    def _burn(self, start: float) -> None:
+        seconds = time.thread_time() - start
+        if seconds > self._fuel_seconds:
+            self._fault = f"one step of the grammar took {seconds:.3f} s, more than the {self._fuel_seconds} s that it may take"
 
     def _row(self, masks: Tensor, index: int) -> npt.NDArray[np.int32]:
         words = self._vocabulary.mask_words
