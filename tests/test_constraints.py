@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 
 from stepgraph.sampling.grammar import Constraint
-from tests.grammar_texts import COMPILER, accepts
+from stepgraph.sampling.grammar.schema import FORMATS
+from tests.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, filled
 
 VALID: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object"}, [{}, {"a": [1, {"b": "}]"}]}], ["a", 1, []]),
@@ -47,6 +49,27 @@ def test_schemas_that_are_taken_are_enforced(schema: Any, good: list[Any], bad: 
     assert [value for value in bad if accepts(constraint, json.dumps(value).encode())] == []
 
 
+SHAPES = [
+    *({"type": "string", "format": name} for name in sorted(FORMATS)),
+    *({"type": "string", "pattern": pattern} for pattern in ("^.{1,5}$", "^[ -~]{1,8}$", "^[^a]{1,5}$", "\\S{3}", "\\W+", "a[!-#]b")),
+    {"enum": ['a"b\\c', 1.5, [1, {"x": "\t"}]]},
+    {"type": "number", "minimum": -3.5, "maximum": 12.25},
+]
+
+
+@pytest.mark.parametrize("schema", [*(case[0] for case in VALID), *SHAPES], ids=json.dumps)
+def test_a_random_walk_through_the_masks_is_json(schema: Any) -> None:
+    compiled, random = COMPILER.compile(Constraint.json_schema(schema)), Random(0)
+    for _ in range(20):
+        matcher, ids = compiled.matcher(), list[int]()
+        while not matcher.is_terminated() and len(ids) < 100:
+            _, legal = filled(matcher)
+            ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(legal))
+            assert matcher.accept_token(ids[-1])
+        if matcher.is_terminated():
+            json.loads(PRINTABLE.decode(ids))
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 12}, "#: type: got 12"),
     ({"type": "strnig"}, '#: type: got "strnig"'),
@@ -70,6 +93,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
     ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, want at most maxLength"),
     ({"type": "string", "format": "colour"}, '#: format: "colour" is not enforced'),
+    ({"type": "string", "format": "json-pointer"}, '#: format: "json-pointer" is not enforced'),
     ({"type": "number", "multipleOf": 0.5}, "#: multipleOf: got 0.5"),
     ({"type": "string", "maxLength": 10**6}, "#: maxLength: got 1000000"),
     ({"type": "integer", "minimum": 4, "multipleOf": 3}, "#: multipleOf: is not enforced beside minimum"),

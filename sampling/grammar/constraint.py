@@ -43,7 +43,8 @@ class Constraint:
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False) -> Constraint:
         """A JSON value that the schema accepts. Objects have their declared properties, in the declared order, and no others
-        unless `additionalProperties` says so. Keywords that cannot be enforced are refused by name when compiled."""
+        unless `additionalProperties` says so; a `format` is enforced by its shape (a 30th of February is a date). Keywords
+        that cannot be enforced are refused by name when compiled."""
         if not isinstance(schema, (dict, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, want a dict or JSON text")
         try:
