@@ -1,0 +1,232 @@
+"""Records a step into a CUDA graph and replays it with one launch.
+
+Host nodes are host functions of the driver. A Python one takes the GIL, in a thread of the driver's: whoever launches
+must not hold the GIL while it waits inside the driver (nothing here does), and a host node must never call CUDA, not
+even by printing or freeing a device tensor. A native one (see driver.HostCallback) needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import MAIN, BackendStats, CaptureError, Check, Step
+from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, Streams, difference
+from stepgraph.graphs.driver import Driver, HostErrors, open_driver
+
+
+class _Holdings:
+    """What a backend owns on the device; outlives the backend until nothing runs any more."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.driver: Driver = open_driver()
+        self.streams = Streams(device)
+        self.graves: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
+        self.spare_events: list[int] = []
+        self.order_event = self.driver.event_create()
+
+    def bury(self) -> None:
+        """Free the graves; the device must be idle."""
+        while self.graves:
+            self.graves.pop().free()
+
+    def release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that failed runs nothing any more either
+            for stream in self.streams:
+                self.driver.stream_synchronize(stream.cuda_stream)
+        self.bury()
+        with contextlib.suppress(RuntimeError):
+            for event in (self.order_event, *self.spare_events):
+                self.driver.event_destroy(event)
+        self.spare_events.clear()
+        self.streams.release()
+
+
+class CudaEvent:
+    """A point in the main stream of a CudaBackend. Its CUDA event is used again once nobody holds this object."""
+
+    def __init__(self, backend: CudaBackend, event: int, spare: list[int]) -> None:
+        self._backend, self._event, self._spare = backend, event, spare
+
+    def query(self) -> bool:
+        return self._backend.driver.event_reached(self._event)
+
+    def wait(self) -> None:
+        self._backend.refuse_while_capturing("Event.wait()")
+        self._backend.stats.event_waits += 1
+        self._backend.driver.event_synchronize(self._event)
+        self._backend.errors.raise_first()
+
+    def __del__(self) -> None:
+        self._spare.append(self._event)
+
+
+class CudaGraph:
+    """A captured step."""
+
+    def __init__(self, backend: CudaBackend, recording: Recording, graves: list[Recording]) -> None:
+        self._backend, self._graph = backend, recording.graph
+        self.report = recording.report
+        # It may be running when the last reference goes; the callbacks it points to have to outlive that.
+        self.retire = weakref.finalize(self, graves.append, recording)
+        self.retire.atexit = False
+
+    def replay(self) -> None:
+        """Run the captured step once over the present contents of the buffers. Does not wait for it."""
+        with self._backend.on_main("replay()"):
+            self._graph.replay()
+        self._backend.stats.replays += 1
+        self._backend.stats.host_nodes += len(self.report.host_nodes)
+
+
+class CudaBackend:
+    """Captures and replays on one CUDA device, on a stream of its own.
+
+    Work waits for what the calling thread issued on its current stream before. With `ordered`, that stream also waits
+    for the work, as for any torch operation; without, use events, `run` and `synchronize`. An error in a host node is
+    raised once, by the next call that launches or waits; what follows the node in its replay still runs.
+
+    `check="twice"` compares the nodes of two captures, with each kernel's identity and launch shape but not its
+    arguments. To find baked numbers record the step on the tape, which compares every argument. torch's default
+    generator may be used in a capture whether or not it is among `generators`; every other one must be.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True) -> None:
+        self.device = _checked_device(device)
+        self.stats = BackendStats()
+        self.errors = HostErrors()
+        self._ordered = ordered
+        self._capturing = False
+        with torch.cuda.device(self.device):
+            torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
+            self._holdings = _Holdings(self.device)
+            self.driver = self._holdings.driver
+            self._main = self._holdings.streams[MAIN]
+            self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors)
+            self._order_event = self._holdings.order_event
+            self._context = self.driver.context()
+        self._threads = {threading.get_ident()}
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, self._holdings.release)
+
+    def capture(
+        self,
+        step: Step,
+        buffers: StaticBuffers,
+        *,
+        check: Check = "once",
+        between: Callable[[], None] | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> CudaGraph:
+        if not _same_device(buffers.device, self.device):
+            raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, want them on {self.device}")
+        with torch.cuda.device(self.device), self.on_main("capture()"):
+            self._drain()
+            self.errors.raise_first()
+            self._capturing = True
+            try:
+                self._recorder.warm_up(step, buffers, generators)
+                recording = self._recorder.record(step, buffers, generators)
+                if check == "twice":
+                    if between is not None:
+                        between()
+                    self._compare(recording, self._recorder.record(step, buffers, generators))
+            finally:
+                self._capturing = False
+        graph = CudaGraph(self, recording, self._holdings.graves)
+        self._graphs.add(graph)
+        return graph
+
+    def run(self, function: Callable[[], object]) -> None:
+        with self.on_main("run()"), torch.no_grad():
+            function()
+
+    def event(self) -> CudaEvent:
+        self._enter("event()")
+        spare = self._holdings.spare_events
+        event = spare.pop() if spare else self.driver.event_create()
+        self.driver.event_record(event, self._main.cuda_stream)
+        return CudaEvent(self, event, spare)
+
+    def synchronize(self) -> None:
+        self._enter("synchronize()")
+        self.stats.syncs += 1
+        self._drain()
+        self.errors.raise_first()
+
+    def close(self) -> None:
+        """Wait, then free everything. torch keeps the memory for itself until torch.cuda.empty_cache()."""
+        if not self._finalizer.alive:
+            return
+        self.refuse_while_capturing("close()")
+        for graph in tuple(self._graphs):
+            graph.retire()
+        self._finalizer()
+        error = self.errors.take()
+        if error is not None:
+            warnings.warn(f"CudaBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
+
+    # for graphs and events of this backend
+
+    @contextlib.contextmanager
+    def on_main(self, what: str) -> Iterator[None]:
+        """Issue what follows on the main stream, in its place among what the caller issues."""
+        self._enter(what)
+        self.errors.raise_first()
+        caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
+        if caller != main and not self.driver.stream_idle(caller):
+            self.driver.event_record(self._order_event, caller)
+            self.driver.stream_wait(main, self._order_event)
+        with torch.cuda.stream(self._main):
+            yield
+        if self._ordered and caller != main:
+            self.driver.event_record(self._order_event, main)
+            self.driver.stream_wait(caller, self._order_event)
+
+    def refuse_while_capturing(self, what: str) -> None:
+        if self._capturing:
+            raise CaptureError("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+
+    def _compare(self, recording: Recording, again: Recording) -> None:
+        found = difference(recording.nodes, again.nodes)
+        again.free()
+        if found is not None:
+            recording.free()
+            raise found
+
+    def _drain(self) -> None:
+        self.driver.stream_synchronize(self._main.cuda_stream)
+        self._holdings.bury()
+
+    def _enter(self, what: str) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError(f"CudaBackend.{what}: the backend is closed")
+        self.refuse_while_capturing(what)
+        if threading.get_ident() not in self._threads:  # a new thread has no context before torch's first call there
+            self.driver.use_context(self._context)
+            self._threads.add(threading.get_ident())
+
+
+def _checked_device(device: str | torch.device | int | None) -> torch.device:
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise RuntimeError(
+            f"backend 'cuda': torch {torch.__version__}, {built}, sees no CUDA device; backend 'tape' records the same steps on the CPU"
+        )
+    torch.cuda.init()
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"CudaBackend.device: got {device!r}, want one of {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+
+
+def _same_device(given: torch.device, own: torch.device) -> bool:
+    return given.type == own.type and (torch.cuda.current_device() if given.index is None else given.index) == own.index

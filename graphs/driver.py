@@ -1,0 +1,241 @@
+"""The few CUDA driver calls that torch has no name for, and the C side of a host node.
+
+Every call goes through ctypes, which releases the GIL around it. That matters: the driver may hold a lock of its own
+while a Python host node waits for the GIL, so a thread that enters the driver with the GIL held can lock up with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import sys
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any, NamedTuple
+
+from stepgraph.graphs.capture import HostNodeError
+
+_HOST_FN = ctypes.CFUNCTYPE(None, c_void_p)  # CUhostFn
+_NOT_READY = 600
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waiting for an event spins, which is what a low latency asks for
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuStreamQuery": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
+    "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
+    "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
+    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
+}
+
+_NODE_KINDS = (  # in the order of CUgraphNodeType, under the names that the tape uses where it has them
+    "kernel",
+    "copy",
+    "fill",
+    "host",
+    "graph",
+    "empty",
+    "wait",
+    "record",
+    "semaphore-signal",
+    "semaphore-wait",
+    "alloc",
+    "free",
+    "memory-operations",
+    "conditional",
+)
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
+        ("kernel_params", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
+class GraphNode(NamedTuple):
+    """What can be told of a node without reading its arguments."""
+
+    kind: str
+    launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
+
+
+class Driver:
+    """Typed calls into libcuda. Handles are plain integers, as torch gives them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._calls: dict[str, Any] = {}
+        for name, signature in _SIGNATURES.items():
+            try:
+                call = library[name]
+            except AttributeError as error:
+                raise RuntimeError(f"the CUDA driver library has no {name}: {error}; want a driver for CUDA 12.0 or newer") from error
+            call.restype, call.argtypes = c_int, signature
+            self._calls[name] = call
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        result = self._calls[name](*arguments)
+        if result:
+            raise RuntimeError(f"{name} failed: {self._error_name(result)}")
+
+    def _error_name(self, result: int) -> str:
+        text = c_char_p()
+        self._calls["cuGetErrorName"](result, byref(text))
+        return (text.value or b"an unknown error").decode() + f" ({result})"
+
+    def _ready(self, name: str, handle: int) -> bool:
+        result = self._calls[name](handle)
+        if result not in (0, _NOT_READY):
+            raise RuntimeError(f"{name} failed: {self._error_name(result)}")
+        return bool(result == 0)
+
+    def version(self) -> int:
+        """Of the CUDA that the driver supports: 13000 for 13.0."""
+        version = c_int()
+        self._do("cuDriverGetVersion", byref(version))
+        return version.value
+
+    def context(self) -> int:
+        """The calling thread's context; 0 where it has none yet."""
+        context = c_void_p()
+        self._do("cuCtxGetCurrent", byref(context))
+        return context.value or 0
+
+    def use_context(self, context: int) -> None:
+        self._do("cuCtxSetCurrent", context)
+
+    def stream_idle(self, stream: int) -> bool:
+        return self._ready("cuStreamQuery", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._do("cuStreamSynchronize", stream)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self._do("cuStreamWaitEvent", stream, event, 0)
+
+    def event_create(self) -> int:
+        event = c_void_p()
+        self._do("cuEventCreate", byref(event), _NO_TIMING)
+        assert event.value
+        return event.value
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._do("cuEventRecord", event, stream)
+
+    def event_reached(self, event: int) -> bool:
+        return self._ready("cuEventQuery", event)
+
+    def event_synchronize(self, event: int) -> None:
+        self._do("cuEventSynchronize", event)
+
+    def event_destroy(self, event: int) -> None:
+        self._do("cuEventDestroy_v2", event)
+
+    def launch_host(self, stream: int, callback: HostCallback) -> None:
+        """Call `callback` in the order of `stream`; inside a capture this becomes a host node."""
+        self._do("cuLaunchHostFunc", stream, callback.address, callback.data)
+
+    def graph_nodes(self, graph: int) -> list[GraphNode]:
+        """The nodes of a cudaGraph_t."""
+        count = c_size_t()
+        self._do("cuGraphGetNodes", graph, None, byref(count))
+        handles = (c_void_p * max(count.value, 1))()
+        self._do("cuGraphGetNodes", graph, handles, byref(count))
+        return [self._node(handle or 0) for handle in handles[: count.value]]
+
+    def _node(self, handle: int) -> GraphNode:
+        number = c_int()
+        self._do("cuGraphNodeGetType", handle, byref(number))
+        kind = _NODE_KINDS[number.value] if number.value < len(_NODE_KINDS) else f"type-{number.value}"
+        if kind != "kernel":
+            return GraphNode(kind)
+        params = _KernelParams()
+        if self._calls["cuGraphKernelNodeGetParams_v2"](handle, byref(params)):
+            return GraphNode(kind)  # some kernels do not tell
+        return GraphNode(kind, (params.func or params.kern or 0, *params.shape))
+
+
+@functools.cache
+def open_driver() -> Driver:
+    """The driver of this machine; RuntimeError where there is none."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise RuntimeError(f"no NVIDIA driver: {error}; backend 'tape' records on the CPU") from error
+    return Driver(library)
+
+
+class HostErrors:
+    """The first error of any host node, kept until it is raised. Written by the driver's thread, read by the launching one."""
+
+    def __init__(self) -> None:
+        self._first: HostNodeError | None = None
+
+    def store(self, node: str, cause: BaseException) -> None:
+        if self._first is None:
+            error = HostNodeError(node, cause)
+            error.__cause__ = cause
+            self._first = error
+
+    def take(self) -> HostNodeError | None:
+        first, self._first = self._first, None
+        return first
+
+    def raise_first(self) -> None:
+        error = self.take()
+        if error is not None:
+            raise error
+
+
+class HostCallback:
+    """A host node as C sees it: the address of a function and its user data. Must outlive every graph that holds them.
+
+    A function with the attributes `native_address` (of a `void (*)(void *)`) and `native_data` is called as it is,
+    without the GIL; any other becomes a callback that takes the GIL and never raises into C.
+    """
+
+    def __init__(self, name: str, function: Callable[[], None], errors: HostErrors) -> None:
+        self.name = name
+        self._function = function  # owns what a native function's data points to
+        address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
+        if (address is None) != (data is None):
+            raise ValueError(f"host node {name!r}: got one of native_address and native_data, want both or neither")
+        self._entry = None
+        if address is None or data is None:
+            self._entry = _python_entry(name, function, errors)
+            address, data = ctypes.cast(self._entry, c_void_p).value, 0
+        self.address, self.data = int(address or 0), int(data)
+
+
+def _python_entry(name: str, function: Callable[[], None], errors: HostErrors) -> Any:
+    def enter(_: int | None) -> None:
+        # A host node must not call CUDA, and a collection that starts here might: by freeing somebody's graph or event.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            function()
+        except BaseException as error:
+            errors.store(name, error)
+        finally:
+            if collecting:
+                gc.enable()
+
+    return _HOST_FN(enter)
