@@ -14,6 +14,9 @@ from stepgraph.sampling.grammar.pattern import MAX_REPEAT, check_json_pattern
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
+MAX_OPTIONAL = 500  # so it does with the optional properties of one object (2,000 take 17 s),
+MAX_COUNTED = 100  # and much more so where their number is bounded
+MAX_MULTIPLE = 1000
 INT64 = range(-(2**63), 2**63)
 
 ANNOTATIONS = frozenset("$schema $id $comment title description default examples deprecated readOnly writeOnly $defs definitions".split())
@@ -130,6 +133,8 @@ def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
         bounds = sorted({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & node.keys())
         if "number" in types or node["multipleOf"] < 1:
             _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
+        if node["multipleOf"] > MAX_MULTIPLE:
+            _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
         if bounds:
             _refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
 
@@ -166,6 +171,10 @@ def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> No
         _refuse(where, "required", f"got {json.dumps(required)[:40]}, want a list of strings")
     if undeclared := [name for name in required if name not in properties]:
         _refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
+    optional = len(properties.keys() - set(required))
+    most = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
+    if optional > most:
+        _refuse(where, "properties", f"got {optional} that are not required, want at most {most}; require more of them")
     if node.get("additionalProperties", True) is not False:
         _check_node(node.get("additionalProperties", True), root, f"{where}/additionalProperties", depth + 1)
 
