@@ -49,8 +49,8 @@ class BufferSpec:
 class StaticBuffers:
     """The tensors of one spec table, as attributes, plus the constants (weights) that a step may read.
 
-        buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)], constants={"model": module})
-        buffers.x        # the tensor: the same object, at the same address, for the life of the buffers
+    buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)], constants={"model": module})
+    buffers.x        # the tensor: the same object, at the same address, for the life of the buffers
     """
 
     def __init__(

@@ -56,9 +56,7 @@ class Flow(Protocol):
     def wait(self, mark: Mark) -> None:
         """Hold the current stream until `mark` is reached."""
 
-    def host_node(
-        self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
-    ) -> None:
+    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Call `function` on the host, in the order of the current stream, at every replay.
 
         It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`.
@@ -128,7 +126,7 @@ class Backend(Protocol):
     ) -> Recorded:
         """Record `step` without any lasting effect on the buffers; CaptureError where it cannot be replayed."""
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], object]) -> None:
         """Issue the operations of `function` on the main stream, after all that was launched before; does not block.
 
         `function` may run later and on another thread: bind what it needs by value.
@@ -181,9 +179,7 @@ class EagerFlow:
     def wait(self, mark: Mark) -> None:
         pass
 
-    def host_node(
-        self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
-    ) -> None:
+    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._synchronize()  # the node reads pinned memory that device copies may still be filling
         try:
             function()
@@ -202,7 +198,8 @@ def run_eager(step: Step, buffers: StaticBuffers) -> None:
 def make_backend(name: str = "auto", *, asynchronous: bool = False) -> Backend:
     """`tape` records on the CPU, `cuda` into a CUDA graph, `auto` takes cuda where a device is present.
 
-    `asynchronous` lets the tape replay on a thread of its own, as a GPU does; CUDA always is.
+    `asynchronous` lets the tape replay on a thread of its own, as a GPU does. CUDA always is: there it means that the
+    caller orders its own work by events and `run`, instead of having its current stream wait for every replay.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "tape"
@@ -213,7 +210,7 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False) -> Backend:
     if name == "cuda":
         from stepgraph.graphs.cuda import CudaBackend
 
-        return CudaBackend()
+        return CudaBackend(ordered=not asynchronous)
     raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")
 
 

@@ -55,9 +55,7 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
     status = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64)
     if constrained:
         ruled = batch.column(Column.CONSTRAINED) != 0
-        status = acceptance.mask_status(
-            buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled
-        )
+        status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
         logits = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
     best, sampled = logits.max(-1)
     finite = torch.isfinite(best)
@@ -65,11 +63,11 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     emission = acceptance.emit(sampled, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
     emission = emission._replace(
-        count=torch.where(batch.live, emission.count, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
+        emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
-    results = torch.cat([emission.count[:, None], emission.finish[:, None], emission.accepted[:, None], sampled], 1)
+    results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], sampled], 1)
     buffers.results[: len(batch.rows)].copy_(results)
     return emission, after
 
@@ -79,10 +77,10 @@ def draft_prefill(
 ) -> tuple[Tensor, Tensor]:
     """Run the draft over the tokens just emitted. Returns logits [B, V] and features [B, 1, F] at each row's last one."""
     index = torch.arange(limits.positions, device=before.rows.device)
-    wanted = index < emission.count[:, None]
+    wanted = index < emission.emitted[:, None]
     inputs = _model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
     output = model.forward(inputs, buffers)
-    last = (emission.count - 1).clamp(min=0)
+    last = (emission.emitted - 1).clamp(min=0)
     return _at(output, last, model)
 
 
@@ -118,7 +116,9 @@ def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> N
     """Leave the drafts in their rows for the next target_verify."""
     chain = torch.stack(drafts, 1)
     buffers.row_drafts.index_copy_(0, after.rows, chain)
-    state = torch.cat([after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1)
+    state = torch.cat(
+        [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1
+    )
     buffers.row_state.index_copy_(0, after.rows, state)
 
 
@@ -162,9 +162,7 @@ def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tens
     return pages * limits.page_size + positions % limits.page_size
 
 
-def _model_input(
-    batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None
-) -> ModelInput:
+def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
     """Consecutive positions from `first` [B, 1] on; what is not wanted or lies beyond the row's end writes to the scratch page."""
     positions = first + torch.arange(tokens.shape[1], device=tokens.device)
     wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
@@ -182,14 +180,14 @@ def _at(output: ModelOutput, index: Tensor, model: DraftModel) -> tuple[Tensor, 
 
 def _advance(batch: Batch, emission: Emission) -> Batch:
     """The batch after its rows took what was emitted. Inert rows keep their state."""
-    last = emission.tokens.gather(1, (emission.count - 1).clamp(min=0)[:, None]).squeeze(1)
+    last = emission.tokens.gather(1, (emission.emitted - 1).clamp(min=0)[:, None]).squeeze(1)
     changed = {
-        Column.GENERATED: batch.column(Column.GENERATED) + emission.count,
-        Column.LAST_TOKEN: torch.where(emission.count > 0, last, batch.column(Column.LAST_TOKEN)),
+        Column.GENERATED: batch.column(Column.GENERATED) + emission.emitted,
+        Column.LAST_TOKEN: torch.where(emission.emitted > 0, last, batch.column(Column.LAST_TOKEN)),
         Column.ACCEPTED: emission.accepted,
         Column.FINISH: emission.finish,
-        Column.DRAFT_COUNT: torch.zeros_like(emission.count),
-        Column.LENGTH: batch.column(Column.LENGTH) + emission.count,
+        Column.DRAFT_COUNT: torch.zeros_like(emission.emitted),
+        Column.LENGTH: batch.column(Column.LENGTH) + emission.emitted,
     }
     state = torch.stack([changed.get(column, batch.column(column)) for column in Column], 1)
     return batch._replace(state=torch.where(batch.live[:, None], state, batch.state))

@@ -30,7 +30,10 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
         if not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
-        self.limits(vocab_size=1, feature_size=0)
+        try:
+            self.limits(vocab_size=1, feature_size=0)
+        except ValueError as error:
+            raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         checked_buckets(self.buckets or bucket_sizes(self.max_rows), self.max_rows)
 
     def limits(self, vocab_size: int, feature_size: int) -> Limits:

@@ -41,7 +41,9 @@ class Desk:
         """The vocabulary's stop ids and the request's own; ValueError where they do not fit."""
         stops = tuple(dict.fromkeys([*self._stop_token_ids, *extra]))
         if len(stops) > self._limits.max_stop_ids:
-            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most max_stop_ids={self._limits.max_stop_ids}")
+            raise ValueError(
+                f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most {self._limits.max_stop_ids}"
+            )
         return stops
 
     def enqueue(self, job: Job, matcher: MatcherRow | None, max_queued: int, still_open: Callable[[str], None]) -> None:
@@ -90,7 +92,9 @@ class Desk:
             return StepEvent(job.id, tuple(tokens), accepted)
         error = ""
         if code == FinishCode.MASK_FAULT:
-            error = f"no valid grammar mask: {(seat.matcher and seat.matcher.fault) or 'its tag names another request, history or position'}"
+            error = (
+                f"no valid grammar mask: {(seat.matcher and seat.matcher.fault) or 'its tag names another request, history or position'}"
+            )
         elif code == FinishCode.LOGITS_FAULT:
             error = "the target's best legal logit is not finite"
         return self.finish(job, seat, FINISH_REASONS[code], tuple(tokens), accepted, error)

@@ -7,6 +7,7 @@ with `rounds_in_flight` rounds on their way it reads the oldest one's results fr
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,7 +75,9 @@ class Engine:
         self.config = config or EngineConfig()
         drafts = self.config.num_speculative_tokens
         if drafts and draft is None:
-            raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0")
+            raise ValueError(
+                f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0"
+            )
         if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
             raise ValueError(
                 f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want the target's vocab_size {target.vocab_size}"
@@ -124,7 +127,9 @@ class Engine:
         if len(prompt) >= limits.max_length:
             raise ValueError(f"prompt_ids: got {len(prompt)} tokens, want fewer than max_length={limits.max_length}")
         room = limits.max_length - len(prompt)
-        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, room, f"max_length={limits.max_length} less {len(prompt)} of prompt")
+        new_tokens = checked_count(
+            "max_new_tokens", max_new_tokens, 1, room, f"max_length={limits.max_length} less {len(prompt)} of prompt"
+        )
         drafts = most if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
         sampling = sampling or SamplingParams()
@@ -269,6 +274,8 @@ class Engine:
         self._closed = why
         self._flights.clear()
         self._desk.finish_all(reason, why)
+        with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
+            self.backend.synchronize()
         self.backend.close()
 
 

@@ -30,9 +30,9 @@ class FinishCode(IntEnum):
 class Emission(NamedTuple):
     """What one round adds to each row."""
 
-    tokens: Tensor  # [B, K + 1] int64, meaningful below count
-    count: Tensor  # [B] int64
-    accepted: Tensor  # [B] int64, how many of them were drafts
+    tokens: Tensor  # [B, K + 1] int64, meaningful below emitted
+    emitted: Tensor  # [B] int64, how many
+    accepted: Tensor  # [B] int64, how many of those were drafts
     finish: Tensor  # [B] int64 FinishCode
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
 
+from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
 from tests.oracles import Answer, accepts, greedy
 from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, shared_engine
 
@@ -80,6 +80,28 @@ asks = st.builds(
     drafts=st.one_of(st.none(), st.integers(0, 8)),
     cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
 )
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None:
+    """With a perfect drafter round r emits 1, then K + 1 tokens each: a text of n tokens stops at place (n - 2) mod (K + 1)."""
+    engine = shared_engine(Setup(k=k, draft_masks=draft_masks, drafter="perfect", max_rows=1))
+    places: set[int] = set()
+    for seed in range(200):
+        ask = Ask((seed % 90, seed), None, 40, (), None, None)
+        expected = answer(ask)
+        place = (len(expected.tokens) - 2) % (k + 1)
+        if expected.reason == "stop" and len(expected.tokens) > 1 and place not in places:
+            job = submit(engine, ask)
+            while engine.has_work:
+                engine.step()
+            check(ask, job)
+            assert job.rounds == 1 + -(-(len(job.tokens) - 1) // (k + 1)), "the drafter was perfect"
+            places.add(place)
+        if len(places) == k + 1:
+            return
+    raise AssertionError(f"stops were seen at the places {sorted(places)} of {k + 1} only")
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)

@@ -28,7 +28,11 @@ DRAFTERS = {
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
+    "properties": {
+        "name": {"enum": ["ada", "bob"]},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }

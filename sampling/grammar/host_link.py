@@ -96,7 +96,9 @@ class HostLink:
         fresh = generated == row.committed
         accepted = 0 if fresh else int(state[HostColumn.ACCEPTED])
         if accepted > row.walked or not (fresh or generated == row.committed + accepted + 1):
-            raise RuntimeError(f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.walked}")
+            raise RuntimeError(
+                f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.walked}"
+            )
         if row.walked > accepted:
             row.matcher.rollback(row.walked - accepted)
             self.stats.rollbacks += 1

@@ -1,0 +1,69 @@
+"""README's examples run as they stand, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepgraph.graphs import BufferSpec, StaticBuffers, capture
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_embed_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {}
+    exec(SNIPPETS[0], namespace)
+    assert namespace["job"].finish_reason == "constraint_complete"
+    assert capsys.readouterr().out.splitlines()[-1] in ("b'{\"ok\": true}' constraint_complete", "b'{\"ok\": false}' constraint_complete")
+    assert len([line for line in SNIPPETS[0].splitlines() if line.strip()]) <= 16
+
+
+def test_the_capture_example_runs() -> None:
+    namespace: dict[str, Any] = {}
+    exec(SNIPPETS[1], namespace)
+    buffers = namespace["buffers"]
+    assert torch.equal(buffers.y, torch.softmax(buffers.x * 2, 0))
+    assert len([line for line in SNIPPETS[1].splitlines() if line.strip()]) <= 10
+
+
+def test_the_stream_example_runs() -> None:
+    specs = [BufferSpec(name, (4,), torch.float32) for name in ("x", "y", "answer")]
+    specs += [BufferSpec(name, (4,), torch.float32, "pinned") for name in ("seen_host", "answer_host")]
+    buffers = StaticBuffers(specs)
+    namespace: dict[str, Any] = {"torch": torch, "think": lambda: buffers.answer_host.copy_(buffers.seen_host + 1)}
+    exec(SNIPPETS[2], namespace)
+    recorded = capture(namespace["step"], buffers, backend="tape")
+    buffers.x.copy_(torch.arange(4.0))
+    recorded.replay()
+    assert buffers.y.tolist() == [1.0, 4.0, 7.0, 10.0]
+
+
+def test_the_error_it_shows_is_the_error_one_gets() -> None:
+    from stepgraph.graphs import CaptureError
+
+    buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)])
+
+    def step(buffers: StaticBuffers) -> None:
+        buffers.x.mul_(buffers.x.max().item())
+
+    with pytest.raises(CaptureError) as caught:
+        capture(step, buffers, backend="tape")
+    rule, told = re.search(r"CaptureError: \[([\w-]+)\] (.*)", README).groups()  # type: ignore[union-attr]
+    assert caught.value.rule == rule
+    assert told in str(caught.value)
+
+
+def test_every_test_and_file_it_names_exists() -> None:
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    last = ""
+    for file, name in re.findall(r"`(?=test_|::)(test_\w+\.py)?(?:::(test_\w+))?`", README):
+        last = file or last
+        assert last in tests, last
+        assert not name or f"def {name}(" in tests[last], f"{last}::{name}"
+    for path in re.findall(r"\]\(([\w/.]+)\)", README):
+        assert (ROOT / path).exists(), path
