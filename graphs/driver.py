@@ -221,7 +221,7 @@ class HostCallback:
         self._entry = None
         if address is None or data is None:
             self._entry = _python_entry(name, function, errors)
-            address, data = ctypes.cast(self._entry, c_void_p).value, 0
+            address, data = c_void_p.from_buffer(self._entry).value, 0  # ctypes.cast would make a reference cycle
         self.address, self.data = int(address or 0), int(data)
 
 

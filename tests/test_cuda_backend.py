@@ -1,0 +1,263 @@
+"""What the CUDA backend is made of, as far as it runs without a GPU. The rest is checked on one by tools/gpu_check.py."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
+from stepgraph.graphs.cuda_capture import as_capture_error, blame, difference
+from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
+from stepgraph.graphs.snapshot import Snapshot, holds_only
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+Caller = Callable[[HostCallback], None]
+
+
+def call_as_c(callback: HostCallback) -> None:
+    C_FUNCTION(callback.address)(callback.data)
+
+
+def call_from_foreign_thread(callback: HostCallback) -> None:
+    """As the driver does: from a thread that Python did not start."""
+    libc = ctypes.CDLL(None)
+    thread = ctypes.c_ulong()
+    assert libc.pthread_create(ctypes.byref(thread), None, ctypes.c_void_p(callback.address), ctypes.c_void_p(callback.data)) == 0
+    assert libc.pthread_join(thread, None) == 0
+
+
+@needs_no_gpu
+def test_without_a_gpu_the_error_says_what_is_missing_and_what_works() -> None:
+    with pytest.raises(RuntimeError, match=r"backend 'cuda': torch .* sees no CUDA device; backend 'tape' records the same steps"):
+        make_backend("cuda")
+
+
+@needs_no_gpu
+def test_auto_takes_the_tape_where_there_is_no_gpu() -> None:
+    assert make_backend("auto").name == "tape"
+
+
+@needs_no_gpu
+def test_capture_on_cuda_fails_before_anything_is_recorded() -> None:
+    buffers = StaticBuffers([BufferSpec("x", (2,), torch.float32)])
+    calls: list[int] = []
+    with pytest.raises(RuntimeError, match="backend 'cuda'"):
+        capture(lambda b: calls.append(1), buffers, backend="cuda")
+    assert not calls
+
+
+def test_driver_that_is_missing_is_named() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(RuntimeError, match=r"no NVIDIA driver: libcuda\.so\.1.*backend 'tape'"):
+            open_driver()
+    else:
+        assert open_driver().version() >= 12000
+
+
+def test_driver_without_a_needed_function_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"no cuGetErrorName: .*want a driver for CUDA 12"):
+        Driver(ctypes.CDLL(None))
+
+
+@pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
+def test_python_callback_runs_when_c_calls_its_address(call: Caller) -> None:
+    threads: list[int] = []
+    errors = HostErrors()
+    callback = HostCallback("node", lambda: threads.append(threading.get_ident()), errors)
+    call(callback)
+    assert len(threads) == 1
+    assert (threads[0] == threading.get_ident()) == (call is call_as_c)
+    errors.raise_first()
+
+
+@pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
+@pytest.mark.parametrize("cause", [ValueError("bad mask"), KeyboardInterrupt(), SystemExit(3)])
+def test_python_callback_never_raises_into_c_and_its_error_is_raised_once(
+    call: Caller, cause: BaseException, capfd: pytest.CaptureFixture[str]
+) -> None:
+    errors = HostErrors()
+
+    def function() -> None:
+        raise cause
+
+    call(HostCallback("commit", function, errors))
+    with pytest.raises(HostNodeError, match=f"host node 'commit' failed: {type(cause).__name__}") as caught:
+        errors.raise_first()
+    assert caught.value.__cause__ is cause
+    assert caught.value.node == "commit"
+    errors.raise_first()
+    assert capfd.readouterr().err == ""  # ctypes would report what escapes
+
+
+def test_the_first_error_is_kept_until_it_is_raised() -> None:
+    errors = HostErrors()
+    for name in ("first", "second"):
+        errors.store(name, ValueError(name))
+    with pytest.raises(HostNodeError, match="'first'"):
+        errors.raise_first()
+    errors.store("third", ValueError("third"))
+    with pytest.raises(HostNodeError, match="'third'"):
+        errors.raise_first()
+
+
+def test_callback_survives_collection_and_a_thousand_calls() -> None:
+    count = [0]
+
+    def function() -> None:
+        count[0] += 1
+
+    callback = HostCallback("node", function, HostErrors())
+    del function
+    for _ in range(1000):
+        call_as_c(callback)
+        if count[0] % 100 == 0:
+            gc.collect()
+    assert count == [1000]
+
+
+def test_callback_keeps_its_function_alive_exactly_as_long_as_itself() -> None:
+    class Function:
+        def __call__(self) -> None:
+            pass
+
+    function = Function()
+    alive = weakref.ref(function)
+    callback = HostCallback("node", function, HostErrors())
+    del function
+    gc.collect()
+    assert alive() is not None
+    del callback
+    assert alive() is None  # no cycle: memory goes when the recording goes
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_collection_starts_inside_a_callback(enabled: bool) -> None:
+    seen: list[bool] = []
+    callback = HostCallback("node", lambda: seen.append(gc.isenabled()), HostErrors())
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        call_as_c(callback)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [False]
+
+
+class NativeNode:
+    """A host node whose work is a C function: here one that ctypes makes, with a counter as its data."""
+
+    def __init__(self) -> None:
+        self.counter = ctypes.c_int(0)
+        self._entry = C_FUNCTION(self._count)
+        self.native_address = ctypes.cast(self._entry, ctypes.c_void_p).value
+        self.native_data = ctypes.addressof(self.counter)
+
+    @staticmethod
+    def _count(data: int) -> None:
+        ctypes.c_int.from_address(data).value += 1
+
+    def __call__(self) -> None:
+        raise AssertionError("the Python side of a native node must not be called")
+
+
+@pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
+def test_native_function_is_called_directly_with_its_data(call: Caller) -> None:
+    node, errors = NativeNode(), HostErrors()
+    callback = HostCallback("native", node, errors)
+    assert (callback.address, callback.data) == (node.native_address, node.native_data)
+    counter = node.counter
+    del node
+    gc.collect()
+    for _ in range(3):
+        call(callback)
+    assert counter.value == 3
+    errors.raise_first()
+
+
+def test_native_function_needs_address_and_data() -> None:
+    function = NativeNode()
+    del function.native_data
+    with pytest.raises(ValueError, match="'half': got one of native_address and native_data, want both or neither"):
+        HostCallback("half", function, HostErrors())
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_snapshot_puts_back_every_bit(dtype: torch.dtype) -> None:
+    specs = [
+        BufferSpec("small", (3, 5), dtype, fill=1),
+        BufferSpec("fresh", (1 << 21,), dtype, fill=1),
+        BufferSpec("used", (1 << 21,), dtype, fill=1),
+        BufferSpec("empty", (0, 4), dtype),
+        BufferSpec("ring_host", (2, 3), dtype, "pinned"),
+    ]
+    buffers = StaticBuffers(specs)
+    buffers.small.copy_(torch.arange(15).view(3, 5))
+    buffers.used[-1] = 0
+    before = {name: buffers[name].clone() for name in buffers}
+    fingerprint = buffers.fingerprint()
+    snapshot = Snapshot(buffers)
+    assert snapshot.nbytes == sum(before[name].nbytes for name in ("small", "used", "empty", "ring_host"))
+    for name in buffers:
+        buffers[name].zero_()
+    snapshot.restore()
+    assert all(torch.equal(buffers[name], before[name]) for name in buffers)
+    assert buffers.fingerprint() == fingerprint
+
+
+def test_a_buffer_counts_as_fresh_only_bit_for_bit() -> None:
+    zeros = torch.zeros(100)
+    assert holds_only(zeros, 0)
+    zeros[7] = -0.0
+    assert not holds_only(zeros, 0)
+    assert holds_only(torch.full((4,), -1, dtype=torch.int32), -1)
+    assert not holds_only(torch.zeros(2, dtype=torch.complex128), 0)  # not known how to compare: copied instead
+
+
+def test_two_captures_are_compared_node_by_node() -> None:
+    kernel, other = GraphNode("kernel", (7, 1, 1, 1, 128, 1, 1, 0)), GraphNode("kernel", (7, 2, 1, 1, 128, 1, 1, 0))
+    assert difference([kernel, GraphNode("host")], [kernel, GraphNode("host")]) is None
+    for first, second, text in (
+        ([kernel], [other], "node 0"),
+        ([kernel, GraphNode("fill")], [kernel, GraphNode("copy")], "node 1"),
+        ([kernel], [kernel, kernel], "1 nodes and the other 2"),
+    ):
+        found = difference(first, second)
+        assert isinstance(found, CaptureError)
+        assert found.rule == "baked-branch"
+        assert text in str(found)
+
+
+def test_a_failed_capture_blames_the_line_of_the_step() -> None:
+    model = torch.nn.Linear(3, 3)
+    try:
+        model(torch.zeros(2, 4))  # the line to blame
+    except RuntimeError as error:
+        found = as_capture_error(error)
+    assert (found.rule, found.file) == ("cuda", __file__)
+    assert found.source == "model(torch.zeros(2, 4))  # the line to blame"
+    assert f"{__file__}:{found.line}" in str(found)
+
+
+def test_blame_knows_no_line_where_torch_itself_failed() -> None:
+    assert blame([]) == ("", 0, "")
+    innermost = blame(traceback.walk_stack(sys._getframe()))
+    assert innermost[0] == __file__
+
+
+def test_an_unjoined_stream_has_a_rule_of_its_own() -> None:
+    assert as_capture_error(RuntimeError("CUDA error: capturing stream has unjoined work\nmore")).rule == "unjoined-fork"
