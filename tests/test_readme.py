@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture
 
 ROOT = Path(__file__).parent.parent

@@ -1,0 +1,97 @@
+"""Masks and acceptance as tensor functions, against loops over plain Python values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.sampling import acceptance, bitmask
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import MaskStatus
+
+OK = MaskStatus.OK
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 1000, 151_936])
+def test_unpack_is_the_inverse_of_pack(width: int) -> None:
+    allowed = torch.rand(3, width, generator=torch.Generator().manual_seed(width)) < 0.5
+    allowed[0], allowed[1] = True, False
+    masks = bitmask.pack(allowed)
+    assert masks.shape == (3, -(-width // 32)) and masks.dtype is torch.int32
+    assert torch.equal(bitmask.unpack(masks, width), allowed)
+    for token in {0, width // 2, width - 1}:
+        assert bool(int(masks[2, token // 32]) >> (token % 32) & 1) == bool(allowed[2, token])
+
+
+def test_apply_forbids_in_constrained_rows_only_and_keeps_values() -> None:
+    logits = torch.arange(2 * 3 * 40, dtype=torch.float32).view(2, 3, 40)
+    allowed = torch.zeros(2, 3, 40, dtype=torch.bool)
+    allowed[..., 31] = allowed[..., 39] = True
+    masked = bitmask.apply(logits, bitmask.pack(allowed), torch.tensor([True, False]))
+    assert torch.equal(masked[1], logits[1])
+    assert torch.equal(masked[0].isfinite(), allowed[0])
+    assert torch.equal(masked[0, :, 31], logits[0, :, 31])
+
+
+def test_apply_leaves_an_empty_row_without_a_finite_logit() -> None:
+    masked = bitmask.apply(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1, dtype=torch.int32), torch.tensor([True]))
+    assert not masked.isfinite().any() and not masked.isnan().any()
+
+
+statuses = st.sampled_from([OK] * 6 + [status for status in MaskStatus if status != OK])
+
+
+@settings(max_examples=400)
+@given(data=st.data(), k=st.integers(0, 8))
+def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int) -> None:
+    tokens = st.integers(0, 4)  # few, so that drafts often hold
+    sampled = data.draw(st.lists(tokens, min_size=k + 1, max_size=k + 1))
+    drafts = [data.draw(st.one_of(st.just(sampled[place]), st.integers(-1, 4))) for place in range(k)]
+    finite = data.draw(st.lists(st.sampled_from([True] * 9 + [False]), min_size=k + 1, max_size=k + 1))
+    status = data.draw(st.lists(statuses, min_size=k + 1, max_size=k + 1))
+    count, room = data.draw(st.integers(0, k)), data.draw(st.integers(1, 12))
+    stops = data.draw(st.lists(st.integers(-1, 6), min_size=2, max_size=2))
+
+    expected: list[int] = []
+    reason = None
+    accepted = 0
+    place = 0
+    while reason is None:
+        if status[place] != OK:
+            ends = {MaskStatus.COMPLETE: 4, MaskStatus.TERMINATED: 2, MaskStatus.DEAD_END: 5}
+            reason = ends.get(status[place], int(FinishCode.MASK_FAULT))
+            break
+        if not finite[place]:
+            reason = int(FinishCode.LOGITS_FAULT)
+            break
+        drafted = place < min(k, count) and sampled[place] == drafts[place]
+        legal = drafted and status[place + 1] not in (MaskStatus.NONE, MaskStatus.ILLEGAL, MaskStatus.FAULT)
+        expected.append(sampled[place])
+        accepted += legal
+        if sampled[place] in stops:
+            reason = int(FinishCode.STOP)
+        elif len(expected) == room:
+            reason = int(FinishCode.LENGTH)
+        elif not legal:
+            reason = int(FinishCode.RUNNING)
+        place += 1
+
+    row = [torch.tensor([value]) for value in (sampled, finite, drafts, status)]
+    row[2] = row[2].to(torch.int64)
+    result = acceptance.count_accepted(row[0], row[1], row[2], torch.tensor([count]), row[3])
+    emission = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
+    assert emission.tokens[0, : int(emission.emitted)].tolist() == expected
+    assert int(emission.finish) == reason
+    assert int(emission.accepted) == min(accepted, len(expected))
+
+
+def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:
+    tags = torch.tensor([[[7, 3, 0, OK], [7, 3, 1, OK], [7, 2, 2, OK]], [[8, 3, 0, OK], [7, 3, 1, 4], [7, 3, 1, OK]]])
+    owner, generated = torch.tensor([7, 7]), torch.tensor([3, 3])
+    ruled = acceptance.mask_status(tags, owner, generated, torch.tensor([True, True]))
+    assert ruled.tolist() == [[1, 1, 0], [0, 4, 0]]
+    free = acceptance.mask_status(tags, owner, generated, torch.tensor([False, True]))
+    assert free.tolist() == [[1, 1, 1], [0, 4, 0]]
+    assert acceptance.mask_status(tags[:, 1:], owner, generated, torch.tensor([True, True]), first=1).tolist() == [[1, 0], [4, 0]]
