@@ -134,6 +134,7 @@ class TapeBackend:
         self._workers: dict[str, Worker] = {}
         self._device = Worker("device") if asynchronous else None
         self._finalizer = weakref.finalize(self, _stop, self._workers, self._device)
+        self._finalizer.atexit = False  # the workers see to that, and wait
 
     def capture(
         self,
@@ -163,7 +164,7 @@ class TapeBackend:
                 raise difference
         return Tape(self, recorder, time.perf_counter() - begin)
 
-    def run(self, function: Callable[[], None]) -> None:
+    def run(self, function: Callable[[], object]) -> None:
         self.launch(function, "run()")
 
     def event(self) -> TapeEvent:
@@ -196,7 +197,7 @@ class TapeBackend:
 
     # for tapes and events of this backend
 
-    def launch(self, job: Callable[[], None], what: str) -> None:
+    def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
         self._refuse_closed(what)
         _refuse_while_recording(what)
@@ -218,7 +219,7 @@ class TapeBackend:
         if self._errors:
             raise self._errors.popleft()
 
-    def _guarded(self, job: Callable[[], None]) -> None:
+    def _guarded(self, job: Callable[[], object]) -> None:
         try:
             job()
         except BaseException as error:  # raise_pending() delivers it

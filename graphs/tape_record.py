@@ -73,7 +73,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run `step` once; afterwards the buffers and generators are as they were."""
         states = [(generator, generator.get_state()) for generator in self.rules.generators.values()]
         try:
-            with torch.no_grad(), use_flow(self), self, _FunctionGuard(self):
+            # inference mode would hide the pieces of composite operations
+            with torch.inference_mode(False), torch.no_grad(), use_flow(self), self, _FunctionGuard(self):
                 step(self.memory.buffers)
             if self._failure is not None:  # the step swallowed it
                 raise self._failure
@@ -224,8 +225,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in (*reads, *writes):
                 if self.memory.kind(tensor) != "pinned":
                     raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is no pinned buffer")
-            for tensor in writes:
-                self._save(tensor)
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
             self.nodes.append(node)

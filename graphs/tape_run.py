@@ -5,8 +5,10 @@ Every item is called on every replay, also after a failure (then with `skip=True
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +21,7 @@ from stepgraph.graphs.tape_record import Node, Recorder
 
 Item = Callable[[bool], None]
 Delay = Callable[[str], None]
+_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -28,6 +31,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"stepgraph-{name}", daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
@@ -35,9 +39,9 @@ class Worker:
     def stop(self) -> None:
         self._jobs.put(None)
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(timeout)
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -48,6 +52,15 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
                 return
             job()
             del job  # or an idle worker would keep the last tape alive
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A daemon thread inside torch while the interpreter goes down aborts the process."""
+    for worker in list(_alive):
+        worker.stop()
+    for worker in list(_alive):
+        worker.join(timeout=5)
 
 
 def taken_lock() -> threading.Lock:

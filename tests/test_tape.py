@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -331,6 +333,23 @@ def test_replay_ignores_the_grad_mode_and_autocast(buffers: StaticBuffers) -> No
         assert torch.equal(b.x, expected) and not b.x.requires_grad
 
 
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    b = StaticBuffers(SPECS, constants={"layer": layer})
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(layer(b.x[None])[0])
+
+    with context():
+        recorded = TapeBackend().capture(step, b)
+        run_eager(step, b)
+    expected = b.y.clone()
+    b.y.zero_()
+    recorded.replay()
+    assert torch.equal(b.y, expected)
+
+
 def test_through_the_public_function(buffers: StaticBuffers) -> None:
     recorded = capture(through_host(doubling(buffers)), buffers, backend="tape")
     recorded.replay()
@@ -343,6 +362,28 @@ def test_arguments_are_checked(buffers: StaticBuffers) -> None:
         TapeBackend(poison="never")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"check: got 'thrice', want 'once' or 'twice'"):
         TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
+
+
+_library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads of which not one repeats the functional result
+for _name in ("idle", "other", "broken"):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
+    _library.define(f"{_name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    _library.impl(_name, lambda x: x * 2, "CPU")
+_library.impl("idle.out", lambda x, *, out: out, "CPU")
+_library.impl("other.out", lambda x, *, out: out.copy_(x * 2).add_(2**-20), "CPU")
+_library.impl("broken.out", lambda x, *, out: torch.mm(x, x, out=out), "CPU")
+
+
+@pytest.mark.parametrize("name", ["idle", "other", "broken"])
+def test_an_out_overload_is_tried_before_it_is_used(buffers: StaticBuffers, name: str) -> None:
+    operation = getattr(torch.ops.stepgraph_test_tape, name)
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(operation(b.x))
+
+    recorded = TapeBackend(poison="every").capture(step, buffers)
+    recorded.replay()
+    assert bool((buffers.y == 2).all()) and recorded.report.nodes["copied"] == 1
 
 
 # host nodes
@@ -438,19 +479,28 @@ def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
 
 
 def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: StaticBuffers) -> None:
+    started = threading.Event()
+
+    def work() -> None:  # ends when the copy beside it has happened
+        started.set()
+        deadline = time.monotonic() + 10
+        while buffers.x_host[3, 7] == 0 and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
     def step(b: StaticBuffers) -> None:
         flow = current_flow()
         fork = flow.record()
         with flow.stream("side"):
             flow.wait(fork)
-            flow.host_node("slow", lambda: time.sleep(0.02), writes=[b.ring_host])
+            flow.host_node("slow", work, writes=[b.ring_host])
             join = flow.record()
         b.x_host.copy_(b.x, non_blocking=True)
         flow.wait(join)
 
-    recorded = TapeBackend(verify_host_nodes=True).capture(step, buffers)
-    recorded.replay()
-    assert bool((buffers.x_host == 1).all())
+    backend = TapeBackend(verify_host_nodes=True, delay=lambda name: started.wait(10) and None if name == "main" else None)
+    backend.capture(step, buffers).replay()
+    assert started.is_set() and bool((buffers.x_host == 1).all())
+    backend.close()
 
 
 def test_streams_run_beside_each_other(buffers: StaticBuffers) -> None:
@@ -509,6 +559,32 @@ def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
     assert dead() is None and threading.active_count() == threads and not list(tape._tapes)[8:]
 
 
+def test_leaving_without_close_is_clean() -> None:
+    """A process may end with launches in flight and nothing closed."""
+    program = """
+import time, torch
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import current_flow
+from stepgraph.graphs.tape import TapeBackend
+def step(b):
+    flow = current_flow()
+    fork = flow.record()
+    with flow.stream("side"):
+        flow.wait(fork)
+        b.y.copy_(b.y @ b.y)
+        join = flow.record()
+    b.x.copy_(b.x @ b.x)
+    flow.wait(join)
+buffers = StaticBuffers([BufferSpec(name, (64, 64), torch.float32) for name in "xy"])
+backend = TapeBackend(asynchronous=True)
+recorded = backend.capture(step, buffers)
+for _ in range(50):
+    recorded.replay()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # asynchronous launches
 
 
@@ -516,7 +592,7 @@ def test_asynchronous_order(buffers: StaticBuffers) -> None:
     gate, order = threading.Event(), []
     backend = TapeBackend(asynchronous=True)
     recorded = backend.capture(through_host(doubling(buffers)), buffers)
-    backend.run(lambda: gate.wait(10) and None)
+    backend.run(lambda: gate.wait(10))
     backend.run(lambda: order.append(float(buffers.y.sum())))
     recorded.replay()
     first = backend.event()
@@ -561,7 +637,7 @@ def test_an_asynchronous_error_is_delivered_once(buffers: StaticBuffers, deliver
 
     recorded = backend.capture(add_one, buffers)
     gate = threading.Event()
-    backend.run(lambda: gate.wait(10) and None)
+    backend.run(lambda: gate.wait(10))
     backend.run(fail)
     backend.run(lambda: ran.append(1))
     event = backend.event()
@@ -581,7 +657,7 @@ def test_an_asynchronous_error_is_delivered_once(buffers: StaticBuffers, deliver
 def test_synchronous_calls_raise_at_once(buffers: StaticBuffers) -> None:
     backend = TapeBackend()
     with pytest.raises(ZeroDivisionError):
-        backend.run(lambda: 1 / 0 and None)
+        backend.run(lambda: 1 / 0)
     event = backend.event()
     assert event.query()
     event.wait()
@@ -623,7 +699,7 @@ def test_close(buffers: StaticBuffers, asynchronous: bool) -> None:
 
 def test_close_tells_of_an_error_that_nobody_saw() -> None:
     backend = TapeBackend(asynchronous=True)
-    backend.run(lambda: 1 / 0 and None)
+    backend.run(lambda: 1 / 0)
     with pytest.warns(RuntimeWarning, match="never raised: division by zero"):
         backend.close()
 
