@@ -52,6 +52,7 @@ class EngineStats:
     accepted_drafts: int
     mask_fills: int
     matcher_accepts: int
+    matcher_rollbacks: int
     running: int
     waiting: int
     free_pages: int
@@ -165,7 +166,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """False once every submitted job has ended and its last event was returned."""
-        return bool(self._desk.jobs or self._flights)
+        return bool(self._desk.jobs)
 
     def stream(self) -> Iterator[StepEvent]:
         """Step until nothing is left to do, yielding every event."""
@@ -192,6 +193,7 @@ class Engine:
             accepted_drafts=desk.accepted_drafts,
             mask_fills=host.fills,
             matcher_accepts=host.accepts,
+            matcher_rollbacks=host.rollbacks,
             running=len(desk.rows),
             waiting=desk.waiting,
             free_pages=desk.rows.free_pages,

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from stepgraph.graphs import BufferSpec, GraphKey, Limits, StaticBuffers
 from stepgraph.graphs.buffers import Column, round_specs
-from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, graph_keys
+from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, dispatch, graph_keys
 
 SIZES: dict[str, Any] = {
     "max_rows": 3, "num_speculative_tokens": 4, "max_length": 50, "page_size": 16, "num_pages": 12, "vocab_size": 70, "feature_size": 3,
@@ -80,3 +82,14 @@ def test_limits_follow_from_each_other() -> None:
     limits = Limits(**SIZES)
     assert (limits.rows, limits.dummy_row, limits.positions, limits.pages_per_row) == (4, 3, 5, 4)
     assert (limits.cache_slots, limits.mask_words, limits.ring_depth) == (13 * 16, 3, 3)
+
+
+@given(max_rows=st.integers(1, 40), extra=st.lists(st.integers(1, 40), max_size=4))
+@settings(max_examples=60)
+def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
+    for sizes in (bucket_sizes(max_rows), checked_buckets([*[size for size in extra if size <= max_rows], max_rows], max_rows)):
+        for batch in range(1, max_rows + 1):
+            for constrained in (False, True):
+                key = dispatch(sizes, batch, constrained)
+                assert key.rows in sizes and key.rows >= batch and key.constrained == constrained
+                assert not any(batch <= size < key.rows for size in sizes), "the smallest that fits"

@@ -38,7 +38,6 @@ class HostStats:
     fills: int = 0
     accepts: int = 0
     rollbacks: int = 0
-    rounds: int = 0
 
 
 class HostLink:
@@ -62,7 +61,6 @@ class HostLink:
         self._batch = self._announced.popleft()
         self._tags_np[:] = 0
         self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
-        self.stats.rounds += 1
 
     def start(self, stage: int) -> None:
         """Fill row 0 of the requests that have not been in a round before, at a stage where they have no draft."""

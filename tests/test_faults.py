@@ -1,0 +1,139 @@
+"""One request's fault is one request's error; and the oracles find bugs that are planted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tests.oracles import greedy
+from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, make_engine
+
+SETUP = Setup(k=3)
+
+
+def test_a_matcher_that_fails_is_one_requests_error() -> None:
+    engine = make_engine(Setup(k=3, drafter="perfect"))
+    asks = [([place], CONSTRAINTS[1]) for place in range(3)]
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
+    engine.step()
+    victim = next(seat for seat in engine._desk.rows if seat.job is jobs[1])
+    assert victim.matcher is not None
+
+    def explode(masks: Tensor, index: int) -> Any:
+        raise RuntimeError("out of fuel")
+
+    victim.matcher.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign]
+    for _ in engine.stream():
+        pass
+    assert jobs[1].finish_reason == FinishReason.ERROR
+    assert "out of fuel" in jobs[1].error
+    for place in (0, 2):
+        assert jobs[place].tokens == greedy(TARGET, [place], 50, (STOP,), compiled(CONSTRAINTS[1])).tokens
+    engine.close()
+
+
+class PoisonedTarget(ToyTarget):
+    """Not-a-number after a prefix that ends in the token 13."""
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        output = super().forward(inputs, buffers)
+        return output._replace(hidden=torch.where((inputs.tokens == 13)[..., None], torch.full_like(output.hidden, -1.0), output.hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.where((hidden[..., :1] < 0), float("nan"), super().logits(hidden.clamp(min=0)))
+
+
+def test_non_finite_logits_are_one_requests_error() -> None:
+    target = PoisonedTarget(VOCABULARY.logits_width, seed=3)
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        bad, good = engine.submit([1, 13], max_new_tokens=8), engine.submit([1, 2], max_new_tokens=8)
+        for _ in engine.stream():
+            pass
+        assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
+        assert "not finite" in bad.error
+        assert good.finish_reason != FinishReason.ERROR and len(good.tokens) == 8
+
+
+def test_a_dead_end_is_one_requests_finish_reason() -> None:
+    """A grammar whose only way on needs bytes that no token has."""
+    tokens = [b"a", b"b", b"<eos>"]
+    vocabulary = Vocabulary(tokens, [2], logits_width=4)
+    target = ToyTarget(4, seed=1)
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    with Engine(target, ToyDraft(target), vocabulary=vocabulary, config=config) as engine:
+        engine.capture()
+        stuck = engine.submit([0], constraint=Constraint.regex("ab?z"), max_new_tokens=8)
+        free = engine.submit([0], max_new_tokens=8)
+        for _ in engine.stream():
+            pass
+        assert stuck.finish_reason == FinishReason.DEAD_END
+        assert free.tokens == greedy(target, [0], 8, (2,)).tokens
+
+
+def test_a_broken_device_ends_every_job_with_a_reason_and_closes_the_engine() -> None:
+    def explode(name: str) -> None:
+        if armed.is_set() and name == "commit":
+            raise OSError("the host is on fire")
+
+    armed = threading.Event()
+    engine = make_engine(SETUP, TapeBackend(asynchronous=True, delay=explode))
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(6)]
+    engine.step()
+    armed.set()
+    with pytest.raises((HostNodeError, OSError), match="the host is on fire"):  # noqa: PT012
+        while True:
+            engine.step()
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+    assert all("the host is on fire" in job.error for job in jobs)
+    with pytest.raises(RuntimeError, match="the host is on fire"):
+        engine.submit([1])
+
+
+def planted(find: Callable[[], None]) -> bool:
+    try:
+        find()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bug", ["rollback one short", "mask one row off", "page freed twice"])
+def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: the oracles must fail on each of these."""
+    from stepgraph.runtime.pages import PagePool
+    from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+
+    if bug == "rollback one short":
+        real_rollback = XGrammarMatcher.rollback
+        monkeypatch.setattr(XGrammarMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
+    elif bug == "mask one row off":
+        real_fill = XGrammarMatcher.fill_next_token_bitmask
+        monkeypatch.setattr(
+            XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
+        )
+    else:
+        real_give = PagePool.give_back
+        monkeypatch.setattr(PagePool, "give_back", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
+
+    def hunt() -> None:
+        engine = make_engine(Setup(k=3, drafter="fair"))
+        jobs = [engine.submit([place, 3], constraint=CONSTRAINTS[1 + place % 4], max_new_tokens=40) for place in range(12)]
+        for _ in engine.stream():
+            pass
+        monkeypatch.undo()
+        for place, job in enumerate(jobs):
+            answer = greedy(TARGET, [place, 3], 40, (STOP,), compiled(CONSTRAINTS[1 + place % 4]))
+            assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+
+    assert planted(hunt)

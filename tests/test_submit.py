@@ -1,0 +1,121 @@
+"""The front door: what is refused, by name, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft
+from tests.oracles import greedy
+from tests.toy_engines import CONSTRAINTS, TARGET, Setup, shared_engine
+
+SETUP = Setup(k=3)
+BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_ids": []}, r"prompt_ids: got an empty prompt"),
+    ({"prompt_ids": "hello"}, r"prompt_ids: got str, want a sequence of token ids"),
+    ({"prompt_ids": 5}, r"prompt_ids: got int"),
+    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, want a token id from 0 to 131"),
+    ({"prompt_ids": [1, 132]}, r"prompt_ids\[1\]: got 132"),
+    ({"prompt_ids": [1.0]}, r"prompt_ids\[0\]: got 1.0"),
+    ({"prompt_ids": [True]}, r"prompt_ids\[0\]: got True"),
+    ({"prompt_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"prompt_ids\[0\]: got \[0, 0\]"),
+    ({"prompt_ids": [1] * 96}, r"prompt_ids: got 96 tokens, want fewer than max_length=96"),
+    ({"max_new_tokens": 0}, r"max_new_tokens: got 0, want a whole number from 1 to 93"),
+    ({"max_new_tokens": 94}, r"max_new_tokens: got 94"),
+    ({"max_new_tokens": "many"}, r"max_new_tokens: got 'many'"),
+    ({"num_speculative_tokens": 4}, r"num_speculative_tokens: got 4, want a whole number from 0 to 3 \(what the engine was captured for\)"),
+    ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
+    ({"sampling": {"temperature": 1}}, r"sampling: got dict, want SamplingParams"),
+    ({"sampling": SamplingParams(stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
+    (
+        {"sampling": SamplingParams(stop_token_ids=tuple(range(8)))},
+        r"sampling.stop_token_ids: got 9 with the vocabulary's own, want at most",
+    ),
+    ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
+    ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
+    ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
+    ({"constraint": Constraint.ebnf("root ::= missing")}, r"constraint ebnf"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_SUBMITS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any], message: str) -> None:
+    engine = shared_engine(SETUP)
+    before = engine.stats()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"prompt_ids": [1, 2, 3], "max_new_tokens": 4, **bad})
+    assert engine.stats() == before
+    assert not engine.has_work
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    engine = shared_engine(SETUP)
+    with pytest.raises(TypeError, match="top_q"):
+        engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="max_rowz"):
+        EngineConfig(max_rowz=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"SamplingParams.temperature: got 0.7, want 0.0"):
+        SamplingParams(temperature=0.7)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_rows": 0}, r"EngineConfig.max_rows: got 0, want a whole number >= 1"),
+        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
+        ({"page_size": 0}, r"EngineConfig.page_size: got 0"),
+        ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
+        ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, want >= 64"),
+        ({"rounds_in_flight": 0}, r"EngineConfig.rounds_in_flight: got 0"),
+        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), want sizes from 1 to 8"),
+        ({"buckets": (0, 8)}, r"buckets: got \(0, 8\)"),
+        ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
+        ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
+    ],
+)
+def test_a_bad_config_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**fields)
+
+
+def test_a_bad_engine_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=4"):
+        Engine(TARGET)
+    with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, want the target's vocab_size 132"):
+        Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
+    with Engine(TARGET, config=EngineConfig(num_speculative_tokens=0, backend="tape")) as engine:
+        engine.capture()
+        with pytest.raises(ValueError, match=r"constraint: the engine has no vocabulary"):
+            engine.submit([1], constraint=CONSTRAINTS[1])
+        assert engine.generate([1], max_new_tokens=3).tokens == greedy(TARGET, [1], 3, ()).tokens
+
+
+def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:
+    engine = Engine(TARGET, ToyDraft(TARGET), config=EngineConfig(max_rows=1, num_speculative_tokens=1, backend="tape"))
+    waiting = engine.submit([1, 2], max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=r"Engine.step\(\): nothing is captured; call capture\(\) first"):
+        engine.step()
+    engine.capture()
+    with pytest.raises(RuntimeError, match=r"Engine.capture\(\): already captured"):
+        engine.capture()
+    assert not waiting.finished, "a refused call ends nobody's request"
+    engine.close()
+    engine.close()
+    assert (waiting.finish_reason, waiting.error) == (FinishReason.CANCELLED, "the engine was closed")
+    for call in (lambda: engine.submit([1]), engine.step, engine.capture):
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            call()
+    assert engine.cancel(waiting) is False
+
+
+def test_too_many_waiting_requests_are_refused() -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_queued=2, backend="tape")
+    with Engine(TARGET, config=config) as engine:
+        jobs = [engine.submit([1]) for _ in range(2)]
+        with pytest.raises(RuntimeError, match=r"2 requests are waiting already \(EngineConfig.max_queued\)"):
+            engine.submit([1])
+        assert not any(job.finished for job in jobs)
