@@ -57,6 +57,7 @@ class Tape:
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
         self._error: BaseException | None = None
         self._poisoned = False
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         self.report = RecordedReport(
             nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
             host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
@@ -94,6 +95,14 @@ class Tape:
             raise error
 
     def _run_stream(self, stream: str) -> None:
+        enabled, dtype = self._autocast
+        if enabled or torch.is_autocast_enabled("cpu"):  # a property of the thread, but one of the recording in truth
+            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+                self._run_items(stream)
+        else:
+            self._run_items(stream)
+
+    def _run_items(self, stream: str) -> None:
         for item in self._programs.get(stream, ()):
             try:
                 item(self._error is not None)

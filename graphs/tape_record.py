@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record_step(self, step: Step) -> None:
         """Run `step` once; afterwards the buffers and generators are as they were."""
         states = [(generator, generator.get_state()) for generator in self.rules.generators.values()]
+        torch.clear_autocast_cache()  # it holds casts of weights that this capture would not know
         try:
             # inference mode would hide the pieces of composite operations
             with torch.inference_mode(False), torch.no_grad(), use_flow(self), self, _FunctionGuard(self):
@@ -82,6 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if loose is not None:
                 raise CaptureError("unjoined-fork", f"the main stream does not wait for {loose}", *self._site_of(loose))
         finally:
+            torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
                 memory.copy_(saved)
             for generator, state in states:
