@@ -1,0 +1,185 @@
+"""What every check is given: the device to run on, how much to run, and makers for backends, engines and jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from stepgraph.graphs import Backend, make_backend
+from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+
+Figures = dict[str, object]
+Check = Callable[["Context"], Figures]
+
+VOCABULARY = Vocabulary.printable(logits_width=160)
+STOP = VOCABULARY.stop_token_ids[0]
+ORACLE_TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # stays on the CPU
+CONSTRAINTS = (
+    None,
+    Constraint.json_schema(
+        {
+            "type": "object",
+            "properties": {"name": {"enum": ["ada", "bob"]}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    ),
+    Constraint.regex("[a-c]{2,9}x?"),
+    Constraint.choice(["yes", "no", "nothing"]),
+)
+
+
+class Skipped(Exception):
+    """A check cannot be made here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """`rehearsal` runs the same code on the tape."""
+
+    rehearsal: bool
+    quick: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.rehearsal else torch.device("cuda", torch.cuda.current_device())
+
+    def count(self, full: int, quick: int) -> int:
+        return quick if self.quick else full
+
+    def need_gpu(self, why: str) -> None:
+        if self.rehearsal:
+            raise Skipped(f"needs a GPU: {why}")
+
+    @contextlib.contextmanager
+    def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:
+        backend = make_backend("tape" if self.rehearsal else "cuda", asynchronous=asynchronous)
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+    @contextlib.contextmanager
+    def engine(self, k: int, *, draft_masks: bool = True, agreement: float = 0.7, eager: bool = False, rows: int = 4) -> Iterator[Engine]:
+        """A captured engine over the toy pair."""
+        with self.backend(asynchronous=True) as backend:
+            engine = Engine(
+                toy_target(self.device),
+                toy_draft(self.device, agreement) if k else None,
+                vocabulary=VOCABULARY,
+                config=EngineConfig(
+                    max_rows=rows,
+                    num_speculative_tokens=k,
+                    max_length=96,
+                    page_size=8,
+                    num_pages=12 * rows,
+                    prefill_chunk=5,
+                    draft_masks=draft_masks,
+                    eager=eager,
+                ),
+                backend=backend,
+            )
+            try:
+                engine.capture()
+                yield engine
+            finally:
+                engine.close()
+
+
+def toy_target(device: torch.device) -> ToyTarget:
+    return ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0}).to(device)
+
+
+def toy_draft(device: torch.device, agreement: float) -> ToyDraft:
+    return ToyDraft(toy_target(device), agreement).to(device)
+
+
+@functools.cache
+def _compiler() -> GrammarCompiler:
+    return GrammarCompiler(VOCABULARY)
+
+
+def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
+    return None if constraint is None else _compiler().compile(constraint)
+
+
+class Ask(NamedTuple):
+    """One request of a random batch."""
+
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    max_new_tokens: int
+    drafts: int
+    pause: int  # steps before the next request is submitted
+    cancel_after: int | None  # steps
+
+
+def random_asks(seed: int, count: int, k: int, constraints: Sequence[Constraint | None] = CONSTRAINTS) -> list[Ask]:
+    pick = random.Random(seed)
+    return [
+        Ask(
+            prompt=tuple(pick.randrange(VOCABULARY.logits_width) for _ in range(pick.randint(1, 13))),
+            constraint=pick.choice(constraints),
+            max_new_tokens=pick.randint(1, 40),
+            drafts=pick.randint(0, k),
+            pause=pick.randint(0, 3),
+            cancel_after=pick.choice([None, None, None, pick.randint(0, 8)]),
+        )
+        for _ in range(count)
+    ]
+
+
+def serve(engine: Engine, asks: Sequence[Ask]) -> list[Job]:
+    """Submit, cancel and step until all of it has ended."""
+    jobs: list[tuple[Ask, Job, int]] = []
+    steps = 0
+
+    def advance() -> None:
+        nonlocal steps
+        for ask, job, born in jobs:
+            if ask.cancel_after == steps - born:
+                engine.cancel(job)
+        engine.step()
+        steps += 1
+
+    for ask in asks:
+        job = engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts)
+        jobs.append((ask, job, steps))
+        for _ in range(ask.pause):
+            advance()
+    while engine.has_work:
+        advance()
+    return [job for _, job, _ in jobs]
+
+
+def outcome(job: Job) -> tuple[list[int], str, str]:
+    return job.tokens, str(job.finish_reason), job.error
+
+
+def microseconds(function: Callable[[], object], repeats: int) -> list[float]:
+    """Wall time of each of `repeats` calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "median": round(statistics.median(ordered), 2),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
+        "max": round(ordered[-1], 2),
+    }
