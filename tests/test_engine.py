@@ -22,7 +22,7 @@ SETUP = Setup(k=3)
 class NoSyncs(TorchFunctionMode):
     """Fails on what would make the launching thread wait for a device: any read of a device tensor's values."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in ("item", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal"):
             raise AssertionError(f"host sync on the launching thread: {name}")
@@ -110,6 +110,22 @@ def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
         assert job.tokens == alone
         assert all(other.finished for other in before + after)
     assert len(seen) > 1, "the job sat in different rows"
+    engine.close()
+
+
+@pytest.mark.parametrize("k", [0, 3, 8])
+def test_a_row_may_fill_its_last_position(k: int) -> None:
+    """Drafts that reach beyond the longest history are inert: they write to the scratch page and change nothing."""
+    engine = make_engine(Setup(k=k, drafter="perfect"))
+    for length in range(engine.limits.max_length - 10, engine.limits.max_length):
+        prompt = [(place * 7 + length) % 90 for place in range(length)]
+        room = engine.limits.max_length - length
+        job = engine.submit(prompt, max_new_tokens=room)
+        short = engine.submit([length % 90], max_new_tokens=room)
+        for _ in engine.stream():
+            pass
+        assert job.tokens == greedy(TARGET, prompt, room, (STOP,)).tokens
+        assert short.tokens == greedy(TARGET, [length % 90], room, (STOP,)).tokens
     engine.close()
 
 

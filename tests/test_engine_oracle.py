@@ -104,10 +104,8 @@ def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None
     raise AssertionError(f"stops were seen at the places {sorted(places)} of {k + 1} only")
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-@settings(max_examples=40)
-@given(batch=st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6))
-def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    """Submit with pauses between, cancel on the way, step until nothing is left; then hold every job against the oracle."""
     engine = shared_engine(setup)
     jobs: list[tuple[Ask, Job, int]] = []
     events: dict[int, list[int]] = {}
@@ -133,3 +131,21 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]
         assert events.get(job.id, []) == job.tokens
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
+
+
+batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=40)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=1000, derandomize=False)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)

@@ -41,6 +41,24 @@ def test_a_matcher_that_fails_is_one_requests_error() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("field", [0, 1, 2, 3])
+def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: int) -> None:
+    """Spoil one field of a row's tags on the device between two rounds: nothing is sampled under that mask."""
+    engine = make_engine(Setup(k=2, drafter="perfect", rounds_in_flight=1))
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=50) for place in range(2)]
+    engine.step()
+    engine.step()
+    row = next(seat.row for seat in engine._desk.rows if seat.job is jobs[0])
+    engine.backend.run(lambda: engine.buffers.row_tags[row, :, field].add_(77))
+    length = len(jobs[0].tokens)
+    for _ in engine.stream():
+        pass
+    assert (jobs[0].finish_reason, len(jobs[0].tokens)) == (FinishReason.ERROR, length)
+    assert "no valid grammar mask" in jobs[0].error
+    assert jobs[1].tokens == greedy(TARGET, [1], 50, (STOP,), compiled(CONSTRAINTS[1])).tokens
+    engine.close()
+
+
 class PoisonedTarget(ToyTarget):
     """Not-a-number after a prefix that ends in the token 13."""
 

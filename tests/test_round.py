@@ -71,7 +71,7 @@ class Allocating(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         Allocating.count += not (func._schema.is_mutable or func.is_view)
         return result
