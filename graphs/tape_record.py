@@ -108,6 +108,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def paused(self) -> bool:
         return self._paused
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks. Nothing here is compiled, and saying yes imports the compiler: a second."""
+        return False
+
     # operations
 
     def __torch_dispatch__(
