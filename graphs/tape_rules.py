@@ -220,6 +220,8 @@ class Rules:
     def _check_inputs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name = func._schema.name
         for tensor in tensors_in([args, kwargs]):
+            if tensor.layout is not torch.strided:
+                raise fail("unregistered-input", f"{name} uses a {tensor.layout} tensor; keep it inside a torch.library.custom_op")
             if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
                 raise fail("freed-input", f"{name} uses {self.memory.name(tensor)}, whose memory was freed")
             kind = self.memory.kind(tensor)

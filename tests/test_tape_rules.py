@@ -60,6 +60,7 @@ SPECS = [
 ]
 BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "table": TABLE, "freed": FREED})
 FREED.untyped_storage().resize_(0)
+PACKED = torch.ones(4, 8).to_mkldnn()
 ESCAPED: list[Tensor] = []
 MARKS: list[object] = []
 BACKEND = TapeBackend(poison="every")
@@ -417,6 +418,11 @@ def unregistered(b: StaticBuffers) -> None:
 @illegal("unregistered-input")
 def unregistered_write(b: StaticBuffers) -> None:
     UNREGISTERED.copy_(b.x)  # illegal
+
+
+@illegal("unregistered-input")
+def opaque(b: StaticBuffers) -> None:
+    b.x.copy_(PACKED + PACKED)  # illegal
 
 
 @illegal("freed-input")
