@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, CaptureError, Check, Step
-from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, Streams, difference
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, Streams, difference, fail
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 
 
@@ -25,11 +25,27 @@ class _Holdings:
     """What a backend owns on the device; outlives the backend until nothing runs any more."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.driver: Driver = open_driver()
         self.streams = Streams(device)
         self.graves: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
-        self.spare_events: list[int] = []
-        self.order_event = self.driver.event_create()
+        self._spare_events: list[int] = []
+        self._released = False
+        self.order_event = self.take_event()
+
+    def take_event(self) -> int:
+        if self._spare_events:
+            return self._spare_events.pop()
+        with torch.cuda.device(self._device):
+            return self.driver.event_create()
+
+    def give_event(self, event: int) -> None:
+        """From any thread, at any time."""
+        if self._released:
+            with contextlib.suppress(RuntimeError):
+                self.driver.event_destroy(event)
+        else:
+            self._spare_events.append(event)
 
     def bury(self) -> None:
         """Free the graves; the device must be idle."""
@@ -41,30 +57,31 @@ class _Holdings:
             for stream in self.streams:
                 self.driver.stream_synchronize(stream.cuda_stream)
         self.bury()
-        with contextlib.suppress(RuntimeError):
-            for event in (self.order_event, *self.spare_events):
-                self.driver.event_destroy(event)
-        self.spare_events.clear()
+        self._released = True
+        for event in (self.order_event, *self._spare_events):
+            self.give_event(event)
+        self._spare_events.clear()
         self.streams.release()
 
 
 class CudaEvent:
     """A point in the main stream of a CudaBackend. Its CUDA event is used again once nobody holds this object."""
 
-    def __init__(self, backend: CudaBackend, event: int, spare: list[int]) -> None:
-        self._backend, self._event, self._spare = backend, event, spare
+    def __init__(self, backend: CudaBackend, holdings: _Holdings) -> None:
+        self._backend, self._holdings = backend, holdings
+        self.handle = holdings.take_event()
 
     def query(self) -> bool:
-        return self._backend.driver.event_reached(self._event)
+        return self._backend.driver.event_reached(self.handle)
 
     def wait(self) -> None:
         self._backend.refuse_while_capturing("Event.wait()")
         self._backend.stats.event_waits += 1
-        self._backend.driver.event_synchronize(self._event)
+        self._backend.driver.event_synchronize(self.handle)
         self._backend.errors.raise_first()
 
     def __del__(self) -> None:
-        self._spare.append(self._event)
+        self._holdings.give_event(self.handle)
 
 
 class CudaGraph:
@@ -113,7 +130,7 @@ class CudaBackend:
             self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors)
             self._order_event = self._holdings.order_event
             self._context = self.driver.context()
-        self._threads = {threading.get_ident()}
+        self._local = threading.local()  # .bound: this thread has the context
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, self._holdings.release)
 
@@ -151,10 +168,9 @@ class CudaBackend:
 
     def event(self) -> CudaEvent:
         self._enter("event()")
-        spare = self._holdings.spare_events
-        event = spare.pop() if spare else self.driver.event_create()
-        self.driver.event_record(event, self._main.cuda_stream)
-        return CudaEvent(self, event, spare)
+        event = CudaEvent(self, self._holdings)
+        self.driver.event_record(event.handle, self._main.cuda_stream)
+        return event
 
     def synchronize(self) -> None:
         self._enter("synchronize()")
@@ -193,7 +209,7 @@ class CudaBackend:
 
     def refuse_while_capturing(self, what: str) -> None:
         if self._capturing:
-            raise CaptureError("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+            raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
     def _compare(self, recording: Recording, again: Recording) -> None:
         found = difference(recording.nodes, again.nodes)
@@ -210,9 +226,9 @@ class CudaBackend:
         if not self._finalizer.alive:
             raise RuntimeError(f"CudaBackend.{what}: the backend is closed")
         self.refuse_while_capturing(what)
-        if threading.get_ident() not in self._threads:  # a new thread has no context before torch's first call there
+        if not getattr(self._local, "bound", False):  # a new thread has no context before torch's first call there
             self.driver.use_context(self._context)
-            self._threads.add(threading.get_ident())
+            self._local.bound = True
 
 
 def _checked_device(device: str | torch.device | int | None) -> torch.device:

@@ -109,7 +109,7 @@ class CudaFlow:
 
     def wait(self, mark: Mark) -> None:
         if not isinstance(mark, CudaMark) or mark.flow is not self:
-            raise _fail("foreign-mark", "wait() for a mark that this run of the step did not record")
+            raise fail("foreign-mark", "wait() for a mark that this run of the step did not record")
         self._driver.stream_wait(self._handle, mark.event)
         self._joined.add(self._current)
 
@@ -119,7 +119,7 @@ class CudaFlow:
             owner = self._buffers.owner_of(tensor)
             if owner is None or owner[1] != "pinned":
                 what = f"{owner[0]!r}" if owner else "an unregistered tensor"
-                raise _fail("host-node-memory", f"host node {name!r} declares {what}, which is no pinned buffer")
+                raise fail("host-node-memory", f"host node {name!r} declares {what}, which is no pinned buffer")
         if self._launch_host:
             callback = HostCallback(name, function, self._errors)
             self.callbacks.append(callback)
@@ -146,7 +146,7 @@ class CudaFlow:
     def _require_joined(self, what: str) -> None:
         if self._current not in self._joined:
             message = f"{what} on stream {self._current!r}, which has not waited for a mark of this step: its work stays outside the graph"
-            raise _fail("stream-outside-capture", message)
+            raise fail("stream-outside-capture", message)
 
 
 class CudaRecorder:
@@ -273,7 +273,7 @@ def as_capture_error(error: RuntimeError) -> CaptureError:
     return CaptureError("unjoined-fork" if "unjoined" in text else "cuda", text, *blame(reversed(frames)))
 
 
-def _fail(rule: str, message: str) -> CaptureError:
+def fail(rule: str, message: str) -> CaptureError:
     return CaptureError(rule, message, *blame(traceback.walk_stack(sys._getframe(1))))
 
 

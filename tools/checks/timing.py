@@ -96,9 +96,9 @@ def _round_times(context: Context, backend: Backend, k: int, constrained: bool) 
 
     def prepare() -> None:
         backend.run(lambda: bench.put(start))
+        backend.synchronize()
         if constrained:
             bench.announce(ROWS)
-        backend.synchronize()
 
     def eagerly() -> None:
         backend.run(lambda: run_eager(step, bench.buffers))
