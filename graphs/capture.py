@@ -56,7 +56,7 @@ class Flow(Protocol):
     def wait(self, mark: Mark) -> None:
         """Hold the current stream until `mark` is reached."""
 
-    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Call `function` on the host, in the order of the current stream, at every replay.
 
         It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`.
@@ -179,7 +179,7 @@ class EagerFlow:
     def wait(self, mark: Mark) -> None:
         pass
 
-    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._synchronize()  # the node reads pinned memory that device copies may still be filling
         try:
             function()
@@ -225,10 +225,13 @@ def capture(
 ) -> Recorded:
     """Record `step(buffers)` once; `.replay()` of the result repeats it in place, over whatever the buffers then hold.
 
-    Capturing changes nothing in the buffers. `check="twice"` records a second time and compares: a scalar or a branch
-    that differs was read from host state and would be frozen into the graph; `between` is called between the two
-    recordings to change the host state that must not matter. `generators` are the random generators the step may use.
-    Raises CaptureError with file, line and source text of what cannot be replayed.
+    `backend` is "tape", "cuda", a Backend to share, or "auto": where the buffers are. Capturing changes nothing in the
+    buffers. `check="twice"` records a second time and compares: a scalar or a branch that differs was read from host state
+    and would be frozen into the graph; `between` is called between the two recordings to change the host state that must
+    not matter. `generators` are the random generators the step may use. Raises CaptureError with file, line and source
+    text of what cannot be replayed.
     """
+    if backend == "auto":
+        backend = "cuda" if buffers.device.type == "cuda" else "tape"
     chosen = make_backend(backend) if isinstance(backend, str) else backend
     return chosen.capture(step, buffers, check=check, between=between, generators=generators)

@@ -113,7 +113,7 @@ class CudaFlow:
         self._driver.stream_wait(self._handle, mark.event)
         self._joined.add(self._current)
 
-    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._require_joined(f"host node {name!r}")
         for tensor in (*reads, *writes):
             owner = self._buffers.owner_of(tensor)

@@ -212,7 +212,7 @@ class HostCallback:
     without the GIL; any other becomes a callback that takes the GIL and never raises into C.
     """
 
-    def __init__(self, name: str, function: Callable[[], None], errors: HostErrors) -> None:
+    def __init__(self, name: str, function: Callable[[], object], errors: HostErrors) -> None:
         self.name = name
         self._function = function  # owns what a native function's data points to
         address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
@@ -225,7 +225,7 @@ class HostCallback:
         self.address, self.data = int(address or 0), int(data)
 
 
-def _python_entry(name: str, function: Callable[[], None], errors: HostErrors) -> Any:
+def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
     def enter(_: int | None) -> None:
         # A host node must not call CUDA, and a collection that starts here might: by freeing somebody's graph or event.
         collecting = gc.isenabled()

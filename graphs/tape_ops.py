@@ -68,7 +68,7 @@ def _accepts(func: OpOverload, name: str) -> bool:
 def out_overload(func: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
     """The overload that does what `func` does but writes given tensors, and the names of those; by schema match."""
     packet = func._overloadpacket
-    for overload_name in packet.overloads():  # type: ignore[no-untyped-call]
+    for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
         outs = tuple(a.name for a in candidate._schema.arguments if a.is_out)
         if outs and len(outs) == len(func._schema.returns) and _same_inputs(func, candidate):

@@ -55,7 +55,7 @@ class Node:
         return f"{what} on stream {self.stream!r} at {self.site}"
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """One capture: sees operations as a dispatch mode, and marks and host nodes as the step's flow."""
 
     def __init__(self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool]) -> None:
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaves: tuple[Leaf, ...] = (("tensor", f"mark {mark.number}"),)
             self.nodes.append(Node("wait", "wait", self._stream, call_site(), leaves, mark=mark))
 
-    def host_node(self, name: str, function: Callable[[], None], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self.working():
             self._join_or_fail(f"host node {name!r}")
             for tensor in (*reads, *writes):

@@ -20,7 +20,7 @@ from stepgraph.graphs.tape_ops import same_bits
 from stepgraph.graphs.tape_record import Node, Recorder
 
 Item = Callable[[bool], None]
-Delay = Callable[[str], None]
+Delay = Callable[[str], object]
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 

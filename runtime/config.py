@@ -22,7 +22,7 @@ class EngineConfig:
     max_queued: int = 4096  # submits waiting for a row; more are refused
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
-    backend: str = "auto"  # auto, tape or cuda
+    backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
 
     def __post_init__(self) -> None:

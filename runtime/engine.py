@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from stepgraph.graphs.buffers import RESULT_FIELDS, StaticBuffers, round_specs
-from stepgraph.graphs.capture import Backend, Event, make_backend
+from stepgraph.graphs.buffers import RESULT_FIELDS
+from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.round import Round
@@ -24,6 +22,7 @@ from stepgraph.graphs.shapes import Limits, bucket_sizes
 from stepgraph.runtime.admission import Admission, checked_count, checked_ids
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.placement import backend_for, check_device, make_buffers
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -85,8 +84,9 @@ class Engine:
             )
         models = ModelPair(target, draft if drafts else None)
         self.limits: Limits = self.config.limits(target.vocab_size, target.feature_size)
-        self.backend = backend or make_backend(self.config.backend, asynchronous=True)
-        self.buffers = _make_buffers(self.limits, models, self.backend)
+        self.backend = backend or backend_for(self.config.backend, models)
+        check_device(models, self.backend)
+        self.buffers = make_buffers(self.limits, models, self.backend)
         self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
         self._host = HostLink(self.buffers.state_host, self.buffers.drafts_host, self.buffers.masks_host, self.buffers.tags_host)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks)
@@ -279,12 +279,3 @@ class Engine:
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             self.backend.synchronize()
         self.backend.close()
-
-
-def _make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:
-    named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}
-    specs = [*round_specs(limits)]
-    for model in named.values():
-        specs += model.cache_specs(limits)
-    constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
-    return StaticBuffers(specs, backend.device, constants)

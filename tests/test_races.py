@@ -181,7 +181,7 @@ def bytes_of(view: Tensor) -> set[int]:
     for size, stride in zip(view.shape, view.stride(), strict=True):
         offsets = {offset + step * stride for offset in offsets for step in range(size)}
     item = view.element_size()
-    return {offset * item + byte for offset in offsets for byte in range(item)}
+    return {int(offset) * item + byte for offset in offsets for byte in range(item)}
 
 
 @given(views(), views())

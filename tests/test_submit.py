@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
-from stepgraph.runtime.models.toy import ToyDraft
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.oracles import greedy
 from tests.toy_engines import CONSTRAINTS, TARGET, Setup, shared_engine
 
@@ -92,6 +92,14 @@ def test_a_bad_engine_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"constraint: the engine has no vocabulary"):
             engine.submit([1], constraint=CONSTRAINTS[1])
         assert engine.generate([1], max_new_tokens=3).tokens == greedy(TARGET, [1], 3, ()).tokens
+
+
+def test_a_model_on_another_device_is_refused_by_name() -> None:
+    target = ToyTarget(8).to("meta")
+    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, want cpu, where the tape backend is"):
+        Engine(target, config=EngineConfig(num_speculative_tokens=0))
+    with pytest.raises(ValueError, match=r"Engine.draft: got tensors on meta, want cpu"):
+        Engine(ToyTarget(8), ToyDraft(target).to("meta"))
 
 
 def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:

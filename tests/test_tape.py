@@ -696,7 +696,7 @@ def test_close(buffers: StaticBuffers, asynchronous: bool) -> None:
     )
     for call in calls:
         with pytest.raises(RuntimeError, match="the backend is closed"):
-            call()  # type: ignore[operator]
+            call()
 
 
 def test_close_tells_of_an_error_that_nobody_saw() -> None:

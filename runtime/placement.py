@@ -1,0 +1,38 @@
+"""Where an engine's models and memory are: the device, the backend for it, and all static buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from stepgraph.graphs.buffers import StaticBuffers, round_specs
+from stepgraph.graphs.capture import Backend, make_backend
+from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.shapes import Limits
+
+
+def backend_for(name: str, models: ModelPair) -> Backend:
+    """`auto` goes where the target is; for a target without tensors, to a GPU where there is one."""
+    devices = _devices(models.target)
+    if name == "auto" and devices:
+        name = "cuda" if devices[0].type == "cuda" else "tape"
+    return make_backend(name, asynchronous=True)
+
+
+def check_device(models: ModelPair, backend: Backend) -> None:
+    for name, model in (("target", models.target), ("draft", models.draft)):
+        wrong = [device for device in _devices(model) if device != backend.device]
+        if wrong:
+            raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
+
+
+def make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:
+    """The round's spec table and the models' own caches; the models' weights as constants."""
+    named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}
+    specs = [*round_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
+    return StaticBuffers(specs, backend.device, constants)
+
+
+def _devices(model: object) -> list[torch.device]:
+    return [tensor.device for tensor in (*model.parameters(), *model.buffers())] if isinstance(model, nn.Module) else []
