@@ -549,7 +549,7 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
 
 
 def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
-    threads = threading.active_count()
+    threads, tapes = threading.active_count(), len(tape._tapes)
     recorded = capture(through_host(doubling(buffers)), buffers, backend=TapeBackend(asynchronous=True))
     recorded.replay()
     dead = weakref.ref(recorded)
@@ -558,7 +558,7 @@ def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
     while (dead() is not None or threading.active_count() > threads) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert dead() is None and threading.active_count() == threads and not list(tape._tapes)[8:]
+    assert dead() is None and threading.active_count() <= threads and len(tape._tapes) <= tapes
 
 
 def test_leaving_without_close_is_clean() -> None:
