@@ -32,12 +32,16 @@ class BufferSpec:
     fill: float = 0
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name.startswith("_"):
+        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
             raise ValueError(f"BufferSpec.name: got {self.name!r}, want a public Python identifier")
+        if self.memory not in ("device", "pinned"):
+            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {self.memory!r}, want 'device' or 'pinned'")
         if self.name.endswith("_host") != (self.memory == "pinned"):
             raise ValueError(f"BufferSpec.name: got {self.name!r} in {self.memory} memory, want the suffix _host exactly for pinned memory")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape}, want sizes >= 0")
+        if not isinstance(self.shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape!r}, want a tuple of whole numbers >= 0")
+        if not isinstance(self.dtype, torch.dtype):
+            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {self.dtype!r}, want a torch.dtype")
         if hasattr(StaticBuffers, self.name):
             raise ValueError(f"BufferSpec.name: {self.name!r} is a method of StaticBuffers, want another name")
 
@@ -82,6 +86,12 @@ class StaticBuffers:
             self._residence[storage_key(tensor)] = (name, "constant")
         for name, tensor in self._tensors.items():
             self._residence[storage_key(tensor)] = (name, self._specs[name].memory)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        tensor = self.__dict__.get("_tensors", {}).get(name)
+        if tensor is not None and value is not tensor:  # `buffers.x += 1` assigns the same object
+            raise AttributeError(f"buffers.{name} is static and cannot be rebound; write into it: buffers.{name}.copy_(...)")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -187,9 +197,9 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
-        # rings: one slot per round in flight and one being written
+        # rings: memory that is written is never memory that is still to be copied
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
         BufferSpec("results_ring_host", (depth, slots, RESULT_FIELDS + positions), int64, "pinned"),
-        BufferSpec("admission_ring_host", (depth, admission), int64, "pinned"),
-        BufferSpec("prompt_ring_host", (depth, limits.prefill_chunk + 1), int64, "pinned"),
+        BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
+        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prefill_chunk + 1), int64, "pinned"),
     )

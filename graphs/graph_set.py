@@ -55,7 +55,7 @@ class GraphSet:
     def captured(self) -> bool:
         return bool(self._recorded)
 
-    def capture(self, *, eager: bool = False, host_link: str = "python", progress: bool = False) -> CaptureReport:
+    def capture(self, *, eager: bool = False, host_link: str, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs live in the memory of the large ones."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; make a new engine for other limits")

@@ -1,7 +1,8 @@
-"""All that a stage may call of a model. Bring your own by writing these three methods; nothing is inherited.
+"""All that a stage may call of a model: bring your own nn.Module with these three methods; nothing else is inherited.
 
 A model keeps whatever it remembers of a row in static buffers that it declares itself, one entry per cache slot. The
-runtime tells it, on the device, which slot belongs to which position; rejected drafts are simply overwritten later.
+runtime tells it, on the device, which slot belongs to which position; rejected drafts are simply overwritten later. Its
+weights are its parameters and registered buffers: a tensor that it holds otherwise is refused when a step is captured.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
@@ -16,19 +18,23 @@ from stepgraph.graphs.shapes import Limits
 
 
 class ModelInput(NamedTuple):
-    """One call's worth of tokens. B rows of Q consecutive positions; some may be inert, and write to the scratch page."""
+    """One call's worth of tokens: B rows of Q positions. Prompts come with B = 1 and any Q, rounds with any B and a fixed Q.
+
+    Positions are consecutive, but for inert ones at a row's end: those lie in the scratch page (slot < page_size), their
+    positions are only clamped into range, and what is computed for them is never used.
+    """
 
     tokens: Tensor  # [B, Q] int64
     positions: Tensor  # [B, Q] int64, place of each token in its row's history; a query sees entries at positions <= its own
     slots: Tensor  # [B, Q] int64, cache slot of each token
     block_tables: Tensor  # [B, pages_per_row] int64; position p is kept at block_table[p // page_size] * page_size + p % page_size
     page_size: int
-    features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token
+    features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token; zeros at position 0
 
 
 class ModelOutput(NamedTuple):
     hidden: Tensor  # [B, Q, H], what `logits` takes
-    features: Tensor  # [B, Q, F], what the draft is fed with: by the target at the first step, by itself afterwards
+    features: Tensor  # [B, Q, F], what the draft is fed with: the target's at its first step, its own afterwards
 
 
 class TargetModel(Protocol):
@@ -39,6 +45,9 @@ class TargetModel(Protocol):
 
     @property
     def feature_size(self) -> int: ...
+
+    @property
+    def feature_dtype(self) -> torch.dtype: ...
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         """The static buffers of its cache, `limits.cache_slots` entries each, under names no other model uses."""
@@ -66,3 +75,9 @@ class DraftModel(Protocol):
 class ModelPair(NamedTuple):
     target: TargetModel
     draft: DraftModel | None  # None exactly where num_speculative_tokens is 0
+
+
+def check_shape(name: str, tensor: Tensor, *sizes: int) -> None:
+    """ValueError where a model returned something else than it promised; free in a replay, which runs no Python."""
+    if tuple(tensor.shape) != sizes:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want {sizes}")

@@ -90,6 +90,7 @@ class GrammarLane:
                 host.commit()
                 for index in range(1, drafts + 1):
                     host.advance(index)
+                host.end()
             else:
                 host.start(stage=drafts)
                 host.advance(drafts)
@@ -106,20 +107,29 @@ class GrammarLane:
     def row(self, index: int) -> Mark:
         """Under the draft's compute: mask row `index` of the chain that this round begins."""
         host, size = self.round.host, self.size
+
+        def node() -> None:
+            if index == 0:
+                host.commit()
+            else:
+                host.advance(index)
+            if index == self.round.limits.num_speculative_tokens - 1:
+                host.end()
+
         reached = self.flow.record()
         with self.flow.stream(SIDE):
             self.flow.wait(reached)
             if index == 0:
                 self._show_state()
-                return self._node("commit", host.commit, range(1))
-            self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
-            return self._node(f"advance {index}", lambda: host.advance(index), range(index, index + 1))
+            else:
+                self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
+            return self._node(f"advance {index}" if index else "commit", node, range(index, index + 1))
 
     def _show_state(self) -> None:
         state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
         self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
 
-    def _node(self, name: str, function: Callable[[], None], stages_filled: range) -> Mark:
+    def _node(self, name: str, function: Callable[[], object], stages_filled: range) -> Mark:
         """A host node over this round's pinned memory, then the way back of what it filled."""
         buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
         self.flow.host_node(

@@ -18,11 +18,12 @@ class Limits:
     max_length: int  # tokens of one row, prompt included
     page_size: int
     num_pages: int  # usable pages; the scratch page comes on top
-    vocab_size: int  # width of the target's logits
+    vocab_size: int  # width of the logits
+    num_tokens: int  # ids from here to vocab_size are padding and never chosen
     feature_size: int  # width of what the target hands to the draft
     rounds_in_flight: int = 2
     max_stop_ids: int = 8
-    prefill_chunk: int = 64
+    prefill_chunk: int = 128
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -31,6 +32,8 @@ class Limits:
                 raise ValueError(f"Limits.{field.name}: got {value!r}, want a whole number >= {least}")
         if self.num_speculative_tokens > 8:
             raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, want 0 to 8")
+        if self.num_tokens > self.vocab_size:
+            raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, want at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:
             raise ValueError(
                 f"Limits.num_pages: got {self.num_pages}, want >= {self.pages_per_row} so that one row of max_length {self.max_length} fits"
@@ -65,8 +68,13 @@ class Limits:
 
     @property
     def ring_depth(self) -> int:
-        """Slots of every host ring: one per round in flight and one being written. Less would overwrite memory under a copy."""
+        """Slots of a ring that every round uses once: one per round in flight and one being written."""
         return self.rounds_in_flight + 1
+
+    @property
+    def admission_ring_depth(self) -> int:
+        """Slots of a ring that every row may use once between two rounds. With less, a burst of arrivals would wait for the device."""
+        return self.max_rows * self.ring_depth
 
 
 @dataclass(frozen=True, order=True)
@@ -92,10 +100,11 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 
 def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
     """The buckets sorted; ValueError where a batch of 1..max_rows would have none."""
-    sizes = tuple(sorted(set(buckets)))
-    if not sizes or sizes[0] < 1 or sizes[-1] != max_rows:
-        raise ValueError(f"buckets: got {sizes}, want sizes from 1 to {max_rows} of which the largest is max_rows={max_rows}")
-    return sizes
+    sizes = tuple(buckets) if isinstance(buckets, Iterable) else ()
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
+    if not whole or max(sizes, default=0) != max_rows:
+        raise ValueError(f"buckets: got {buckets!r}, want whole numbers from 1 of which the largest is max_rows={max_rows}")
+    return tuple(sorted(set(sizes)))
 
 
 def graph_keys(buckets: Iterable[int]) -> tuple[GraphKey, ...]:

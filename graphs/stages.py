@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.model import DraftModel, ModelInput, ModelOutput, TargetModel
+from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import acceptance, bitmask
 from stepgraph.sampling.acceptance import Emission, FinishCode
@@ -42,12 +42,13 @@ def read_batch(buffers: StaticBuffers, size: int) -> Batch:
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Run the target over each row's last token and drafts. Returns logits [B, K + 1, V] and features [B, K + 1, F]."""
+    """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
     first = batch.column(Column.LENGTH)[:, None] - 1
     wanted = batch.live[:, None] & (tokens >= 0)
     output = model.forward(_model_input(batch, limits, tokens, first, wanted), buffers)
-    return model.logits(output.hidden), output.features
+    check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
+    return _logits("target", model, output.hidden, limits), output.features
 
 
 def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool) -> tuple[Emission, Batch]:
@@ -75,13 +76,15 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
 def draft_prefill(
     buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Run the draft over the tokens just emitted. Returns logits [B, V] and features [B, 1, F] at each row's last one."""
+    """Run the draft over the tokens just emitted. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
     index = torch.arange(limits.positions, device=before.rows.device)
     wanted = index < emission.emitted[:, None]
     inputs = _model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
     output = model.forward(inputs, buffers)
-    last = (emission.emitted - 1).clamp(min=0)
-    return _at(output, last, model)
+    last = (emission.emitted - 1).clamp(min=0)[:, None, None]
+    hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
+    features = output.features.gather(1, last.expand(-1, 1, output.features.shape[2]))
+    return _logits("draft", model, hidden[:, 0], limits), features
 
 
 def draft_decode(
@@ -91,7 +94,7 @@ def draft_decode(
     first = after.column(Column.LENGTH)[:, None] + (step - 1)
     inputs = _model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)
     output = model.forward(inputs, buffers)
-    return model.logits(output.hidden[:, 0]), output.features
+    return _logits("draft", model, output.hidden[:, 0], limits), output.features
 
 
 def choose_draft(buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, alive: Tensor, masked: bool) -> Tensor:
@@ -146,11 +149,10 @@ def prefill(
     def inputs(part: slice, features: Tensor | None = None) -> ModelInput:
         return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features)
 
-    before_first = torch.zeros(1, 1, limits.feature_size, device=tokens.device)  # no position comes before the first token
-    features = before_first
+    # No position comes before the first token.
+    features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
     if count:
-        taken = target.forward(inputs(slice(count)), buffers).features
-        features = torch.cat([before_first.to(taken.dtype), taken], 1)
+        features = torch.cat([features, target.forward(inputs(slice(count)), buffers).features], 1)
     if draft is not None:
         skip = 1 if start else 0
         draft.forward(inputs(slice(skip, None), features[:, skip:]), buffers)
@@ -171,11 +173,11 @@ def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wa
     return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features)
 
 
-def _at(output: ModelOutput, index: Tensor, model: DraftModel) -> tuple[Tensor, Tensor]:
-    """Logits and features at one position a row."""
-    hidden = output.hidden.gather(1, index[:, None, None].expand(-1, 1, output.hidden.shape[2]))
-    features = output.features.gather(1, index[:, None, None].expand(-1, 1, output.features.shape[2]))
-    return model.logits(hidden[:, 0]), features
+def _logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
+    """The model's logits without their padding, which no row may choose, constrained or not."""
+    logits = model.logits(hidden)
+    check_shape(f"{name} logits", logits, *hidden.shape[:-1], limits.vocab_size)
+    return logits[..., : limits.num_tokens]
 
 
 def _advance(batch: Batch, emission: Emission) -> Batch:

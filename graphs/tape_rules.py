@@ -228,8 +228,8 @@ class Rules:
             if kind == "foreign":
                 raise fail("foreign-intermediate", f"{name} uses a tensor that another capture made; pass it through a buffer")
             if kind == "unknown":
-                shape = f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise fail("unregistered-input", f"{name} uses a tensor {shape} that is neither a buffer nor a constant of this step")
+                what = f"a tensor {tuple(tensor.shape)} {tensor.dtype} that is neither a buffer nor a constant of this step"
+                raise fail("unregistered-input", f"{name} uses {what}; a model's own are its parameters and registered buffers")
         for tensor in written(func, args, kwargs):
             if self.memory.kind(tensor) == "constant":
                 raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")

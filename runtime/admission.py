@@ -16,14 +16,14 @@ from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
 
 
-def checked_ids(name: str, ids: Any, vocab_size: int) -> tuple[int, ...]:
+def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
     """Token ids from a list, a tuple, an array or a one-dimensional tensor; ValueError names the first bad one."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise ValueError(f"{name}: got {type(ids).__name__}, want a sequence of token ids")
     for place, token in enumerate(values):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise ValueError(f"{name}[{place}]: got {token!r}, want a token id from 0 to {vocab_size - 1}")
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
+            raise ValueError(f"{name}[{place}]: got {token!r}, want a token id from 0 to {num_tokens - 1}")
     return tuple(int(token) for token in values)
 
 

@@ -28,15 +28,23 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "tape", "cuda"):
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
-        if not isinstance(self.max_queued, int) or self.max_queued < 1:
+        if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
+        for name in ("draft_masks", "eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
         try:
-            self.limits(vocab_size=1, feature_size=0)
+            self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
-        checked_buckets(self.buckets or bucket_sizes(self.max_rows), self.max_rows)
+        if self.buckets is not None:
+            checked_buckets(self.buckets, self.max_rows)
 
-    def limits(self, vocab_size: int, feature_size: int) -> Limits:
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        return bucket_sizes(self.max_rows) if self.buckets is None else checked_buckets(self.buckets, self.max_rows)
+
+    def limits(self, vocab_size: int, num_tokens: int, feature_size: int) -> Limits:
         try:
             pages_per_row = -(-self.max_length // self.page_size)
             num_pages = self.max_rows * pages_per_row if self.num_pages is None else self.num_pages
@@ -49,6 +57,7 @@ class EngineConfig:
             page_size=self.page_size,
             num_pages=num_pages,
             vocab_size=vocab_size,
+            num_tokens=num_tokens,
             feature_size=feature_size,
             rounds_in_flight=self.rounds_in_flight,
             max_stop_ids=self.max_stop_ids,

@@ -18,12 +18,16 @@ class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
     def __init__(self, limits: Limits, stop_token_ids: Sequence[int]) -> None:
+        if len(stop_token_ids) > limits.max_stop_ids:
+            raise ValueError(
+                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
+            )
         self._limits = limits
         self._stop_token_ids = tuple(stop_token_ids)
         self._lock = threading.Lock()
         self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
         self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
-        self._cancelled: list[Job] = []
+        self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
         self.jobs: dict[int, Job] = {}
         self.rows = RowTable(limits)
@@ -59,16 +63,15 @@ class Desk:
             job = self.jobs.get(job_id)
             if job is None or job.finished:
                 return False
-            if job not in self._cancelled:
-                self._cancelled.append(job)
+            self._cancelled[job_id] = job
             return True
 
     def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
         with self._lock:
-            jobs, self._cancelled = [job for job in self._cancelled if not job.finished], []
-            gone = {job.id for job in jobs}
-            self._waiting = collections.deque(entry for entry in self._waiting if entry[0].id not in gone)
-        return [(job, self._seats.get(job.id)) for job in jobs]
+            cancelled, self._cancelled = self._cancelled, {}
+            if cancelled:
+                self._waiting = collections.deque(entry for entry in self._waiting if entry[0].id not in cancelled)
+        return [(job, self._seats.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def seat_waiting(self) -> None:
         """Seat in order of arrival; the first one that finds no row or pages keeps the others waiting."""
@@ -109,9 +112,12 @@ class Desk:
             if seat is not None:
                 del self._seats[job.id]
                 self.rows.release(seat)
+                seat.matcher = None  # rounds on their way hold what they still need
         return StepEvent(job.id, tokens, accepted, reason, error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
-        for job in tuple(self.jobs.values()):
+        with self._lock:  # a submit that came in time is among the jobs; a later one is refused
+            jobs = tuple(self.jobs.values())
+            self._waiting.clear()
+        for job in jobs:
             self.finish(job, self._seats.get(job.id), reason, error=error)
-        self._waiting.clear()

@@ -18,11 +18,11 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.shapes import Limits, bucket_sizes
+from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission, checked_count, checked_ids
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.placement import backend_for, check_device, make_buffers
+from stepgraph.runtime.placement import backend_for, check_device, check_mode, make_buffers
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -82,15 +82,19 @@ class Engine:
             raise ValueError(
                 f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want the target's vocab_size {target.vocab_size}"
             )
+        if drafts and draft is not None and draft.vocab_size != target.vocab_size:
+            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, want the target's {target.vocab_size}")
         models = ModelPair(target, draft if drafts else None)
-        self.limits: Limits = self.config.limits(target.vocab_size, target.feature_size)
+        num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
+        self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models)
         check_device(models, self.backend)
+        check_mode(models)
         self.buffers = make_buffers(self.limits, models, self.backend)
         self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
         self._host = HostLink(self.buffers.state_host, self.buffers.drafts_host, self.buffers.masks_host, self.buffers.tags_host)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks)
-        self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.buckets or bucket_sizes(self.limits.max_rows))
+        self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits)
         self._desk = Desk(self.limits, vocabulary.stop_token_ids if vocabulary else ())
         self._flights: collections.deque[Flight] = collections.deque()
@@ -104,7 +108,7 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            return self._graphs.capture(eager=self.config.eager, progress=progress)
+            return self._graphs.capture(eager=self.config.eager, host_link=self._host.name, progress=progress)
 
     def submit(
         self,
@@ -122,7 +126,7 @@ class Engine:
         """
         self._require_open("submit")
         limits, most = self.limits, self.limits.num_speculative_tokens
-        prompt = checked_ids("prompt_ids", prompt_ids, limits.vocab_size)
+        prompt = checked_ids("prompt_ids", prompt_ids, limits.num_tokens)
         if not prompt:
             raise ValueError("prompt_ids: got an empty prompt, want at least one token id")
         if len(prompt) >= limits.max_length:
@@ -133,10 +137,10 @@ class Engine:
         )
         drafts = most if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
-        stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.vocab_size))
+        stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens))
         job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops)
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
@@ -169,17 +173,24 @@ class Engine:
         return bool(self._desk.jobs)
 
     def stream(self) -> Iterator[StepEvent]:
-        """Step until nothing is left to do, yielding every event."""
+        """Step until nothing is left to do, yielding every event. Who leaves early loses the rest of that step's events."""
         while self.has_work:
             yield from self.step()
 
     def generate(self, prompt_ids: Any, **options: Any) -> Job:
-        """Submit one request and step until it ends; captures first where that was not done. Options as in submit()."""
+        """Submit one request and step until it ends; captures first where that was not done. Options as in submit().
+
+        Other jobs go on meanwhile; their tokens are in their jobs, their events are not returned.
+        """
         if not self._graphs.captured:
             self.capture()
         job = self.submit(prompt_ids, **options)
         while not job.finished:
-            self.step()
+            try:
+                self.step()
+            except RuntimeError:
+                if not job.finished:  # else: another thread closed the engine, and the job says so
+                    raise
         return job
 
     def stats(self) -> EngineStats:

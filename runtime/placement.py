@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.buffers import StaticBuffers, round_specs
 from stepgraph.graphs.capture import Backend, make_backend
@@ -24,6 +25,16 @@ def check_device(models: ModelPair, backend: Backend) -> None:
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
             raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
+
+
+def check_mode(models: ModelPair) -> None:
+    """Dropout is refused here: a graph would freeze it on one device and refuse it on the other."""
+    for name, model in (("target", models.target), ("draft", models.draft)):
+        if not isinstance(model, nn.Module):
+            continue
+        for inner, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
 
 
 def make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:

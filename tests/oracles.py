@@ -35,9 +35,18 @@ def prefix_logits(target: ToyTarget, history: Sequence[int]) -> list[float]:
 
 
 def greedy(
-    target: ToyTarget, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], compiled: CompiledConstraint | None = None
+    target: ToyTarget,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    compiled: CompiledConstraint | None = None,
+    num_tokens: int | None = None,
 ) -> Answer:
-    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar allows."""
+    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar allows.
+
+    `num_tokens` is the size of the vocabulary where the logits are padded: ids from there on mean nothing.
+    """
+    ids = range(target.vocab_size if num_tokens is None else num_tokens)
     tokens: list[int] = []
     matcher = compiled.matcher() if compiled else None
     masks = torch.zeros(1, -(-target.vocab_size // 32), dtype=torch.int32)
@@ -45,9 +54,9 @@ def greedy(
         status = matcher.fill_next_token_bitmask(masks, 0) if matcher else MaskStatus.OK
         if status != MaskStatus.OK:
             return Answer(tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status])
-        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 or not matcher for token in range(target.vocab_size)]
+        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 or not matcher for token in ids]
         logits = prefix_logits(target, [*prompt, *tokens])
-        tokens.append(max((token for token in range(target.vocab_size) if legal[token]), key=lambda token: (logits[token], -token)))
+        tokens.append(max((token for token in ids if legal[token]), key=lambda token: (logits[token], -token)))
         if matcher:
             assert matcher.accept_token(tokens[-1])
         if tokens[-1] in stop_ids:

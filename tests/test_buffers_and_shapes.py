@@ -15,8 +15,15 @@ from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, dispatch, graph_keys
 
 SIZES: dict[str, Any] = {
-    "max_rows": 3, "num_speculative_tokens": 4, "max_length": 50, "page_size": 16, "num_pages": 12, "vocab_size": 70, "feature_size": 3,
-}  # fmt: skip
+    "max_rows": 3,
+    "num_speculative_tokens": 4,
+    "max_length": 50,
+    "page_size": 16,
+    "num_pages": 12,
+    "vocab_size": 70,
+    "num_tokens": 68,
+    "feature_size": 3,
+}
 
 
 def test_the_spec_table_is_what_is_allocated() -> None:
@@ -48,6 +55,15 @@ def test_reset_refills_in_place_and_the_fingerprint_tells_a_rebinding() -> None:
         buffers.y  # noqa: B018
 
 
+def test_a_static_buffer_cannot_be_rebound() -> None:
+    buffers = StaticBuffers([BufferSpec("x", (3,), torch.int32)])
+    tensor = buffers.x
+    with pytest.raises(AttributeError, match=r"buffers.x is static and cannot be rebound; write into it: buffers.x.copy_"):
+        buffers.x = buffers.x + 1
+    buffers.x += 1
+    assert buffers.x is tensor and tensor.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -56,14 +72,20 @@ def test_reset_refills_in_place_and_the_fingerprint_tells_a_rebinding() -> None:
         (lambda: BufferSpec("not a name", (1,), torch.int32), r"BufferSpec.name: got 'not a name', want a public Python identifier"),
         (lambda: BufferSpec("_x", (1,), torch.int32), r"BufferSpec.name: got '_x'"),
         (lambda: BufferSpec("reset", (1,), torch.int32), r"BufferSpec.name: 'reset' is a method of StaticBuffers"),
-        (lambda: BufferSpec("x", (2, -1), torch.int32), r"BufferSpec.shape of 'x': got \(2, -1\), want sizes >= 0"),
+        (lambda: BufferSpec("x", (2, -1), torch.int32), r"BufferSpec.shape of 'x': got \(2, -1\), want a tuple of whole numbers >= 0"),
+        (lambda: BufferSpec("x", 4, torch.int32), r"BufferSpec.shape of 'x': got 4, want a tuple"),  # type: ignore[arg-type]
+        (lambda: BufferSpec("x", (4,), "float32"), r"BufferSpec.dtype of 'x': got 'float32', want a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: BufferSpec("x", (4,), torch.int32, "gpu"), r"BufferSpec.memory of 'x': got 'gpu'"),  # type: ignore[arg-type]
         (lambda: StaticBuffers([BufferSpec("x", (1,), torch.int32)] * 2), r"StaticBuffers.specs: 'x' is declared twice"),
         (lambda: Limits(**{**SIZES, "max_rows": 0}), r"Limits.max_rows: got 0, want a whole number >= 1"),
         (lambda: Limits(**{**SIZES, "page_size": 2.5}), r"Limits.page_size: got 2.5"),
         (lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}), r"Limits.num_speculative_tokens: got 9, want 0 to 8"),
         (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, want >= 4 so that one row of max_length 50 fits"),
-        (lambda: checked_buckets([], 4), r"buckets: got \(\), want sizes from 1 to 4"),
-        (lambda: checked_buckets([1, 8], 4), r"buckets: got \(1, 8\)"),
+        (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, want at most vocab_size=70"),
+        (lambda: checked_buckets([1.5, 4], 4), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]
+        (lambda: checked_buckets(4, 4), r"buckets: got 4"),  # type: ignore[arg-type]
+        (lambda: checked_buckets([], 4), r"buckets: got \[\], want whole numbers from 1 of which the largest is max_rows=4"),
+        (lambda: checked_buckets([1, 8], 4), r"buckets: got \[1, 8\]"),
     ],
 )
 def test_bad_sizes_are_refused_by_name(make: Any, message: str) -> None:

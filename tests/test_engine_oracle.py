@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
-from tests.oracles import Answer, accepts, greedy
-from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, shared_engine
+from tests.oracles import Answer, accepts
+from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, plain, shared_engine
 
 SETUPS = [
     Setup(k=0),
@@ -40,7 +40,7 @@ class Ask:
 
 
 def answer(ask: Ask) -> Answer:
-    return greedy(TARGET, ask.prompt, ask.max_new_tokens, (STOP, *ask.stop_ids), compiled(ask.constraint))
+    return plain(ask.prompt, ask.max_new_tokens, ask.constraint, ask.stop_ids)
 
 
 def submit(engine: Engine, ask: Ask) -> Job:
@@ -73,7 +73,7 @@ constraints = st.one_of(
 )
 asks = st.builds(
     Ask,
-    prompt=st.lists(st.integers(0, VOCABULARY.logits_width - 1), min_size=1, max_size=13).map(tuple),
+    prompt=st.lists(st.integers(0, len(VOCABULARY.tokens) - 1), min_size=1, max_size=13).map(tuple),
     constraint=constraints,
     max_new_tokens=st.one_of(st.integers(1, 4), st.integers(5, 40)),
     stop_ids=st.lists(st.integers(0, 95), max_size=2).map(tuple),

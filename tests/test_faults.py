@@ -12,12 +12,18 @@ from torch import Tensor
 
 from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Vocabulary
+from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.rows import Seat
 from tests.oracles import greedy
-from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, make_engine
+from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, plain
 
 SETUP = Setup(k=3)
+
+
+def seat_of(engine: Engine, job: Job) -> Seat:
+    engine._desk.seat_waiting()
+    return next(seat for seat in engine._desk.rows if seat.job is job)
 
 
 def test_a_matcher_that_fails_is_one_requests_error() -> None:
@@ -25,7 +31,7 @@ def test_a_matcher_that_fails_is_one_requests_error() -> None:
     asks = [([place], CONSTRAINTS[1]) for place in range(3)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
     engine.step()
-    victim = next(seat for seat in engine._desk.rows if seat.job is jobs[1])
+    victim = seat_of(engine, jobs[1])
     assert victim.matcher is not None
 
     def explode(masks: Tensor, index: int) -> Any:
@@ -37,7 +43,7 @@ def test_a_matcher_that_fails_is_one_requests_error() -> None:
     assert jobs[1].finish_reason == FinishReason.ERROR
     assert "out of fuel" in jobs[1].error
     for place in (0, 2):
-        assert jobs[place].tokens == greedy(TARGET, [place], 50, (STOP,), compiled(CONSTRAINTS[1])).tokens
+        assert jobs[place].tokens == plain([place], 50, CONSTRAINTS[1]).tokens
     engine.close()
 
 
@@ -48,14 +54,27 @@ def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: in
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=50) for place in range(2)]
     engine.step()
     engine.step()
-    row = next(seat.row for seat in engine._desk.rows if seat.job is jobs[0])
+    row = seat_of(engine, jobs[0]).row
     engine.backend.run(lambda: engine.buffers.row_tags[row, :, field].add_(77))
     length = len(jobs[0].tokens)
     for _ in engine.stream():
         pass
     assert (jobs[0].finish_reason, len(jobs[0].tokens)) == (FinishReason.ERROR, length)
     assert "no valid grammar mask" in jobs[0].error
-    assert jobs[1].tokens == greedy(TARGET, [1], 50, (STOP,), compiled(CONSTRAINTS[1])).tokens
+    assert jobs[1].tokens == plain([1], 50, CONSTRAINTS[1]).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_grammar_out_of_fuel_tells_so(k: int) -> None:
+    engine = make_engine(Setup(k=k))
+    job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
+    seat_of(engine, job).matcher.matcher._fuel_seconds = -1.0  # type: ignore[union-attr]
+    for _ in engine.stream():
+        pass
+    assert job.finish_reason == FinishReason.ERROR
+    assert "one step of the grammar took" in job.error
+    assert other.tokens == plain([2], 20).tokens
     engine.close()
 
 
@@ -96,7 +115,7 @@ def test_a_dead_end_is_one_requests_finish_reason() -> None:
         for _ in engine.stream():
             pass
         assert stuck.finish_reason == FinishReason.DEAD_END
-        assert free.tokens == greedy(target, [0], 8, (2,)).tokens
+        assert free.tokens == greedy(target, [0], 8, (2,), num_tokens=3).tokens
 
 
 def test_a_broken_device_ends_every_job_with_a_reason_and_closes_the_engine() -> None:
@@ -151,7 +170,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             pass
         monkeypatch.undo()
         for place, job in enumerate(jobs):
-            answer = greedy(TARGET, [place, 3], 40, (STOP,), compiled(CONSTRAINTS[1 + place % 4]))
+            answer = plain([place, 3], 40, CONSTRAINTS[1 + place % 4])
             assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
 
     assert planted(hunt)

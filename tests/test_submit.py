@@ -17,8 +17,8 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": []}, r"prompt_ids: got an empty prompt"),
     ({"prompt_ids": "hello"}, r"prompt_ids: got str, want a sequence of token ids"),
     ({"prompt_ids": 5}, r"prompt_ids: got int"),
-    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, want a token id from 0 to 131"),
-    ({"prompt_ids": [1, 132]}, r"prompt_ids\[1\]: got 132"),
+    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, want a token id from 0 to 112"),
+    ({"prompt_ids": [1, 113]}, r"prompt_ids\[1\]: got 113"),
     ({"prompt_ids": [1.0]}, r"prompt_ids\[0\]: got 1.0"),
     ({"prompt_ids": [True]}, r"prompt_ids\[0\]: got True"),
     ({"prompt_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"prompt_ids\[0\]: got \[0, 0\]"),
@@ -28,6 +28,7 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": "many"}, r"max_new_tokens: got 'many'"),
     ({"num_speculative_tokens": 4}, r"num_speculative_tokens: got 4, want a whole number from 0 to 3 \(what the engine was captured for\)"),
     ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
+    ({"sampling": {}}, r"sampling: got dict, want SamplingParams"),
     ({"sampling": {"temperature": 1}}, r"sampling: got dict, want SamplingParams"),
     ({"sampling": SamplingParams(stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
     (
@@ -59,6 +60,8 @@ def test_unknown_fields_are_refused_by_name() -> None:
         EngineConfig(max_rowz=3)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"SamplingParams.temperature: got 0.7, want 0.0"):
         SamplingParams(temperature=0.7)
+    with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', want a token id >= 0"):
+        SamplingParams(stop_token_ids=(1, "a"))  # type: ignore[arg-type]
     assert not engine.has_work
 
 
@@ -71,8 +74,13 @@ def test_unknown_fields_are_refused_by_name() -> None:
         ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
         ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, want >= 64"),
         ({"rounds_in_flight": 0}, r"EngineConfig.rounds_in_flight: got 0"),
-        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), want sizes from 1 to 8"),
+        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), want whole numbers from 1 of which the largest is max_rows=8"),
         ({"buckets": (0, 8)}, r"buckets: got \(0, 8\)"),
+        ({"buckets": ()}, r"buckets: got \(\)"),
+        ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),
+        ({"max_queued": True}, r"EngineConfig.max_queued: got True"),
+        ({"eager": "no"}, r"EngineConfig.eager: got 'no', want True or False"),
+        ({"draft_masks": None}, r"EngineConfig.draft_masks: got None"),
         ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
         ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
     ],
@@ -87,6 +95,11 @@ def test_a_bad_engine_is_refused_by_name() -> None:
         Engine(TARGET)
     with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, want the target's vocab_size 132"):
         Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
+    with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, want the target's 132"):
+        Engine(TARGET, ToyDraft(ToyTarget(140)))
+    many_stops = Vocabulary([b"a"] * 132, range(9))
+    with pytest.raises(ValueError, match=r"EngineConfig.max_stop_ids: got 8, want at least 9, the vocabulary's stop ids"):
+        Engine(TARGET, ToyDraft(TARGET), vocabulary=many_stops)
     with Engine(TARGET, config=EngineConfig(num_speculative_tokens=0, backend="tape")) as engine:
         engine.capture()
         with pytest.raises(ValueError, match=r"constraint: the engine has no vocabulary"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from tests.oracles import Answer, greedy
 
 _PRINTABLE = Vocabulary.printable()
 STOP = _PRINTABLE.stop_token_ids[0]
@@ -89,3 +91,8 @@ def shared_engine(setup: Setup) -> Engine:
 
 def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
     return None if constraint is None else COMPILER.compile(constraint)
+
+
+def plain(prompt: Sequence[int], max_new_tokens: int, constraint: Constraint | None = None, stop_ids: Sequence[int] = ()) -> Answer:
+    """What plain decoding with TARGET gives."""
+    return greedy(TARGET, prompt, max_new_tokens, (STOP, *stop_ids), compiled(constraint), len(VOCABULARY.tokens))

@@ -43,6 +43,8 @@ class HostStats:
 class HostLink:
     """Drives the matchers of a batch in Python. Called from host nodes of consecutive rounds, which never overlap."""
 
+    name = "python, under the GIL"
+
     def __init__(self, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor) -> None:
         self._masks = masks_host  # [stages, B, words] int32
         self._state_np: npt.NDArray[np.int64] = state_host.numpy()  # [B, HOST_COLUMNS]
@@ -61,6 +63,10 @@ class HostLink:
         self._batch = self._announced.popleft()
         self._tags_np[:] = 0
         self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
+
+    def end(self) -> None:
+        """Last of all host nodes of a round: let go of matchers whose requests have ended."""
+        self._batch = ()
 
     def start(self, stage: int) -> None:
         """Fill row 0 of the requests that have not been in a round before, at a stage where they have no draft."""
@@ -83,6 +89,7 @@ class HostLink:
                 work(slot, row)
             except Exception as error:  # one row's fault is that row's error: without a tag the device uses no mask of it
                 row.fault = f"{type(error).__name__}: {error}"
+            row.fault = row.matcher.fault or row.fault
 
     def _start_row(self, slot: int, row: MatcherRow, stage: int) -> None:
         if row.chain == MaskStatus.NONE:

@@ -27,9 +27,9 @@ class Matcher(Protocol):
 
     def rollback(self, num_tokens: int) -> None: ...
 
-    def is_terminated(self) -> bool: ...
-
-    def reset(self) -> None: ...
+    @property
+    def fault(self) -> str:
+        """Why the matcher is of no further use; empty while it works."""
 
 
 class XGrammarMatcher:

@@ -128,7 +128,7 @@ def random_asks(seed: int, count: int, k: int, constraints: Sequence[Constraint 
     pick = random.Random(seed)
     return [
         Ask(
-            prompt=tuple(pick.randrange(VOCABULARY.logits_width) for _ in range(pick.randint(1, 13))),
+            prompt=tuple(pick.randrange(len(VOCABULARY.tokens)) for _ in range(pick.randint(1, 13))),
             constraint=pick.choice(constraints),
             max_new_tokens=pick.randint(1, 40),
             drafts=pick.randint(0, k),

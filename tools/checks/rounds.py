@@ -14,7 +14,20 @@ import torch
 from stepgraph.graphs import GraphKey
 from stepgraph.runtime import Job
 from tests.oracles import accepts, greedy
-from tools.checks.context import CONSTRAINTS, ORACLE_TARGET, STOP, Ask, Context, Figures, Skipped, compiled, outcome, random_asks, serve
+from tools.checks.context import (
+    CONSTRAINTS,
+    ORACLE_TARGET,
+    STOP,
+    VOCABULARY,
+    Ask,
+    Context,
+    Figures,
+    Skipped,
+    compiled,
+    outcome,
+    random_asks,
+    serve,
+)
 from tools.checks.states import ROWS, RoundBench
 
 
@@ -114,7 +127,7 @@ def profiler_counts_one_launch_per_round(context: Context) -> Figures:
 
 
 def _expected(ask: Ask) -> tuple[list[int], str]:
-    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), compiled(ask.constraint))
+    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), compiled(ask.constraint), len(VOCABULARY.tokens))
     return answer.tokens, answer.reason
 
 

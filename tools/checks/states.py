@@ -27,16 +27,23 @@ class RoundBench:
 
     def __init__(self, backend: Backend, k: int, draft_masks: bool = True) -> None:
         self.backend = backend
-        width = VOCABULARY.logits_width
+        num_tokens = len(VOCABULARY.tokens)
         target = toy_target(backend.device)
         draft = ToyDraft(target, 0.8).to(backend.device)
         self.limits = Limits(
-            max_rows=ROWS, num_speculative_tokens=k, max_length=48, page_size=8, num_pages=24, vocab_size=width, feature_size=3
+            max_rows=ROWS,
+            num_speculative_tokens=k,
+            max_length=48,
+            page_size=8,
+            num_pages=24,
+            vocab_size=VOCABULARY.logits_width,
+            num_tokens=num_tokens,
+            feature_size=3,
         )
         self.models = ModelPair(target, draft if k else None)
         self.draft = draft
         outputs = (
-            BufferSpec("out_logits", (ROWS, k + 1, width), torch.float32),
+            BufferSpec("out_logits", (ROWS, k + 1, num_tokens), torch.float32),
             BufferSpec("out_features", (ROWS, k + 1, 3), torch.float32),
             BufferSpec("in_features", (ROWS, k + 1, 3), torch.float32),
             BufferSpec("out_tokens", (ROWS,), torch.int64),
@@ -68,7 +75,7 @@ class RoundBench:
                 Column.OWNER: row + 1,
                 Column.GENERATED: pick.choice([0, pick.randint(0, length)]),
                 Column.LAST_TOKEN: pick.randrange(vocab),
-                Column.FINISH: pick.choice([0, 0, 0, 0, 1, 2]),
+                Column.FINISH: pick.choice([1, 1, 1, 1, 2, 0]),  # mostly running
                 Column.DRAFT_COUNT: pick.randint(0, k),
                 Column.LENGTH: length,
                 Column.MAX_LENGTH: pick.randint(length + 1, 48),
@@ -101,27 +108,30 @@ class RoundBench:
         """Every stage as a step of its own. K must be at least 3."""
         limits, target, draft = self.limits, self.models.target, self.draft
 
+        def logits(b: StaticBuffers) -> Tensor:
+            return target.logits(b.in_features)[..., : limits.num_tokens]
+
         def target_verify(b: StaticBuffers) -> None:
-            logits, features = stages.target_verify(b, stages.read_batch(b, ROWS), target, limits)
-            b.out_logits.copy_(logits)
+            verified, features = stages.target_verify(b, stages.read_batch(b, ROWS), target, limits)
+            b.out_logits.copy_(verified)
             b.out_features.copy_(features)
 
         def accept(b: StaticBuffers) -> None:
-            stages.accept(b, stages.read_batch(b, ROWS), target.logits(b.in_features), constrained)
+            stages.accept(b, stages.read_batch(b, ROWS), logits(b), constrained)
 
         def draft_prefill(b: StaticBuffers) -> None:
             batch = stages.read_batch(b, ROWS)
-            emission, _ = stages.accept(b, batch, target.logits(b.in_features), constrained)
-            logits, features = stages.draft_prefill(b, batch, emission, b.in_features, draft, limits)
-            b.out_logits[:, 0].copy_(logits)
+            emission, _ = stages.accept(b, batch, logits(b), constrained)
+            drafted, features = stages.draft_prefill(b, batch, emission, b.in_features, draft, limits)
+            b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
 
         def draft_decode(b: StaticBuffers) -> None:
             batch = stages.read_batch(b, ROWS)
-            logits, features = stages.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
-            b.out_logits[:, 0].copy_(logits)
+            drafted, features = stages.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
+            b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
-            b.out_tokens.copy_(stages.choose_draft(b, batch, 3, logits, stages.drafting(batch), constrained))
+            b.out_tokens.copy_(stages.choose_draft(b, batch, 3, drafted, stages.drafting(batch), constrained))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)

@@ -1,0 +1,99 @@
+"""A model of one's own, in half precision: whatever the length of the prompt, rounds equal plain re-computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime import Engine, EngineConfig, Vocabulary
+
+VOCABULARY = Vocabulary.printable()
+
+
+class Decay(nn.Module):
+    """A running mean of embeddings: one state per position, so that what was rejected is simply overwritten."""
+
+    feature_size, feature_dtype = 8, torch.bfloat16
+
+    def __init__(self, name: str, vocab_size: int, fed: bool) -> None:
+        super().__init__()
+        self.name, self.vocab_size = name, vocab_size
+        self.embedding = nn.Embedding(vocab_size, 8)
+        self.feed = nn.Linear(8, 8) if fed else None
+        self.head = nn.Linear(8, vocab_size)
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return (BufferSpec(f"{self.name}_cache", (limits.cache_slots, 8), torch.bfloat16),)
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        cache, size = buffers[f"{self.name}_cache"], inputs.page_size
+        entries = self.embedding(inputs.tokens)
+        if self.feed is not None:
+            assert inputs.features is not None
+            entries = entries + self.feed(inputs.features)
+        for step in range(inputs.tokens.shape[1]):
+            before = (inputs.positions[:, step] - 1).clamp(min=0)
+            page = inputs.block_tables.gather(1, (before // size)[:, None]).squeeze(1)
+            state = cache[page * size + before % size] * (inputs.positions[:, step] > 0)[:, None]
+            cache.index_put_((inputs.slots[:, step],), (state + entries[:, step]) / 2)
+        hidden = cache[inputs.slots]
+        return ModelOutput(hidden, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def plain(model: Decay, prompt: Sequence[int], count: int) -> list[int]:
+    tokens, state = list(prompt), torch.zeros(1, 8, dtype=torch.bfloat16)
+    for place in range(len(prompt) + count - 1):
+        state = (state + model.embedding(torch.tensor([tokens[place]]))) / 2
+        if place + 1 >= len(tokens):
+            tokens.append(int(model.logits(state)[0].argmax()))
+        if tokens[-1] in VOCABULARY.stop_token_ids and len(tokens) > len(prompt):
+            break
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_half_precision_model_of_ones_own(k: int) -> None:
+    torch.manual_seed(3)
+    width = VOCABULARY.logits_width
+    target, draft = Decay("mean", width, False).to(torch.bfloat16), Decay("draft", width, True).to(torch.bfloat16)
+    config = EngineConfig(max_rows=3, num_speculative_tokens=k, max_length=64, page_size=4, prefill_chunk=3)
+    with Engine(target, draft if k else None, vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        prompts = [list(range(5, 5 + length)) for length in range(1, 10)]
+        jobs = [engine.submit(prompt, max_new_tokens=20) for prompt in prompts]
+        for _ in engine.stream():
+            pass
+        assert [job.tokens for job in jobs] == [plain(target, prompt, 20) for prompt in prompts]
+
+
+class Wrong(Decay):
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden)[..., 1:]
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_a_model_that_breaks_its_promise_is_named_at_capture(which: str) -> None:
+    width = VOCABULARY.logits_width
+    models = {name: (Wrong if name == which else Decay)(name, width, name == "draft").to(torch.bfloat16) for name in ("target", "draft")}
+    with Engine(models["target"], models["draft"], config=EngineConfig(max_rows=1, max_length=64)) as engine:
+        with pytest.raises(ValueError, match=rf"{which} logits: got shape \(1, .*{width - 1}\), want \(1, .*{width}\)"):
+            engine.capture()
+        with pytest.raises(RuntimeError, match="nothing is captured"):
+            engine.step()
+
+
+def test_dropout_in_training_mode_is_refused() -> None:
+    model = Decay("mean", 16, False)
+    model.noise = nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"Engine.target: noise drops out in training mode; call .eval\(\) first"):
+        Engine(model, config=EngineConfig(num_speculative_tokens=0))
+    Engine(model.eval(), config=EngineConfig(num_speculative_tokens=0, max_length=16)).close()
