@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.sampler import Param
 
 Residence = Literal["device", "pinned", "constant"]
 
@@ -164,6 +165,7 @@ class Column(IntEnum):
     MAX_LENGTH = 7  # length at which the row finishes
     CONSTRAINED = 8  # 1 where a grammar rules
     DRAFT_LIMIT = 9  # drafts the request wants per round
+    SEED = 10  # of the request's random numbers
 
 
 RESULT_FIELDS = 3  # count, finish, accepted; the tokens follow
@@ -174,13 +176,15 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, depth, columns = limits.mask_words, limits.ring_depth, len(Column)
     int64, int32 = torch.int64, torch.int32
-    admission = columns + limits.max_stop_ids + limits.pages_per_row
+    admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row
     return (
         # rows: what the device knows of a request, from admission to finish
         BufferSpec("row_state", (rows, columns), int64),
+        BufferSpec("row_params", (rows, len(Param)), torch.float32),
         BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
+        BufferSpec("row_draft_probs", (rows, drafts, limits.num_tokens), torch.float32),  # what each draft was drawn from
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
         # the batch of one round: slot -> row, and what crosses between streams

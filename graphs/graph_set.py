@@ -32,10 +32,10 @@ class CaptureReport:
         return {**{name: getattr(self, name) for name in ("backend", "mode", "host_link", "buffer_bytes", "seconds")}, "keys": keys}
 
     def __str__(self) -> str:
-        lines = [f"{'key':<22}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
+        lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
         for key, report in self.keys:
             total = sum(report.nodes.values())
-            lines.append(f"{key!s:<22}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
+            lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
         lines.append(
             f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
             f"{self.buffer_bytes / 1024:.0f} KiB of static buffers, host link: {self.host_link}"
@@ -55,13 +55,13 @@ class GraphSet:
     def captured(self) -> bool:
         return bool(self._recorded)
 
-    def capture(self, *, eager: bool = False, host_link: str, progress: bool = False) -> CaptureReport:
+    def capture(self, *, host_link: str, eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs live in the memory of the large ones."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; make a new engine for other limits")
         started = time.perf_counter()
         recorded: dict[GraphKey, Recorded] = {}
-        for key in tqdm(graph_keys(self.buckets), desc="capture", unit="graph", disable=not progress, leave=False):
+        for key in tqdm(graph_keys(self.buckets, greedy_only), desc="capture", unit="graph", disable=not progress, leave=False):
             step = self._step_of(key)
             recorded[key] = EagerStep(self._backend, step, self._buffers) if eager else self._backend.capture(step, self._buffers)
         self._recorded = recorded
@@ -74,8 +74,8 @@ class GraphSet:
             seconds=time.perf_counter() - started,
         )
 
-    def key_for(self, batch_rows: int, constrained: bool) -> GraphKey:
-        return dispatch(self.buckets, batch_rows, constrained)
+    def key_for(self, batch_rows: int, constrained: bool, sampled: bool) -> GraphKey:
+        return dispatch(self.buckets, batch_rows, constrained, sampled)
 
     def __getitem__(self, key: GraphKey) -> Recorded:
         return self._recorded[key]

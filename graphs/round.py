@@ -49,7 +49,7 @@ class Round:
         logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
             flow.wait(masks_ready)
-        emission, after = stages.accept(buffers, batch, logits, key.constrained)
+        emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled)
         if draft is None:
             return
 
@@ -63,7 +63,7 @@ class Round:
                 logits, features = stages.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
             if mask_ready:
                 flow.wait(mask_ready)
-            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked)
+            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked, key.sampled)
             buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
             alive = tokens >= 0
             drafts.append(tokens)

@@ -82,10 +82,11 @@ class GraphKey:
     """Everything that makes one recorded round differ from another."""
 
     rows: int
-    constrained: bool
+    constrained: bool  # some row has a grammar
+    sampled: bool = False  # some row has a temperature
 
     def __str__(self) -> str:
-        return f"rows={self.rows} {'constrained' if self.constrained else 'free'}"
+        return f"rows={self.rows} {'constrained' if self.constrained else 'free'} {'sampled' if self.sampled else 'greedy'}"
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
@@ -107,11 +108,12 @@ def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def graph_keys(buckets: Iterable[int]) -> tuple[GraphKey, ...]:
+def graph_keys(buckets: Iterable[int], greedy_only: bool = False) -> tuple[GraphKey, ...]:
     """Every key, largest first: the pool then serves the small graphs from the memory of the large ones."""
-    return tuple(GraphKey(rows, constrained) for rows in sorted(buckets, reverse=True) for constrained in (True, False))
+    kinds = [(constrained, sampled) for constrained in (True, False) for sampled in (True, False) if not (sampled and greedy_only)]
+    return tuple(GraphKey(rows, *kind) for rows in sorted(buckets, reverse=True) for kind in kinds)
 
 
-def dispatch(buckets: tuple[int, ...], batch_rows: int, constrained: bool) -> GraphKey:
+def dispatch(buckets: tuple[int, ...], batch_rows: int, constrained: bool, sampled: bool = False) -> GraphKey:
     """The key that serves a batch: total over 1..max_rows by construction of `checked_buckets`."""
-    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained)
+    return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled)

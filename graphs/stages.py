@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling import acceptance, bitmask
+from stepgraph.sampling import acceptance, bitmask, rng, sampler
 from stepgraph.sampling.acceptance import Emission, FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -51,24 +51,31 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     return _logits("target", model, output.hidden, limits), output.features
 
 
-def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool) -> tuple[Emission, Batch]:
+def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool, sampled: bool = False) -> tuple[Emission, Batch]:
     """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards."""
     status = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64)
     if constrained:
         ruled = batch.column(Column.CONSTRAINED) != 0
         status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
         logits = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
-    best, sampled = logits.max(-1)
-    finite = torch.isfinite(best)
-    accepted = acceptance.count_accepted(sampled, finite, batch.drafts, batch.column(Column.DRAFT_COUNT), status)
+    best, tokens = logits.max(-1)
+    finite, drafts, draft_count = torch.isfinite(best), batch.drafts, batch.column(Column.DRAFT_COUNT)
+    if sampled:
+        params = buffers.row_params[batch.rows]
+        draft_probs = _draft_probs(buffers, batch, params)
+        seed, length = batch.column(Column.SEED), batch.column(Column.LENGTH)
+        probs = sampler.distribution(logits, params)
+        tokens, accepted = acceptance.reject_sample(probs, draft_probs, finite, drafts, draft_count, status, seed, length)
+    else:
+        accepted = acceptance.count_accepted(tokens, finite, drafts, draft_count, status)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
-    emission = acceptance.emit(sampled, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
+    emission = acceptance.emit(tokens, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
     emission = emission._replace(
         emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
-    results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], sampled], 1)
+    results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], tokens], 1)
     buffers.results[: len(batch.rows)].copy_(results)
     return emission, after
 
@@ -97,7 +104,9 @@ def draft_decode(
     return _logits("draft", model, output.hidden[:, 0], limits), output.features
 
 
-def choose_draft(buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, alive: Tensor, masked: bool) -> Tensor:
+def choose_draft(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, alive: Tensor, masked: bool, sampled: bool = False
+) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later."""
     size = len(after.rows)
     alive = alive & (after.column(Column.DRAFT_LIMIT) >= step)
@@ -107,7 +116,14 @@ def choose_draft(buffers: StaticBuffers, after: Batch, step: int, logits: Tensor
         status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
         alive = alive & (status[:, 0] == MaskStatus.OK)
         logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled)
-    return torch.where(alive, logits.argmax(-1), -1)
+    best, tokens = logits.max(-1)
+    if sampled:
+        probs = sampler.distribution(logits, buffers.row_params[after.rows])
+        buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
+        position = after.column(Column.LENGTH)[:, None] + (step - 1)
+        vocabulary = torch.arange(probs.shape[1], device=probs.device)
+        tokens = sampler.race(probs, rng.exponential(after.column(Column.SEED)[:, None], position, rng.Purpose.DRAFT, vocabulary))
+    return torch.where(alive & torch.isfinite(best), tokens, -1)
 
 
 def drafting(after: Batch) -> Tensor:
@@ -162,6 +178,13 @@ def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tens
     """[B, Q] cache slot of every position."""
     pages = block_tables.gather(1, positions // limits.page_size)
     return pages * limits.page_size + positions % limits.page_size
+
+
+def _draft_probs(buffers: StaticBuffers, batch: Batch, params: Tensor) -> Tensor:
+    """[B, K, V], what each draft was drawn from. A greedy row's may come from a round without distributions: it is the draft itself."""
+    stored = buffers.row_draft_probs[batch.rows]
+    certain = torch.zeros_like(stored).scatter_(2, batch.drafts.clamp(min=0)[..., None], 1.0)
+    return torch.where((params[:, sampler.Param.TEMPERATURE] <= 0)[:, None, None], certain, stored)
 
 
 def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:

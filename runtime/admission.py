@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from stepgraph.graphs import stages
 from stepgraph.graphs.buffers import Column, StaticBuffers
@@ -14,6 +15,7 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.sampler import Param
 
 
 def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
@@ -93,11 +95,12 @@ class Admission:
         buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
         table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
-        slot = self._admissions.write([*[0] * len(Column), *stops, *table])
+        slot = self._admissions.write([*stops, *table])
 
         def place() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
-            _, stop_part, table_part = buffers.admission.split([len(Column), limits.max_stop_ids, limits.pages_per_row])
+            size = limits.max_stop_ids + limits.pages_per_row
+            stop_part, table_part = buffers.admission[:size].split([limits.max_stop_ids, limits.pages_per_row])
             buffers.row_stop_ids[row].copy_(stop_part)
             buffers.row_block_tables[row].copy_(table_part)
 
@@ -115,14 +118,25 @@ class Admission:
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
             Column.CONSTRAINED: int(seat.matcher is not None),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
+            Column.SEED: job.seed,
         }
-        slot = self._admissions.write([state.get(column, 0) for column in Column])
+        sampling = job.sampling
+        params = {
+            Param.TEMPERATURE: sampling.temperature,
+            Param.TOP_K: sampling.top_k,
+            Param.TOP_P: sampling.top_p,
+            Param.MIN_P: sampling.min_p,
+        }
+        bits = np.array([params[column] for column in Param], dtype=np.float32).view(np.int32)
+        slot = self._admissions.write([*[state.get(column, 0) for column in Column], *bits.tolist()])
 
         def place() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
             buffers.row_tags[row].fill_(0)
-            buffers.row_state[row].copy_(buffers.admission[: len(Column)])
+            state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
+            buffers.row_params[row].copy_(bits_part.to(torch.int32).view(torch.float32))
+            buffers.row_state[row].copy_(state_part)
 
         self._backend.run(place)
         self._admissions.sent()

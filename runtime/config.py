@@ -21,6 +21,7 @@ class EngineConfig:
     max_stop_ids: int = 8
     max_queued: int = 4096  # submits waiting for a row; more are refused
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
+    greedy_only: bool = False  # True: half the graphs; a request with a temperature is refused
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
@@ -30,7 +31,7 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
-        for name in ("draft_masks", "eager"):
+        for name in ("draft_masks", "greedy_only", "eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import secrets
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.params import GREEDY, SamplingParams
 
 
 class Flight(NamedTuple):
@@ -108,7 +109,9 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            return self._graphs.capture(eager=self.config.eager, host_link=self._host.name, progress=progress)
+            return self._graphs.capture(
+                host_link=self._host.name, eager=self.config.eager, greedy_only=self.config.greedy_only, progress=progress
+            )
 
     def submit(
         self,
@@ -121,8 +124,8 @@ class Engine:
     ) -> Job:
         """Queue a request. ValueError names what cannot be served; nothing has changed then.
 
-        prompt_ids: list, array or 1-D tensor of ids. max_new_tokens counts a final stop token. num_speculative_tokens:
-        drafts per round for this request, 0 switches speculation off; None takes the engine's.
+        prompt_ids: list, array or 1-D tensor of ids. sampling: None is greedy. max_new_tokens counts a final stop token.
+        num_speculative_tokens: drafts per round for this request, 0 switches speculation off; None takes the engine's.
         """
         self._require_open("submit")
         limits, most = self.limits, self.limits.num_speculative_tokens
@@ -137,11 +140,22 @@ class Engine:
         )
         drafts = most if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
-        sampling = SamplingParams() if sampling is None else sampling
+        sampling = GREEDY if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
+        if self.config.greedy_only and not sampling.greedy:
+            raise ValueError(f"sampling.temperature: got {sampling.temperature}, want 0: the engine is greedy_only")
         stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens))
-        job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops)
+        job = Job(
+            self._desk.next_id(),
+            prompt,
+            constraint,
+            sampling,
+            new_tokens,
+            drafts,
+            stops,
+            secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        )
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job
@@ -245,7 +259,8 @@ class Engine:
             return False
         slot = self._round % self.limits.ring_depth
         self._round += 1
-        key = self._graphs.key_for(len(seats), any(seat.matcher for seat in seats))
+        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.greedy for seat in seats)
+        key = self._graphs.key_for(len(seats), constrained, sampled)
         batch_host, results_host = self.buffers.batch_rows_ring_host[slot], self.buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
         batch_np[:] = self.limits.dummy_row

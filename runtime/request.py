@@ -56,6 +56,7 @@ class Job:
     max_new_tokens: int
     num_speculative_tokens: int
     stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
+    seed: int  # the request's, or the one it was given
     tokens: list[int] = field(default_factory=list)
     num_accepted_drafts: int = 0
     rounds: int = 0

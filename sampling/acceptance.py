@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
 
 
@@ -54,11 +55,55 @@ def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count:
     sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j,
     and must have been legal: row j + 1 then says what follows it, whatever that is.
     """
-    index = torch.arange(drafts.shape[1], device=drafts.device)
-    legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] < MaskStatus.ILLEGAL)
-    chosen = (sampled[:, :-1] == drafts) & finite[:, :-1] & (status[:, :-1] == MaskStatus.OK)
-    holds = chosen & legal & (index < draft_count[:, None])
+    holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & _may_hold(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)
+
+
+def reject_sample(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    finite: Tensor,
+    drafts: Tensor,
+    draft_count: Tensor,
+    status: Tensor,
+    seed: Tensor,
+    length: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Exact rejection: what comes out follows target_probs, whatever draft_probs were.
+
+    target_probs [B, K + 1, V], draft_probs [B, K, V]: the distributions that hold at each place and that each draft was
+    drawn from; seed, length [B] name the random numbers. Draft j holds with probability min(1, p/q). The first that does
+    not is replaced by a token drawn from what p has over q; past the last draft a token is drawn from p. Returns tokens
+    [B, K + 1], meaningful up to the drawn one, and the number of drafts that held [B].
+    """
+    count = drafts.shape[1]
+    index = torch.arange(count + 1, device=drafts.device)
+    last = torch.zeros_like(draft_count)
+    probs = target_probs[:, 0]
+    if count:
+        proposed = drafts.clamp(min=0)[..., None]
+        likely = target_probs[:, :-1].gather(2, proposed).squeeze(2)
+        offered = draft_probs.gather(2, proposed).squeeze(2)
+        coins = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
+        holds = (coins * offered < likely) & finite[:, :-1] & _may_hold(status, draft_count)
+        last = holds.to(torch.int64).cumprod(1).sum(1)
+        place = last[:, None, None].expand(-1, 1, target_probs.shape[2])
+        probs = target_probs.gather(1, place).squeeze(1)
+        refused = torch.where((last < draft_count)[:, None], draft_probs.gather(1, place.clamp(max=count - 1)).squeeze(1), 0.0)
+        rest = (probs - refused).clamp(min=0)
+        probs = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)  # p = q but for rounding, and the coin fell outside
+    vocabulary = torch.arange(target_probs.shape[2], device=drafts.device)
+    noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, vocabulary)
+    drawn = sampler.race(probs, noise)[:, None]
+    padded = torch.cat([drafts, drawn], 1)
+    return torch.where(index < last[:, None], padded, drawn), last
+
+
+def _may_hold(status: Tensor, draft_count: Tensor) -> Tensor:
+    """[B, K]: drafts on offer whose place has a mask, and after which the grammar goes on or ends."""
+    index = torch.arange(status.shape[1] - 1, device=status.device)
+    legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] < MaskStatus.ILLEGAL)
+    return legal & (status[:, :-1] == MaskStatus.OK) & (index < draft_count[:, None])
 
 
 def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor) -> Emission:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,3 +72,24 @@ def accepts(compiled: CompiledConstraint, tokens: Sequence[int], *, finished: bo
     if not all(matcher.accept_token(token) for token in tokens):
         return False
     return not finished or matcher.fill_next_token_bitmask(masks, 0) in (MaskStatus.TERMINATED, MaskStatus.COMPLETE)
+
+
+def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:
+    """The distribution that a request asks for, in float64 and in words: temperature, min-p, top-k, top-p; ties by id."""
+    order = sorted((token for token in range(len(logits)) if logits[token] > -math.inf), key=lambda token: (-logits[token], token))
+    result = [0.0] * len(logits)
+    if not order:
+        return result
+    if temperature == 0:
+        result[order[0]] = 1.0
+        return result
+    weight = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
+    kept = [token for token in order if weight[token] >= min_p]
+    kept = kept[: int(top_k)] if top_k > 0 else kept
+    total, running, last = sum(weight[token] for token in kept), 0.0, 0
+    while last < len(kept) and (last == 0 or running < top_p * total):
+        running += weight[kept[last]]
+        last += 1
+    for token in kept[:last]:
+        result[token] = weight[token] / running
+    return result

@@ -95,9 +95,10 @@ def test_bad_sizes_are_refused_by_name(make: Any, message: str) -> None:
 
 def test_buckets_and_keys() -> None:
     assert [bucket_sizes(rows) for rows in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]
-    keys = graph_keys((1, 4))
+    keys = graph_keys((1, 4), greedy_only=True)
     assert keys == (GraphKey(4, True), GraphKey(4, False), GraphKey(1, True), GraphKey(1, False)), "largest first"
-    assert [str(key) for key in keys[:2]] == ["rows=4 constrained", "rows=4 free"]
+    assert [str(key) for key in keys[:2]] == ["rows=4 constrained greedy", "rows=4 free greedy"]
+    assert len(graph_keys((1, 4))) == 8
 
 
 def test_limits_follow_from_each_other() -> None:

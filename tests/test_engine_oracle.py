@@ -48,7 +48,7 @@ def submit(engine: Engine, ask: Ask) -> Job:
     return engine.submit(
         list(ask.prompt),
         constraint=ask.constraint,
-        sampling=SamplingParams(stop_token_ids=ask.stop_ids),
+        sampling=SamplingParams(temperature=0, stop_token_ids=ask.stop_ids),
         max_new_tokens=ask.max_new_tokens,
         num_speculative_tokens=drafts,
     )

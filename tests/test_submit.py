@@ -30,11 +30,12 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
     ({"sampling": {}}, r"sampling: got dict, want SamplingParams"),
     ({"sampling": {"temperature": 1}}, r"sampling: got dict, want SamplingParams"),
-    ({"sampling": SamplingParams(stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
+    ({"sampling": SamplingParams(temperature=0, stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
     (
-        {"sampling": SamplingParams(stop_token_ids=tuple(range(8)))},
+        {"sampling": SamplingParams(temperature=0, stop_token_ids=tuple(range(8)))},
         r"sampling.stop_token_ids: got 9 with the vocabulary's own, want at most",
     ),
+    ({"sampling": SamplingParams(temperature=0.5)}, r"sampling.temperature: got 0.5, want 0: the engine is greedy_only"),
     ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
     ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
     ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
@@ -58,11 +59,29 @@ def test_unknown_fields_are_refused_by_name() -> None:
         engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="max_rowz"):
         EngineConfig(max_rowz=3)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"SamplingParams.temperature: got 0.7, want 0.0"):
-        SamplingParams(temperature=0.7)
     with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', want a token id >= 0"):
         SamplingParams(stop_token_ids=(1, "a"))  # type: ignore[arg-type]
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, want a number from 0 on, finite"),
+        ({"temperature": float("nan")}, r"SamplingParams.temperature: got nan"),
+        ({"temperature": "hot"}, r"SamplingParams.temperature: got 'hot'"),
+        ({"top_p": 0}, r"SamplingParams.top_p: got 0, want a number above 0 to 1"),
+        ({"top_p": 1.5}, r"SamplingParams.top_p: got 1.5"),
+        ({"min_p": 2}, r"SamplingParams.min_p: got 2, want a number from 0 to 1"),
+        ({"top_k": -1}, r"SamplingParams.top_k: got -1, want a whole number from 0"),
+        ({"top_k": 2.5}, r"SamplingParams.top_k: got 2.5"),
+        ({"seed": -3}, r"SamplingParams.seed: got -3, want a whole number from 0 to"),
+        ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
+    ],
+)
+def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Setup:
     asynchronous: bool = True
     eager: bool = False
     prefill_chunk: int = 5
+    greedy_only: bool = True
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
@@ -74,6 +75,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
         rounds_in_flight=setup.rounds_in_flight,
         prefill_chunk=setup.prefill_chunk,
         draft_masks=setup.draft_masks,
+        greedy_only=setup.greedy_only,
         eager=setup.eager,
         backend="tape",
     )

@@ -1,0 +1,25 @@
+"""Chi-square, in float64 and without scipy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
+    """How likely counts at least this odd are under `probabilities`. Cells expected fewer than 5 times are put together;
+    a count where the probability is 0 is impossible: p = 0."""
+    observed, share = counts.to(torch.float64), probabilities.to(torch.float64)
+    if bool((observed[share <= 0] > 0).any()):
+        return 0.0
+    expected = share / share.sum() * observed.sum()
+    rare = expected < 5
+    cells = [(float(o), float(e)) for o, e, r in zip(observed, expected, rare, strict=True) if not r]
+    if bool(rare.any()) and float(expected[rare].sum()) > 1:
+        cells.append((float(observed[rare].sum()), float(expected[rare].sum())))
+    if len(cells) < 2:
+        return 1.0
+    statistic = sum((o - e) ** 2 / e for o, e in cells)
+    return float(
+        torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
+    )

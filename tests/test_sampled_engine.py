@@ -1,0 +1,137 @@
+"""Sampled requests through the whole engine: the law of their texts, and what their seeds promise."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from stepgraph.runtime import Constraint, Engine, SamplingParams
+from tests.chi_square import chi_square_p
+from tests.oracles import filtered, prefix_logits
+from tests.toy_engines import COMPILER, CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+
+PROMPT = [5, 6]
+GRAMMAR = Constraint.regex("[a-c]{1,2}[xy]")
+SETTINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.3, seed=2),
+    SamplingParams(temperature=2.5, seed=3),
+    SamplingParams(temperature=1.0, top_k=5, seed=4),
+    SamplingParams(temperature=1.0, top_p=0.6, seed=5),
+    SamplingParams(temperature=1.0, min_p=0.2, seed=6),
+    SamplingParams(temperature=1.7, top_k=20, top_p=0.8, min_p=0.01, seed=7),
+    SamplingParams(temperature=1e-3, seed=8),
+    SamplingParams(temperature=0.9, seed=1),
+]
+
+
+@functools.cache
+def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of every text of GRAMMAR after PROMPT, by enumeration in float64."""
+    texts: dict[tuple[int, ...], float] = {}
+
+    def walk(tokens: tuple[int, ...], probability: float) -> None:
+        matcher = COMPILER.compile(GRAMMAR).matcher()
+        assert all(matcher.accept_token(token) for token in tokens)
+        masks = torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
+        if matcher.fill_next_token_bitmask(masks, 0).name != "OK":
+            texts[tokens] = probability
+            return
+        logits = prefix_logits(TARGET, [*PROMPT, *tokens])[: len(VOCABULARY.tokens)]
+        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(logits))]
+        masked = [value if ok else -math.inf for value, ok in zip(logits, legal, strict=True)]
+        for token, share in enumerate(filtered(masked, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)):
+            if share:
+                walk((*tokens, token), probability * share)
+
+    walk((), 1.0)
+    return texts
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(k=0, greedy_only=False, max_rows=32),
+        Setup(k=1, greedy_only=False, max_rows=32, drafter="perfect"),
+        Setup(k=3, greedy_only=False, max_rows=32, drafter="fair"),
+        Setup(k=3, greedy_only=False, max_rows=32, drafter="adversarial", draft_masks=False),
+        Setup(k=2, greedy_only=False, max_rows=32, drafter="random", draft_masks=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.5), SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05)])
+def test_texts_follow_the_targets_own_law(setup: Setup, sampling: SamplingParams) -> None:
+    texts = law(sampling)
+    assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
+    engine = shared_engine(setup)
+    jobs = []
+    for seed in range(1500):
+        fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        jobs.append(engine.submit(PROMPT, constraint=GRAMMAR, sampling=SamplingParams(**fields, seed=seed), max_new_tokens=8))
+    for _ in engine.stream():
+        pass
+    counts = Counter(tuple(job.tokens) for job in jobs)
+    assert set(counts) <= set(texts)
+    order = list(texts)
+    observed = torch.tensor([counts[text] for text in order])
+    assert chi_square_p(observed, torch.tensor([texts[text] for text in order], dtype=torch.float64)) > 1e-9
+
+
+def run(engine: Engine, order: list[int], together: bool) -> dict[int, list[int]]:
+    tokens = {}
+    jobs = []
+    for place in order:
+        job = engine.submit([place, 7], constraint=CONSTRAINTS[place % 3], sampling=SETTINGS[place], max_new_tokens=24)
+        jobs.append((place, job))
+        while not together and not job.finished:
+            engine.step()
+    for _ in engine.stream():
+        pass
+    for place, job in jobs:
+        assert job.error == ""
+        tokens[place] = list(job.tokens)
+    return tokens
+
+
+def test_ten_requests_with_ten_settings_equal_the_ten_alone() -> None:
+    """Whatever the company, the row, the bucket, the restart; captured or eager."""
+    setup = Setup(k=3, greedy_only=False, max_rows=10)
+    engine = make_engine(setup)
+    alone = run(engine, list(range(10)), together=False)
+    assert run(engine, list(range(10)), together=True) == alone
+    assert run(engine, [7, 3, 9, 0, 1, 8, 2, 6, 5, 4], together=True) == alone
+    engine.close()
+    for other in (Setup(k=3, greedy_only=False, max_rows=4), Setup(k=3, greedy_only=False, max_rows=10, eager=True)):
+        engine = make_engine(other)
+        assert run(engine, [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], together=True) == alone
+        engine.close()
+    assert alone[0] == plain([0, 7], 24, CONSTRAINTS[0]).tokens, "temperature 0 is greedy, also among sampled rows"
+    assert alone[8] == plain([8, 7], 24, CONSTRAINTS[2]).tokens, "and so is a temperature near 0"
+    assert alone[1] != alone[9]
+
+
+def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> None:
+    """A greedy row's drafts may come from a round without distributions, and be judged in one with them."""
+    engine = make_engine(Setup(k=4, greedy_only=False, drafter="fair"))
+    steady = engine.submit([3, 1], max_new_tokens=80)
+    for seed in range(6):
+        engine.step()
+        engine.step()
+        engine.submit([seed], sampling=SamplingParams(seed=seed), max_new_tokens=3)
+    for _ in engine.stream():
+        pass
+    assert steady.tokens == plain([3, 1], 80).tokens
+    engine.close()
+
+
+def test_a_fresh_seed_is_told_and_repeats_the_text() -> None:
+    engine = shared_engine(Setup(k=3, greedy_only=False, max_rows=10))
+    first, second = (engine.generate([1, 2], sampling=SamplingParams(), max_new_tokens=30) for _ in range(2))
+    assert first.seed != second.seed and first.tokens != second.tokens
+    again = engine.generate([1, 2], sampling=SamplingParams(seed=first.seed), max_new_tokens=30)
+    assert again.tokens == first.tokens
