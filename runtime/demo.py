@@ -84,7 +84,9 @@ def run_demo(drafts: int, agreement: float, schema: dict[str, Any] | None, *, co
 
 def _engine(vocabulary: Vocabulary, variant: Variant, agreement: float) -> Engine:
     target = ToyTarget(vocabulary.logits_width, seed=7)
-    config = EngineConfig(max_rows=4, num_speculative_tokens=variant.drafts, max_length=256, draft_masks=variant.draft_masks)
+    config = EngineConfig(
+        max_rows=4, num_speculative_tokens=variant.drafts, max_length=256, draft_masks=variant.draft_masks, greedy_only=True
+    )
     return Engine(target, ToyDraft(target, agreement), vocabulary=vocabulary, config=config)
 
 

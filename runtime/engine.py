@@ -146,16 +146,8 @@ class Engine:
         if self.config.greedy_only and not sampling.greedy:
             raise ValueError(f"sampling.temperature: got {sampling.temperature}, want 0: the engine is greedy_only")
         stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens))
-        job = Job(
-            self._desk.next_id(),
-            prompt,
-            constraint,
-            sampling,
-            new_tokens,
-            drafts,
-            stops,
-            secrets.randbits(63) if sampling.seed is None else sampling.seed,
-        )
+        seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
+        job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops, seed)
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job
