@@ -65,6 +65,10 @@ class DraftModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def d2t(self) -> Tensor | None:
+        """[vocab_size] int64, the target's id of each of the draft's own tokens; None where both share one vocabulary."""
+
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput: ...

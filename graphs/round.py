@@ -63,7 +63,7 @@ class Round:
                 logits, features = stages.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
             if mask_ready:
                 flow.wait(mask_ready)
-            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked, key.sampled)
+            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
             buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
             alive = tokens >= 0
             drafts.append(tokens)

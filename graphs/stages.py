@@ -105,9 +105,20 @@ def draft_decode(
 
 
 def choose_draft(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, alive: Tensor, masked: bool, sampled: bool = False
+    buffers: StaticBuffers,
+    after: Batch,
+    step: int,
+    logits: Tensor,
+    alive: Tensor,
+    masked: bool,
+    sampled: bool = False,
+    d2t: Tensor | None = None,
 ) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later."""
+    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
+
+    With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
+    of the target's tokens are not proposed.
+    """
     size = len(after.rows)
     alive = alive & (after.column(Column.DRAFT_LIMIT) >= step)
     if masked:
@@ -115,10 +126,14 @@ def choose_draft(
         tags = buffers.batch_tags[step - 1, :size, None]
         status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
         alive = alive & (status[:, 0] == MaskStatus.OK)
-        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled)
+        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
     best, tokens = logits.max(-1)
+    if d2t is not None:
+        tokens = d2t[tokens]
     if sampled:
         probs = sampler.distribution(logits, buffers.row_params[after.rows])
+        if d2t is not None:
+            probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
         buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
         position = after.column(Column.LENGTH)[:, None] + (step - 1)
         vocabulary = torch.arange(probs.shape[1], device=probs.device)
@@ -199,7 +214,7 @@ def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wa
 def _logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
     """The model's logits without their padding, which no row may choose, constrained or not."""
     logits = model.logits(hidden)
-    check_shape(f"{name} logits", logits, *hidden.shape[:-1], limits.vocab_size)
+    check_shape(f"{name} logits", logits, *hidden.shape[:-1], model.vocab_size)
     return logits[..., : limits.num_tokens]
 
 

@@ -23,7 +23,7 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission, checked_count, checked_ids
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.placement import backend_for, check_device, check_mode, make_buffers
+from stepgraph.runtime.placement import backend_for, check_device, check_mode, check_vocabularies, make_buffers
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -83,10 +83,9 @@ class Engine:
             raise ValueError(
                 f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want the target's vocab_size {target.vocab_size}"
             )
-        if drafts and draft is not None and draft.vocab_size != target.vocab_size:
-            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, want the target's {target.vocab_size}")
         models = ModelPair(target, draft if drafts else None)
         num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
+        check_vocabularies(models, num_tokens)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models)
         check_device(models, self.backend)

@@ -37,6 +37,23 @@ def check_mode(models: ModelPair) -> None:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
 
 
+def check_vocabularies(models: ModelPair, num_tokens: int) -> None:
+    """A draft shares the target's vocabulary, or tells which of the target's tokens each of its own stands for."""
+    target, draft = models
+    if draft is None:
+        return
+    if draft.d2t is None:
+        if draft.vocab_size != target.vocab_size:
+            wanted = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
+            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, want {wanted}")
+        return
+    ids = draft.d2t.tolist()
+    if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
+        raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, want {draft.vocab_size} of torch.int64")
+    if len(set(ids)) != len(ids) or not all(0 <= token < num_tokens for token in ids):
+        raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, want distinct ids from 0 to {num_tokens - 1}")
+
+
 def make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:
     """The round's spec table and the models' own caches; the models' weights as constants."""
     named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}

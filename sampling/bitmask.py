@@ -26,10 +26,12 @@ def pack(allowed: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def apply(logits: Tensor, masks: Tensor, constrained: Tensor) -> Tensor:
+def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None) -> Tensor:
     """Minus infinity where a constrained row forbids a token.
 
     logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint pass unchanged.
+    ids [V] int64: which bit of a mask each logit stands for, where that is not its own place (a draft's own vocabulary).
     """
     free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
-    return torch.where(unpack(masks, logits.shape[-1]) | free, logits, float("-inf"))
+    allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * WORD)[..., ids]
+    return torch.where(allowed | free, logits, float("-inf"))

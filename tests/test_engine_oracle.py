@@ -26,6 +26,8 @@ SETUPS = [
     Setup(k=6, drafter="random", max_rows=3),
     Setup(k=7, draft_masks=False, drafter="fair", asynchronous=False),
     Setup(k=8, drafter="perfect", rounds_in_flight=4),
+    Setup(k=3, drafter="half"),
+    Setup(k=4, draft_masks=False, drafter="half"),
 ]
 
 

@@ -18,7 +18,7 @@ VOCABULARY = Vocabulary.printable()
 class Decay(nn.Module):
     """A running mean of embeddings: one state per position, so that what was rejected is simply overwritten."""
 
-    feature_size, feature_dtype = 8, torch.bfloat16
+    feature_size, feature_dtype, d2t = 8, torch.bfloat16, None
 
     def __init__(self, name: str, vocab_size: int, fed: bool) -> None:
         super().__init__()

@@ -61,6 +61,7 @@ def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
         Setup(k=3, greedy_only=False, max_rows=32, drafter="fair"),
         Setup(k=3, greedy_only=False, max_rows=32, drafter="adversarial", draft_masks=False),
         Setup(k=2, greedy_only=False, max_rows=32, drafter="random", draft_masks=False),
+        Setup(k=3, greedy_only=False, max_rows=32, drafter="half"),
     ],
     ids=str,
 )

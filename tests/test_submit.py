@@ -10,7 +10,7 @@ import torch
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.oracles import greedy
-from tests.toy_engines import CONSTRAINTS, TARGET, Setup, shared_engine
+from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, shared_engine
 
 SETUP = Setup(k=3)
 BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
@@ -116,6 +116,9 @@ def test_a_bad_engine_is_refused_by_name() -> None:
         Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
     with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, want the target's 132"):
         Engine(TARGET, ToyDraft(ToyTarget(140)))
+    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, want distinct ids from 0 to 112")):
+        with pytest.raises(ValueError, match=f"Engine.draft.d2t: .*{message}"):
+            Engine(TARGET, ToyDraft(TARGET, d2t=d2t), vocabulary=VOCABULARY)
     many_stops = Vocabulary([b"a"] * 132, range(9))
     with pytest.raises(ValueError, match=r"EngineConfig.max_stop_ids: got 8, want at least 9, the vocabulary's stop ids"):
         Engine(TARGET, ToyDraft(TARGET), vocabulary=many_stops)

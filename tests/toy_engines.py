@@ -26,6 +26,7 @@ DRAFTERS = {
     "adversarial": lambda: ToyDraft(TARGET, 0.0, style="adversarial"),
     "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
     "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
+    "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in an order of its own
 }
 
 SCHEMA = {

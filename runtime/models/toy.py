@@ -49,7 +49,8 @@ class ToyDraft(nn.Module):
     """A draft that agrees with its target on a share of all prefixes, and only where its cache and its features are right.
 
     `style` is what it proposes elsewhere: "random" another hash, "adversarial" the target's least likely token.
-    `favourite` is proposed everywhere it may be: an illegal token, or a stop token at every place.
+    `favourite` is proposed everywhere it may be: an illegal token, or a stop token at every place. `d2t` gives the draft a
+    vocabulary of its own: the target's ids that it knows.
     """
 
     def __init__(
@@ -58,13 +59,17 @@ class ToyDraft(nn.Module):
         agreement: float = 1.0,
         style: Literal["random", "adversarial"] = "random",
         favourite: int | None = None,
+        d2t: Sequence[int] | None = None,
         seed: int = 1,
     ) -> None:
         super().__init__()
         if not 0.0 <= agreement <= 1.0:
             raise ValueError(f"ToyDraft.agreement: got {agreement}, want 0 to 1")
-        self.target, self.vocab_size, self.agreement, self.style, self.seed = target, target.vocab_size, agreement, style, seed
-        bonus = torch.zeros(self.vocab_size)
+        self.target, self.agreement, self.style, self.seed = target, agreement, style, seed
+        self.vocab_size = target.vocab_size if d2t is None else len(d2t)
+        self.register_buffer("d2t", None if d2t is None else torch.tensor(d2t, dtype=torch.int64))
+        self.d2t: Tensor | None
+        bonus = torch.zeros(target.vocab_size)
         if favourite is not None:
             bonus[favourite] = 1000.0
         self.register_buffer("bonus", bonus)
@@ -83,9 +88,10 @@ class ToyDraft(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         prefix = _from_limbs(hidden)
         likely = self.target.logits(hidden)
-        other = -likely if self.style == "adversarial" else _logits(prefix, self.vocab_size, self.seed)
+        other = -likely if self.style == "adversarial" else _logits(prefix, self.target.vocab_size, self.seed)
         agrees = (_mix(prefix, torch.full_like(prefix, _GATE)) >> 12) % 1000 < round(self.agreement * 1000)
-        return torch.where(agrees[..., None], likely, other) + self.bonus
+        logits = torch.where(agrees[..., None], likely, other) + self.bonus
+        return logits if self.d2t is None else logits[..., self.d2t]
 
 
 def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
