@@ -17,13 +17,13 @@ import torch
 import xgrammar
 
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.json_grammar import json_grammar
 from stepgraph.sampling.grammar.matcher import XGrammarMatcher
-from stepgraph.sampling.grammar.pattern import check_pattern
+from stepgraph.sampling.grammar.pattern import ebnf_of
 from stepgraph.sampling.grammar.schema import check_schema
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 
-MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 
 
@@ -100,6 +100,8 @@ class GrammarCompiler:
             matcher = compiled.matcher()
             if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
                 raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
+            if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(self._vocabulary.stop_token_ids[0]):
+                raise ValueError("the empty text would be accepted, which is not JSON")
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # the C++ side raises RuntimeError and several types of its own
@@ -109,8 +111,7 @@ class GrammarCompiler:
 
     def _build(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         if constraint.kind == "regex":
-            check_pattern(constraint.payload, "pattern")
-            return self._compiler.compile_regex(constraint.payload)
+            return self._compiler.compile_grammar(f"root ::= {ebnf_of(constraint.payload, 'pattern')}")
         if constraint.kind == "choice":
             options = " | ".join(f'"{_escape(option)}"' for option in json.loads(constraint.payload))
             return self._compiler.compile_grammar(f"root ::= {options}")
@@ -120,11 +121,7 @@ class GrammarCompiler:
         # The library's built-in JSON grammar forbids some legal tokens (`}]` after a string); this schema does not.
         schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.payload)
         check_schema(schema)
-        return self._compiler.compile_json_schema(
-            json.dumps(schema),
-            any_whitespace=constraint.any_whitespace,
-            max_whitespace_cnt=MAX_WHITESPACE if constraint.any_whitespace else None,
-        )
+        return self._compiler.compile_grammar(json_grammar(schema, constraint.any_whitespace))
 
 
 def _escape(text: str) -> str:

@@ -43,8 +43,10 @@ class Constraint:
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False) -> Constraint:
         """A JSON value that the schema accepts. Objects have their declared properties, in the declared order, and no others
-        unless `additionalProperties` says so; a `format` is enforced by its shape (a 30th of February is a date). Keywords
-        that cannot be enforced are refused by name when compiled."""
+        unless `additionalProperties` says so, and then a key may come twice among the additional ones. A string with a length
+        or a pattern is written without escapes, so it holds no quotes, backslashes or newlines; a pattern is anchored at both
+        ends, as in `regex`; a `format` is enforced by its shape (a 30th of February is a date). Keywords that cannot be
+        enforced are refused by name when compiled."""
         if not isinstance(schema, (dict, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, want a dict or JSON text")
         try:
@@ -65,7 +67,9 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that the pattern matches from end to end."""
+        """A text that the pattern matches from end to end, read as JavaScript reads it without flags: `.` is anything but the
+        end of a line (`[^]` is anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors
+        are welcome at the ends; look-around, back-references, word boundaries and flags are refused."""
         return cls("regex", pattern)
 
     @classmethod

@@ -1,73 +1,146 @@
-"""What a regular expression may say: the parts of the notation that the grammar library would misread are refused.
+"""Regular expressions, as rules of a grammar: read as JavaScript reads them without flags, anchored at both ends.
 
-Its own parser refuses look-around, back-references and flags. What it takes silently: an anchor in the middle of a pattern
-is dropped, an escape without a meaning (`\\A`, `\\Z`) stands for its letter, a large repetition has no upper end, and inside
-a JSON string a literal quote, backslash or control character is emitted raw.
+The grammar library has two readers of its own, neither of which is used. One takes an escaped caret at the front of a class for
+a negation and `\\x61b` for one character, drops an anchor in the middle of a pattern, and has an escape without a meaning
+(`\\A`) stand for its letter. The other, for patterns inside JSON strings, takes "b" for a text of `(ab+)?`, lets bytes through
+that are no UTF-8, and ignores look-around.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
+
+from stepgraph.sampling.grammar.charset import EVERY, IN_JSON, CharSet, charset, complement, intersection, spelled_open, union
 
 MAX_REPEAT = 100_000
 
-_CONTROL_ESCAPES = frozenset("nrtfv0c")
-_OTHER_ESCAPES = frozenset("dDwWsSxubBpPk")  # the last five are refused by the parser, in words of its own
-_DIGITS = frozenset("123456789")  # back-references: likewise
-_REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
-_PIECE = re.compile(r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]+\}|\\.|.", re.DOTALL)
+_ESCAPE = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]+\}|\\c[a-zA-Z]|\\0\d|\\."
+_ITEM = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_TOKEN = re.compile(
+    rf"(?P<set>\[(?:{_ESCAPE}|[^\]\\])*\])|(?P<escape>{_ESCAPE})|(?P<group>\((?:\?:|\?<[a-zA-Z_]\w*>)?)"
+    r"|(?P<repeat>(?:[*+?]|\{\d+(?:,\d*)?\})\??)|(?P<anchor>[$^])|(?P<other>.)",
+    re.DOTALL,
+)
+_DIGITS, _WORD = charset((48, 57)), charset((48, 57), (65, 90), (97, 122), "_")
+_SPACE = charset("\t\n\v\f\r \u00a0\u1680", (0x2000, 0x200A), "\u2028\u2029\u202f\u205f\u3000\ufeff")
+_SETS = {"d": _DIGITS, "D": complement(_DIGITS), "w": _WORD, "W": complement(_WORD), "s": _SPACE, "S": complement(_SPACE)}
+_DOT = complement(charset("\n\r\u2028\u2029"))
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
 
-class _Piece(NamedTuple):
-    text: str
-    start: int
-    in_class: bool
-    negated: bool
+class _Context(NamedTuple):
+    where: str
+    alphabet: CharSet
+
+    def refuse(self, piece: str, position: int, want: str) -> NoReturn:
+        raise ValueError(f"{self.where}: got {piece} at position {position}, want {want}")
 
 
-def check_pattern(pattern: str, where: str) -> None:
-    """A pattern always matches from end to end; `^` and `$` are welcome at the ends of a top-level alternative, nowhere else."""
-    for piece in _pieces(pattern):
-        if len(piece.text) == 2 and piece.text[1].isalnum() and piece.text[1] not in _CONTROL_ESCAPES | _OTHER_ESCAPES | _DIGITS:
-            raise ValueError(f"{where}: got {piece.text} at position {piece.start}, want an escape that has a meaning")
-    for repeat in _REPEAT.finditer(pattern):
-        if any(len(bound) > 6 or int(bound or 0) > MAX_REPEAT for bound in repeat.groups()):
-            raise ValueError(f"{where}: got {repeat.group()[:40]} at position {repeat.start()}, want at most {MAX_REPEAT} repetitions")
-    depth = 0
-    pieces = [piece for piece in _pieces(pattern) if not piece.in_class]
-    for index, piece in enumerate(pieces):
-        before = pieces[index - 1].text if index else "|"
-        after = pieces[index + 1].text if index + 1 < len(pieces) else "|"
-        if (piece.text == "^" and (depth or before != "|")) or (piece.text == "$" and (depth or after != "|")):
-            raise ValueError(f"{where}: got {piece.text!r} at position {piece.start}, want anchors at the ends of the whole pattern only")
-        depth += {"(": 1, ")": -1}.get(piece.text, 0)
+def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
+    """The right-hand side of a rule for the texts that the pattern matches; ValueError where it says what cannot be enforced.
 
-
-def check_json_pattern(pattern: str, where: str) -> None:
-    """As `check_pattern`, and no literal character that a JSON string must escape; `.` and `[^...]` leave those out by themselves."""
-    check_pattern(pattern, where)
-    for piece in _pieces(pattern):
-        if not piece.negated and _must_be_escaped(piece.text):
-            raise ValueError(f"{where}: got {piece.text!r} at position {piece.start}, want no character that JSON strings escape")
-
-
-def _pieces(pattern: str) -> Iterator[_Piece]:
-    in_class = negated = False
-    for match in _PIECE.finditer(pattern):
-        text = match.group()
-        if text == "[" and not in_class:
-            in_class, negated = True, pattern.startswith("[^", match.start())
-        yield _Piece(text, match.start(), in_class, negated)
-        if text == "]" and in_class:
-            in_class = negated = False
-
-
-def _must_be_escaped(text: str) -> bool:
-    if text.startswith("\\") and len(text) > 1:
-        if text[1] in "xu" and len(text) > 2:
-            text = chr(int(text[2:].strip("{}"), 16))
+    Inside a JSON string, `.` and `[^...]` leave out the characters that must be escaped there; to name one is refused.
+    """
+    context = _Context(where, IN_JSON if in_json else EVERY)
+    pieces, depth, before = ['""'], 0, "|"
+    for token in _TOKEN.finditer(pattern):
+        text, start = token.group(), token.start()
+        if token["anchor"]:
+            after = pattern[token.end() : token.end() + 1] or "|"
+            if depth or (before if text == "^" else after) != "|":
+                context.refuse(repr(text), start, "anchors at the ends of the whole pattern only")
+        elif token["repeat"]:
+            pieces[-1] += _repeat(text, start, before, context)
+        elif token["group"] or text == "|":
+            _check_group(token, context)
+            pieces += [text[0], '""']  # an alternative may be empty
         else:
-            return text[1] in _CONTROL_ESCAPES or text[1] in '"\\'
-    return text in '"\\' or text < " "
+            pieces.append(")" if text == ")" else _atom(token, context))
+        depth += {"(": 1, ")": -1}.get(text[0], 0)
+        if depth < 0:
+            context.refuse(text, start, "a parenthesis that was opened")
+        before = "{" if token["repeat"] else text
+    if depth:
+        raise ValueError(f"{where}: the parenthesis is not closed")
+    return " ".join(pieces)
+
+
+def _repeat(text: str, start: int, before: str, context: _Context) -> str:
+    if before[0] in "|^({":
+        context.refuse(text, start, "something to repeat in front of it, and one repetition only")
+    bounds = re.findall(r"\d+", text)
+    if any(len(bound) > 6 or int(bound) > MAX_REPEAT for bound in bounds):
+        context.refuse(text[:40], start, f"at most {MAX_REPEAT} repetitions")
+    if [int(bound) for bound in bounds] != sorted(int(bound) for bound in bounds):
+        context.refuse(text, start, "bounds that ascend")
+    return text[0] if text[0] in "*+?" else text.rstrip("?")  # a lazy repetition takes the same texts
+
+
+def _check_group(token: re.Match[str], context: _Context) -> None:
+    if token.group() == "(" and token.string[token.end() : token.end() + 1] == "?":
+        context.refuse(token.string[token.start() :][:3], token.start(), "no look-around and no flags")
+
+
+def _atom(token: re.Match[str], context: _Context) -> str:
+    text, start = token.group(), token.start()
+    if token["other"] and text in "[{\\":
+        context.refuse(text, start, "its end, or a backslash in front of it")
+    chars = _read_set(text, start, context) if token["set"] else _DOT if text == "." else _read_item(text, start, context)
+    if not token["set"] and len(chars) == 1 and chars[0][0] == chars[0][1]:
+        _check_literal(chars, text, start, context)
+    chars = intersection(chars, context.alphabet)
+    if not chars:
+        context.refuse(text[:40], start, "a class of at least one character")
+    return spelled_open(chars)
+
+
+def _read_set(text: str, start: int, context: _Context) -> CharSet:
+    """The characters of `[...]`; a hyphen is a range between two characters and itself anywhere else."""
+    negated = text.startswith("[^")
+    chars = list[tuple[int, int]]()
+    items = [(item.group(), start + 1 + negated + item.start()) for item in _ITEM.finditer(text[1 + negated : -1])]
+    index = 0
+    while index < len(items):
+        item, at = items[index]
+        first = _read_item("\\x08" if item == "\\b" else item, at, context)
+        is_range = index + 2 < len(items) and items[index + 1][0] == "-" and not {item[1:], items[index + 2][0][1:]} & _SETS.keys()
+        if is_range:
+            end, at_end = items[index + 2]
+            last = _read_item("\\x08" if end == "\\b" else end, at_end, context)
+            if last < first:
+                context.refuse(f"{item}-{end}", at, "a range that ascends")
+            chars.append((first[0][0], last[0][1]))
+        else:
+            if not negated and item[1:] not in _SETS:
+                _check_literal(first, item, at, context)
+            chars += first
+        index += 3 if is_range else 1
+    return complement(union(chars)) if negated else union(chars)
+
+
+def _read_item(item: str, start: int, context: _Context) -> CharSet:
+    """The characters of one escape or of one that stands for itself."""
+    if item[0] != "\\":
+        return charset(item)
+    name = item[1:2]
+    if item[1:] in _SETS:
+        return _SETS[name]
+    if item[1:] in _CONTROLS:
+        return charset(_CONTROLS[name])
+    if name in ("x", "u") and len(item) > 2:
+        code = int(item[2:].strip("{}"), 16)
+    elif name == "c" and len(item) > 2:
+        code = ord(item[2]) % 32
+    elif len(item) == 2 and not name.isalnum():
+        code = ord(name)
+    else:
+        context.refuse(item, start, "an escape that has a meaning")
+    if not intersection(((code, code),), EVERY):
+        context.refuse(item, start, "a character of Unicode, which a surrogate is not; write \\u{...}")
+    return ((code, code),)
+
+
+def _check_literal(chars: CharSet, text: str, start: int, context: _Context) -> None:
+    if not intersection(chars, context.alphabet):
+        context.refuse(repr(text), start, "no character that JSON strings escape")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any, NoReturn
 
-from stepgraph.sampling.grammar.pattern import MAX_REPEAT, check_json_pattern
+from stepgraph.sampling.grammar.pattern import MAX_REPEAT, ebnf_of
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
 MAX_OPTIONAL = 500  # so it does with the optional properties of one object (2,000 take 17 s),
 MAX_COUNTED = 100  # and much more so where their number is bounded
 MAX_MULTIPLE = 1000
+MAX_DECIMALS = 5  # narrower ranges of numbers take the empty text,
+MAX_FRACTIONAL, MAX_WHOLE = 10**9, 10**15  # and bounds of more digits are rounded
 INT64 = range(-(2**63), 2**63)
 
 ANNOTATIONS = frozenset("$schema $id $comment title description default examples deprecated readOnly writeOnly $defs definitions".split())
@@ -116,7 +119,7 @@ def _check_string(node: dict[str, Any], where: str) -> None:
     if "pattern" in node:
         if not isinstance(node["pattern"], str):
             _refuse(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, want a string")
-        check_json_pattern(node["pattern"], f"{where}: pattern")
+        ebnf_of(node["pattern"], f"{where}: pattern", in_json=True)
     if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
         hidden = sorted(lengths or {"format"})[0]
         _refuse(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
@@ -129,6 +132,9 @@ def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
             _refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a number")
         if "integer" in types and (int(value) != value or int(value) not in INT64):
             _refuse(where, keyword, f"got {value}, want a whole number of 64 bits for type integer")
+        if "number" in types and keyword != "multipleOf" and not _is_exact(value):
+            limits = f"at most {MAX_DECIMALS} decimals below {MAX_FRACTIONAL:.0e}, or a whole number below {MAX_WHOLE:.0e}"
+            _refuse(where, keyword, f"got {value}; enforced for {limits}")
     if "multipleOf" in node:
         bounds = sorted({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & node.keys())
         if "number" in types or node["multipleOf"] < 1:
@@ -137,6 +143,13 @@ def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
             _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
         if bounds:
             _refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
+
+
+def _is_exact(value: float) -> bool:
+    exact = Decimal(repr(value))
+    if exact == exact.to_integral_value():
+        return abs(exact) < MAX_WHOLE
+    return abs(exact) < MAX_FRACTIONAL and exact == round(exact, MAX_DECIMALS)
 
 
 def _check_counts(node: dict[str, Any], low: str, high: str, where: str) -> None:
@@ -172,11 +185,20 @@ def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> No
     if undeclared := [name for name in required if name not in properties]:
         _refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
     optional = len(properties.keys() - set(required))
-    most = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
-    if optional > most:
-        _refuse(where, "properties", f"got {optional} that are not required, want at most {most}; require more of them")
-    if node.get("additionalProperties", True) is not False:
-        _check_node(node.get("additionalProperties", True), root, f"{where}/additionalProperties", depth + 1)
+    limit = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
+    if optional > limit:
+        _refuse(where, "properties", f"got {optional} that are not required, want at most {limit}; require more of them")
+    # A key may come twice among additional properties. The last one counts, and it fits their schema as the others do: no harm
+    # but to a least number of properties. That it is none of the declared names is seen character by character.
+    additional = node.get("additionalProperties", "properties" not in node)
+    if additional is False:
+        return
+    _check_node(additional, root, f"{where}/additionalProperties", depth + 1)
+    least, most = node.get("minProperties", 0), len(set(required)) + 1
+    if least > most:
+        _refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
+    if odd := [name for name in properties if not all(" " <= char <= "~" and char not in '"\\' for char in name)]:
+        _refuse(where, "additionalProperties", f"is not enforced beside the name {odd[0]!r}; want false, or printable ASCII without quotes")
 
 
 def _check_ref(reference: Any, root: Any, where: str) -> None:
@@ -267,4 +289,9 @@ def _constants(node: Any) -> set[str]:
     if not isinstance(node, dict):
         return set()
     values = [node["const"]] if "const" in node else node.get("enum", [])
-    return {json.dumps(value, sort_keys=True) for value in values}
+    return {json.dumps(json.loads(json.dumps(value), parse_float=_plain), sort_keys=True) for value in values}
+
+
+def _plain(text: str) -> float:
+    """JSON does not tell 1.0 from 1, nor -0.0 from 0."""
+    return int(float(text)) if float(text).is_integer() else float(text)
