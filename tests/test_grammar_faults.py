@@ -235,5 +235,5 @@ def test_a_json_grammar_that_takes_the_empty_text_is_refused(monkeypatch: pytest
     compiler = GrammarCompiler(BYTES, max_threads=1)
     empty = compiler._build(Constraint.regex("a*"))
     monkeypatch.setattr(compiler, "_build", lambda constraint: empty)
-    with pytest.raises(ValueError, match="constraint json_schema: .*empty text"):
+    with pytest.raises(ValueError, match=r"constraint json_schema: .*empty text"):
         compiler.compile(Constraint.json_schema({"type": "null"}))
