@@ -176,12 +176,16 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, depth, columns = limits.mask_words, limits.ring_depth, len(Column)
     int64, int32 = torch.int64, torch.int32
-    admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row
+    admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids
     return (
         # rows: what the device knows of a request, from admission to finish
         BufferSpec("row_state", (rows, columns), int64),
         BufferSpec("row_params", (rows, len(Param)), torch.float32),
         BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
+        BufferSpec("row_bias_ids", (rows, limits.max_bias_ids), int64, fill=-1),
+        BufferSpec("row_biases", (rows, limits.max_bias_ids), torch.float32),  # minus infinity for a bad token
+        BufferSpec("row_prompt_seen", (rows, limits.num_tokens), torch.bool),
+        BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # kept by sampled rounds only
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
         BufferSpec("row_draft_probs", (rows, drafts, limits.num_tokens), torch.float32),  # what each draft was drawn from
@@ -193,6 +197,7 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         BufferSpec("batch_masks", (positions, slots, words), int32),
         BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
         BufferSpec("results", (slots, RESULT_FIELDS + positions), int64),
+        BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),  # raw, masked; of sampled rounds
         # admission and prompts
         BufferSpec("admission", (admission,), int64),
         BufferSpec("prompt", (limits.prefill_chunk + 1,), int64),
@@ -204,6 +209,7 @@ def round_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         # rings: memory that is written is never memory that is still to be copied
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
         BufferSpec("results_ring_host", (depth, slots, RESULT_FIELDS + positions), int64, "pinned"),
+        BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prefill_chunk + 1), int64, "pinned"),
     )

@@ -23,6 +23,7 @@ class Limits:
     feature_size: int  # width of what the target hands to the draft
     rounds_in_flight: int = 2
     max_stop_ids: int = 8
+    max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
     prefill_chunk: int = 128
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class GraphKey:
 
     rows: int
     constrained: bool  # some row has a grammar
-    sampled: bool = False  # some row has a temperature
+    sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
 
     def __str__(self) -> str:
         return f"rows={self.rows} {'constrained' if self.constrained else 'free'} {'sampled' if self.sampled else 'greedy'}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling import acceptance, bitmask, rng, sampler
+from stepgraph.sampling import acceptance, bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import Emission, FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -54,18 +54,21 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
 def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool, sampled: bool = False) -> tuple[Emission, Batch]:
     """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards."""
     status = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64)
+    masked = logits
     if constrained:
         ruled = batch.column(Column.CONSTRAINED) != 0
         status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
-        logits = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
-    best, tokens = logits.max(-1)
+        masked = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
+    best, tokens = masked.max(-1)
     finite, drafts, draft_count = torch.isfinite(best), batch.drafts, batch.column(Column.DRAFT_COUNT)
     if sampled:
-        params = buffers.row_params[batch.rows]
-        draft_probs = _draft_probs(buffers, batch, params)
+        settings = _settings(buffers, batch)
+        masked = processors.process(masked, settings, drafts)
+        status, finite = processors.mark_dead_ends(status, finite, masked), torch.isfinite(masked.amax(-1))
+        probs, draft_probs = sampler.distribution(masked, settings.params), _draft_probs(buffers, batch, settings.params)
         seed, length = batch.column(Column.SEED), batch.column(Column.LENGTH)
-        probs = sampler.distribution(logits, params)
         tokens, accepted = acceptance.reject_sample(probs, draft_probs, finite, drafts, draft_count, status, seed, length)
+        buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
     else:
         accepted = acceptance.count_accepted(tokens, finite, drafts, draft_count, status)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
@@ -73,6 +76,8 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
     emission = emission._replace(
         emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
+    if sampled:
+        _count_output(buffers, batch.rows, emission)
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
     results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], tokens], 1)
@@ -127,11 +132,14 @@ def choose_draft(
         status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
         alive = alive & (status[:, 0] == MaskStatus.OK)
         logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
+    if sampled:
+        settings = _settings(buffers, after)
+        logits = processors.process(logits[:, None], settings, buffers.batch_drafts[: step - 1, :size].T, step - 1, d2t)[:, 0]
     best, tokens = logits.max(-1)
     if d2t is not None:
         tokens = d2t[tokens]
     if sampled:
-        probs = sampler.distribution(logits, buffers.row_params[after.rows])
+        probs = sampler.distribution(logits, settings.params)
         if d2t is not None:
             probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
         buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
@@ -167,13 +175,14 @@ def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
 def prefill(
     buffers: StaticBuffers, row: int, start: int, count: int, target: TargetModel, draft: DraftModel | None, limits: Limits
 ) -> None:
-    """Fill both caches with one chunk of a prompt; runs between rounds, never inside a graph.
+    """Fill both caches with one chunk of a prompt, and note its tokens for the penalties; runs between rounds, never inside a graph.
 
     `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
     the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
     """
     block_tables = buffers.row_block_tables[row : row + 1]
     tokens = buffers.prompt[None, : count + 1]
+    buffers.row_prompt_seen[row].scatter_(0, tokens[0], True)
     positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
     slots = cache_slots(block_tables, positions, limits)
 
@@ -193,6 +202,27 @@ def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tens
     """[B, Q] cache slot of every position."""
     pages = block_tables.gather(1, positions // limits.page_size)
     return pages * limits.page_size + positions % limits.page_size
+
+
+def _settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
+    rows = batch.rows
+    return processors.RowSettings(
+        params=buffers.row_params[rows],
+        bias_ids=buffers.row_bias_ids[rows],
+        biases=buffers.row_biases[rows],
+        stop_ids=buffers.row_stop_ids[rows],
+        prompt_seen=buffers.row_prompt_seen[rows],
+        output_counts=buffers.row_output_counts[rows],
+        generated=batch.column(Column.GENERATED),
+    )
+
+
+def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:
+    """What was emitted joins what the penalties count."""
+    index = torch.arange(emission.tokens.shape[1], device=rows.device)
+    emitted = (index < emission.emitted[:, None]).to(buffers.row_output_counts.dtype)
+    places = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
+    buffers.row_output_counts.view(-1).scatter_add_(0, places.flatten(), emitted.flatten())
 
 
 def _draft_probs(buffers: StaticBuffers, batch: Batch, params: Tensor) -> Tensor:

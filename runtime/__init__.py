@@ -2,8 +2,19 @@
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.engine import Engine, EngineStats
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.sampling.grammar import Constraint, Vocabulary
 from stepgraph.sampling.params import SamplingParams
 
-__all__ = ["Constraint", "Engine", "EngineConfig", "EngineStats", "FinishReason", "Job", "SamplingParams", "StepEvent", "Vocabulary"]
+__all__ = [
+    "Constraint",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
+    "Job",
+    "SamplingParams",
+    "StepEvent",
+    "TokenLogprob",
+    "Vocabulary",
+]

@@ -1,4 +1,4 @@
-"""The front door: what a submit may ask for, and how a seat's prompt reaches the device between rounds."""
+"""How a seat reaches the device between rounds: its settings, its prompt, its row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stepgraph.graphs import stages
 from stepgraph.graphs.buffers import Column, StaticBuffers
@@ -16,23 +17,6 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.sampler import Param
-
-
-def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
-    """Token ids from a list, a tuple, an array or a one-dimensional tensor; ValueError names the first bad one."""
-    values = ids.tolist() if hasattr(ids, "tolist") else ids
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise ValueError(f"{name}: got {type(ids).__name__}, want a sequence of token ids")
-    for place, token in enumerate(values):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
-            raise ValueError(f"{name}[{place}]: got {token!r}, want a token id from 0 to {num_tokens - 1}")
-    return tuple(int(token) for token in values)
-
-
-def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        raise ValueError(f"{name}: got {value!r}, want a whole number from {least} to {most} ({why})")
-    return int(value)
 
 
 class PinnedRing:
@@ -59,7 +43,7 @@ class PinnedRing:
 
 
 class Admission:
-    """Brings seats to the device: block table and stop ids first, then the prompt in chunks, then the row itself."""
+    """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
 
     def __init__(self, backend: Backend, buffers: StaticBuffers, models: ModelPair, limits: Limits) -> None:
         self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
@@ -95,14 +79,21 @@ class Admission:
         buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
         table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
-        slot = self._admissions.write([*stops, *table])
+        biases = seat.job.sampling.biases
+        unused = limits.max_bias_ids - len(biases)
+        bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
+        slot = self._admissions.write([*stops, *table, *bias_ids, *bias_bits])
 
         def place() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
-            size = limits.max_stop_ids + limits.pages_per_row
-            stop_part, table_part = buffers.admission[:size].split([limits.max_stop_ids, limits.pages_per_row])
+            sizes = [limits.max_stop_ids, limits.pages_per_row, limits.max_bias_ids, limits.max_bias_ids]
+            stop_part, table_part, ids_part, bits_part = buffers.admission[: sum(sizes)].split(sizes)
             buffers.row_stop_ids[row].copy_(stop_part)
             buffers.row_block_tables[row].copy_(table_part)
+            buffers.row_bias_ids[row].copy_(ids_part)
+            buffers.row_biases[row].copy_(_floats(bits_part))
+            buffers.row_prompt_seen[row].zero_()
+            buffers.row_output_counts[row].zero_()
 
         self._backend.run(place)
         self._admissions.sent()
@@ -126,17 +117,31 @@ class Admission:
             Param.TOP_K: sampling.top_k,
             Param.TOP_P: sampling.top_p,
             Param.MIN_P: sampling.min_p,
+            Param.REPETITION_PENALTY: sampling.repetition_penalty,
+            Param.PRESENCE_PENALTY: sampling.presence_penalty,
+            Param.FREQUENCY_PENALTY: sampling.frequency_penalty,
+            Param.MIN_NEW_TOKENS: sampling.min_new_tokens,
         }
-        bits = np.array([params[column] for column in Param], dtype=np.float32).view(np.int32)
-        slot = self._admissions.write([*[state.get(column, 0) for column in Column], *bits.tolist()])
+        slot = self._admissions.write([*[state.get(column, 0) for column in Column], *_bits([params[column] for column in Param])])
 
         def place() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
-            buffers.row_params[row].copy_(bits_part.to(torch.int32).view(torch.float32))
+            buffers.row_params[row].copy_(_floats(bits_part))
             buffers.row_state[row].copy_(state_part)
 
         self._backend.run(place)
         self._admissions.sent()
+
+
+def _bits(values: Sequence[float]) -> list[int]:
+    """float32 values as whole numbers, for a copy of int64."""
+    bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
+    return bits
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """Back again, on the device."""
+    return bits.to(torch.int32).view(torch.float32)

@@ -19,9 +19,10 @@ class EngineConfig:
     rounds_in_flight: int = 2  # rounds launched before the first of them is read
     prefill_chunk: int = 128  # prompt tokens taken between two rounds
     max_stop_ids: int = 8
+    max_bias_ids: int = 256  # entries that a request's logit_bias and bad_token_ids may have together
     max_queued: int = 4096  # submits waiting for a row; more are refused
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
-    greedy_only: bool = False  # True: half the graphs; a request with a temperature is refused
+    greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
@@ -62,5 +63,6 @@ class EngineConfig:
             feature_size=feature_size,
             rounds_in_flight=self.rounds_in_flight,
             max_stop_ids=self.max_stop_ids,
+            max_bias_ids=self.max_bias_ids,
             prefill_chunk=self.prefill_chunk,
         )

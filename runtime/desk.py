@@ -6,9 +6,10 @@ import collections
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import RowTable, Seat
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.host_link import MatcherRow
@@ -41,9 +42,9 @@ class Desk:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def stop_ids(self, extra: Sequence[int]) -> tuple[int, ...]:
-        """The vocabulary's stop ids and the request's own; ValueError where they do not fit."""
-        stops = tuple(dict.fromkeys([*self._stop_token_ids, *extra]))
+    def stop_ids(self, extra: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
+        """The vocabulary's stop ids, unless they are ignored, and the request's own; ValueError where they do not fit."""
+        stops = tuple(dict.fromkeys([*(() if ignore_eos else self._stop_token_ids), *extra]))
         if len(stops) > self._limits.max_stop_ids:
             raise ValueError(
                 f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most {self._limits.max_stop_ids}"
@@ -83,16 +84,18 @@ class Desk:
                 self._seats[seat.job.id] = seat
                 self._waiting.popleft()
 
-    def record(self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode) -> StepEvent:
+    def record(self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode, logprobs: Sequence[TokenLogprob]) -> StepEvent:
         """Book what a round emitted for a seat."""
         job = seat.job
         job.tokens.extend(tokens)
+        job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
         self.tokens += len(tokens)
         self.accepted_drafts += accepted
+        event = StepEvent(job.id, tuple(tokens), accepted, logprobs=tuple(logprobs))
         if code == FinishCode.RUNNING:
-            return StepEvent(job.id, tuple(tokens), accepted)
+            return event
         error = ""
         if code == FinishCode.MASK_FAULT:
             error = (
@@ -100,12 +103,11 @@ class Desk:
             )
         elif code == FinishCode.LOGITS_FAULT:
             error = "the target's best legal logit is not finite"
-        return self.finish(job, seat, FINISH_REASONS[code], tuple(tokens), accepted, error)
+        self.finish(job, seat, FINISH_REASONS[code], error)
+        return replace(event, finish_reason=job.finish_reason, error=error)
 
-    def finish(
-        self, job: Job, seat: Seat | None, reason: FinishReason, tokens: tuple[int, ...] = (), accepted: int = 0, error: str = ""
-    ) -> StepEvent:
-        """End a job and free what it held."""
+    def finish(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
+        """End a job and free what it held. Returns the event of an end without tokens."""
         with self._lock:
             job.error, job.finish_reason = error, reason
             del self.jobs[job.id]
@@ -113,7 +115,7 @@ class Desk:
                 del self._seats[job.id]
                 self.rows.release(seat)
                 seat.matcher = None  # rounds on their way hold what they still need
-        return StepEvent(job.id, tokens, accepted, reason, error)
+        return StepEvent(job.id, (), 0, reason, error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         with self._lock:  # a submit that came in time is among the jobs; a later one is refused

@@ -20,18 +20,19 @@ from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.admission import Admission, checked_count, checked_ids
+from stepgraph.runtime.admission import Admission
+from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.placement import backend_for, check_device, check_mode, check_vocabularies, make_buffers
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.params import GREEDY, SamplingParams
+from stepgraph.sampling.params import SamplingParams
 
 
 class Flight(NamedTuple):
@@ -40,6 +41,7 @@ class Flight(NamedTuple):
     event: Event
     slot: int  # of the results ring
     seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
+    logprobs: bool  # some seat wants them, and they are on their way too
 
 
 @dataclass(frozen=True)
@@ -128,23 +130,16 @@ class Engine:
         """
         self._require_open("submit")
         limits, most = self.limits, self.limits.num_speculative_tokens
-        prompt = checked_ids("prompt_ids", prompt_ids, limits.num_tokens)
-        if not prompt:
-            raise ValueError("prompt_ids: got an empty prompt, want at least one token id")
-        if len(prompt) >= limits.max_length:
-            raise ValueError(f"prompt_ids: got {len(prompt)} tokens, want fewer than max_length={limits.max_length}")
-        room = limits.max_length - len(prompt)
-        new_tokens = checked_count(
-            "max_new_tokens", max_new_tokens, 1, room, f"max_length={limits.max_length} less {len(prompt)} of prompt"
-        )
+        prompt = checked_prompt(prompt_ids, limits)
+        why = f"max_length={limits.max_length} less {len(prompt)} of prompt"
+        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), why)
         drafts = most if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
-        sampling = GREEDY if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
-        if self.config.greedy_only and not sampling.greedy:
-            raise ValueError(f"sampling.temperature: got {sampling.temperature}, want 0: the engine is greedy_only")
-        stops = self._desk.stop_ids(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens))
+        sampling = checked_sampling(
+            sampling, limits, greedy_only=self.config.greedy_only, constrained=constraint is not None, max_new_tokens=new_tokens
+        )
+        extra_stops = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens)
+        stops = self._desk.stop_ids(extra_stops, sampling.ignore_eos)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops, seed)
         matcher = self._matcher(job)
@@ -250,7 +245,7 @@ class Engine:
             return False
         slot = self._round % self.limits.ring_depth
         self._round += 1
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.greedy for seat in seats)
+        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
         key = self._graphs.key_for(len(seats), constrained, sampled)
         batch_host, results_host = self.buffers.batch_rows_ring_host[slot], self.buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
@@ -261,7 +256,11 @@ class Engine:
         self.backend.run(lambda: self.buffers.batch_rows.copy_(batch_host, non_blocking=True))
         self._graphs[key].replay()
         self.backend.run(lambda: results_host.copy_(self.buffers.results, non_blocking=True))
-        self._flights.append(Flight(self.backend.event(), slot, seats))
+        logprobs = any(seat.job.sampling.logprobs for seat in seats)
+        if logprobs:
+            logprobs_host = self.buffers.logprobs_ring_host[slot]
+            self.backend.run(lambda: logprobs_host.copy_(self.buffers.results_logprobs, non_blocking=True))
+        self._flights.append(Flight(self.backend.event(), slot, seats, logprobs))
         return True
 
     def _collect(self) -> list[StepEvent]:
@@ -269,11 +268,13 @@ class Engine:
         flight = self._flights.popleft()
         flight.event.wait()
         results = self.buffers.results_ring_host[flight.slot].tolist()
+        logprobs = self.buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
         events = []
-        for seat, (count, finish, accepted, *tokens) in zip(flight.seats, results, strict=False):
+        for seat, (count, finish, accepted, *tokens), told in zip(flight.seats, results, logprobs, strict=False):
             assert len(tokens) + RESULT_FIELDS == len(results[0])
             if not seat.job.finished:  # else: launched before its end was known, and inert
-                events.append(self._desk.record(seat, tokens[:count], accepted, FinishCode(finish)))
+                wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
+                events.append(self._desk.record(seat, tokens[:count], accepted, FinishCode(finish), wanted))
         return events
 
     def _matcher(self, job: Job) -> MatcherRow | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.constraint import Constraint
@@ -17,7 +18,7 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"  # max_new_tokens
     CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows nothing more but a stop token, which is not emitted
     CANCELLED = "cancelled"
-    DEAD_END = "dead_end"  # the grammar allows no token although the text is not complete
+    DEAD_END = "dead_end"  # nothing may follow although the text is not complete: the grammar, or what the request forbids, leaves no token
     ERROR = "error"
 
     def __str__(self) -> str:
@@ -34,6 +35,13 @@ FINISH_REASONS = {
 }
 
 
+class TokenLogprob(NamedTuple):
+    """How likely an emitted token was, as natural logarithms."""
+
+    raw: float  # to the target: under its own logits, before anything
+    masked: float  # in the distribution it was drawn from, after masks, penalties, temperature and filters; 0.0 where greedy
+
+
 @dataclass(frozen=True)
 class StepEvent:
     """What one round added to one job."""
@@ -43,6 +51,7 @@ class StepEvent:
     num_accepted_drafts: int
     finish_reason: FinishReason | None = None
     error: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request wants them
 
 
 @dataclass(eq=False)
@@ -58,6 +67,7 @@ class Job:
     stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
     seed: int  # the request's, or the one it was given
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
     num_accepted_drafts: int = 0
     rounds: int = 0
     finish_reason: FinishReason | None = None

@@ -19,15 +19,19 @@ class Param(IntEnum):
     TOP_K = 1  # 0: all tokens
     TOP_P = 2
     MIN_P = 3
+    REPETITION_PENALTY = 4  # from here on: processors.py
+    PRESENCE_PENALTY = 5
+    FREQUENCY_PENALTY = 6
+    MIN_NEW_TOKENS = 7
 
 
 def distribution(logits: Tensor, params: Tensor) -> Tensor:
-    """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, len(Param)].
+    """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
     A row without any finite logit gives zeros: nothing can be drawn from it.
     """
     shape = (-1, *[1] * (logits.dim() - 1))
-    temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in Param)
+    temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
     scaled = logits.to(torch.float32) / torch.where(greedy, 1.0, temperature)
     # Sorted once, stably: equal logits stay in the order of their ids.

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
+from stepgraph.sampling.params import GREEDY, SamplingParams
 
 
 class Answer(NamedTuple):
@@ -42,8 +44,9 @@ def greedy(
     stop_ids: Sequence[int],
     compiled: CompiledConstraint | None = None,
     num_tokens: int | None = None,
+    sampling: SamplingParams = GREEDY,
 ) -> Answer:
-    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar allows.
+    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar and the request allow.
 
     `num_tokens` is the size of the vocabulary where the logits are padded: ids from there on mean nothing.
     """
@@ -56,8 +59,11 @@ def greedy(
         if status != MaskStatus.OK:
             return Answer(tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status])
         legal = [int(masks[0, token // 32]) >> (token % 32) & 1 or not matcher for token in ids]
-        logits = prefix_logits(target, [*prompt, *tokens])
-        tokens.append(max((token for token in ids if legal[token]), key=lambda token: (logits[token], -token)))
+        logits = processed(prefix_logits(target, [*prompt, *tokens])[: len(ids)], sampling, prompt, tokens, stop_ids)
+        best = max((token for token in ids if legal[token]), key=lambda token: (logits[token], -token))
+        if logits[best] == -math.inf:
+            return Answer(tokens, "dead_end")
+        tokens.append(best)
         if matcher:
             assert matcher.accept_token(tokens[-1])
         if tokens[-1] in stop_ids:
@@ -72,6 +78,24 @@ def accepts(compiled: CompiledConstraint, tokens: Sequence[int], *, finished: bo
     if not all(matcher.accept_token(token) for token in tokens):
         return False
     return not finished or matcher.fill_next_token_bitmask(masks, 0) in (MaskStatus.TERMINATED, MaskStatus.COMPLETE)
+
+
+def processed(
+    logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int]
+) -> list[float]:
+    """What a request makes of the logits after a history, in words. Rounded to float32 on the way, so that near ties fall alike."""
+    real = np.float32
+    result = []
+    for token, logit in enumerate(logits):
+        if token in sampling.bad_token_ids or (token in stop_ids and len(output) < sampling.min_new_tokens):
+            result.append(-math.inf)
+            continue
+        value, count = real(logit) + real(sampling.logit_bias.get(token, 0.0)), output.count(token)
+        if count or token in prompt:
+            value = value / real(sampling.repetition_penalty) if value > 0 else value * real(sampling.repetition_penalty)
+        value = value - real(sampling.frequency_penalty) * real(count)
+        result.append(float(value - real(sampling.presence_penalty) if count else value))
+    return result
 
 
 def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs import GraphKey, TapeBackend, run_eager, stages
 from stepgraph.graphs.buffers import Column
-from stepgraph.sampling import bitmask
+from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
@@ -30,15 +30,16 @@ def backend() -> Iterator[TapeBackend]:
 @pytest.mark.parametrize(("k", "draft_masks"), [(0, True), (1, True), (3, True), (3, False), (8, True), (8, False)])
 def test_round_replays_as_eager_for_every_key(backend: TapeBackend, k: int, draft_masks: bool) -> None:
     bench = RoundBench(backend, k, draft_masks)
-    for rows, constrained in itertools.product((1, 2, 4), (False, True)):
-        step = bench.round.step(GraphKey(rows, constrained))
+    for rows, constrained, sampled in itertools.product((1, 2, 4), (False, True), (False, True)):
+        step = bench.round.step(GraphKey(rows, constrained, sampled))
         bench.compare(step, 8, functools.partial(bench.announce, rows) if constrained else lambda: None)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("constrained", [False, True])
-def test_every_stage_replays_as_eager(backend: TapeBackend, constrained: bool) -> None:
+def test_every_stage_replays_as_eager(backend: TapeBackend, constrained: bool, sampled: bool) -> None:
     bench = RoundBench(backend, 3)
-    for step in bench.stage_steps(constrained).values():
+    for step in bench.stage_steps(constrained, sampled).values():
         bench.compare(step, 8)
 
 
@@ -53,10 +54,12 @@ class Allocating(TorchDispatchMode):
         return result
 
 
-def test_a_hundred_replays_move_nothing_and_allocate_nothing() -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_hundred_replays_move_nothing_and_allocate_nothing(sampled: bool) -> None:
+    Allocating.count = 0
     backend = TapeBackend()
     bench = RoundBench(backend, 4)
-    key = GraphKey(4, constrained=True)
+    key = GraphKey(4, constrained=True, sampled=sampled)
     with Allocating():
         bench.announce(4)
         run_eager(bench.round.step(key), bench.buffers)
@@ -89,13 +92,21 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
         assert len(ruled.report.host_nodes) == expected
 
 
+def test_a_greedy_graph_is_spared_all_that_sampling_needs(backend: TapeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((processors, "process"), (sampler, "distribution"), (rng, "uniform"), (stages, "_settings")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
+    bench = RoundBench(backend, 3)
+    nodes = [sum(backend.capture(bench.round.step(GraphKey(2, ruled)), bench.buffers).report.nodes.values()) for ruled in (False, True)]
+    assert nodes == [560, 680], "as before there was any sampling"
+
+
 @pytest.mark.parametrize("draft_masks", [True, False])
 def test_nothing_of_the_host_is_baked_into_a_round(backend: TapeBackend, draft_masks: bool) -> None:
     """Recorded twice, at two states of rows, masks and matchers: the same operations with the same scalars."""
     bench = RoundBench(backend, 3, draft_masks)
     bench.randomise(1)
-    for constrained in (False, True):
-        backend.capture(bench.round.step(GraphKey(4, constrained)), bench.buffers, check="twice", between=lambda: bench.randomise(2))
+    for kind in itertools.product((False, True), (False, True)):
+        backend.capture(bench.round.step(GraphKey(4, *kind)), bench.buffers, check="twice", between=lambda: bench.randomise(2))
 
 
 def test_padding_rows_stay_inert(backend: TapeBackend) -> None:

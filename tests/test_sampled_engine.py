@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from stepgraph.runtime import Constraint, Engine, SamplingParams
+from stepgraph.sampling import processors
+from stepgraph.sampling.processors import RowSettings
 from tests.chi_square import chi_square_p
-from tests.oracles import filtered, prefix_logits
-from tests.toy_engines import COMPILER, CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tests.oracles import filtered, prefix_logits, processed
+from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
 
 PROMPT = [5, 6]
 GRAMMAR = Constraint.regex("[a-c]{1,2}[xy]")
+REPEATS = Constraint.regex("[a-c]{2,4}")
 SETTINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=1),
@@ -27,22 +32,37 @@ SETTINGS = [
     SamplingParams(temperature=1.7, top_k=20, top_p=0.8, min_p=0.01, seed=7),
     SamplingParams(temperature=1e-3, seed=8),
     SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, bad_token_ids=(30, 31)),
+    SamplingParams(temperature=1.2, frequency_penalty=1.5, presence_penalty=-0.5, logprobs=True, seed=11),
+    SamplingParams(temperature=0.0, min_new_tokens=20, frequency_penalty=0.7, logprobs=True, ignore_eos=True),
+    SamplingParams(temperature=0.8, logit_bias={40: 6.0, 41: -100.0}, top_k=30, min_new_tokens=5, seed=13),
 ]
+PENALTIES = SamplingParams(
+    temperature=1.2,
+    top_p=0.98,
+    repetition_penalty=1.2,
+    frequency_penalty=2.0,
+    presence_penalty=1.0,
+    logit_bias={66: 1.5},
+    bad_token_ids=(67,),
+    min_new_tokens=3,
+)
 
 
 @functools.cache
-def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Probability of every text of GRAMMAR after PROMPT, by enumeration in float64."""
+def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[int, ...], float]:
+    """Probability of every text of a grammar after PROMPT, by enumeration in float64."""
     texts: dict[tuple[int, ...], float] = {}
 
     def walk(tokens: tuple[int, ...], probability: float) -> None:
-        matcher = COMPILER.compile(GRAMMAR).matcher()
+        matcher = COMPILER.compile(grammar).matcher()
         assert all(matcher.accept_token(token) for token in tokens)
         masks = torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
         if matcher.fill_next_token_bitmask(masks, 0).name != "OK":
             texts[tokens] = probability
             return
         logits = prefix_logits(TARGET, [*PROMPT, *tokens])[: len(VOCABULARY.tokens)]
+        logits = processed(logits, sampling, PROMPT, tokens, [STOP])
         legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(logits))]
         masked = [value if ok else -math.inf for value, ok in zip(logits, legal, strict=True)]
         for token, share in enumerate(filtered(masked, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)):
@@ -51,6 +71,21 @@ def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
 
     walk((), 1.0)
     return texts
+
+
+def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint) -> float:
+    """How likely the texts of 1,500 seeds are under the law."""
+    texts = law(sampling, grammar)
+    assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
+    asks = [replace(sampling, seed=seed) for seed in range(1500)]
+    jobs = [engine.submit(PROMPT, constraint=grammar, sampling=ask, max_new_tokens=8) for ask in asks]
+    for _ in engine.stream():
+        pass
+    counts = Counter(tuple(job.tokens) for job in jobs)
+    if not set(counts) <= set(texts):
+        return 0.0
+    observed = torch.tensor([counts[text] for text in texts])
+    return chi_square_p(observed, torch.tensor(list(texts.values()), dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -65,22 +100,29 @@ def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.5), SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05)])
-def test_texts_follow_the_targets_own_law(setup: Setup, sampling: SamplingParams) -> None:
-    texts = law(sampling)
-    assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
-    engine = shared_engine(setup)
-    jobs = []
-    for seed in range(1500):
-        fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        jobs.append(engine.submit(PROMPT, constraint=GRAMMAR, sampling=SamplingParams(**fields, seed=seed), max_new_tokens=8))
-    for _ in engine.stream():
-        pass
-    counts = Counter(tuple(job.tokens) for job in jobs)
-    assert set(counts) <= set(texts)
-    order = list(texts)
-    observed = torch.tensor([counts[text] for text in order])
-    assert chi_square_p(observed, torch.tensor([texts[text] for text in order], dtype=torch.float64)) > 1e-9
+@pytest.mark.parametrize(
+    ("sampling", "grammar"),
+    [
+        (SamplingParams(temperature=1.5), GRAMMAR),
+        (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05), GRAMMAR),
+        (PENALTIES, REPEATS),
+    ],
+    ids=["free", "filtered", "penalties"],
+)
+def test_texts_follow_the_targets_own_law(setup: Setup, sampling: SamplingParams, grammar: Constraint) -> None:
+    assert law_p(shared_engine(setup), sampling, grammar) > 1e-9
+
+
+def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every place counts what was emitted before the round, and no more."""
+    real = processors.process
+
+    def forgetful(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
+        return real(logits, rows, torch.full_like(before, -1), first, ids)
+
+    monkeypatch.setattr(processors, "process", forgetful)
+    with make_engine(Setup(k=3, greedy_only=False, max_rows=32, drafter="perfect")) as engine:
+        assert law_p(engine, replace(PENALTIES, top_p=1.0), REPEATS) < 1e-9
 
 
 def run(engine: Engine, order: list[int], together: bool) -> dict[int, list[int]]:
@@ -99,20 +141,22 @@ def run(engine: Engine, order: list[int], together: bool) -> dict[int, list[int]
     return tokens
 
 
-def test_ten_requests_with_ten_settings_equal_the_ten_alone() -> None:
+def test_requests_with_many_settings_equal_the_same_alone() -> None:
     """Whatever the company, the row, the bucket, the restart; captured or eager."""
     setup = Setup(k=3, greedy_only=False, max_rows=10)
     engine = make_engine(setup)
-    alone = run(engine, list(range(10)), together=False)
-    assert run(engine, list(range(10)), together=True) == alone
-    assert run(engine, [7, 3, 9, 0, 1, 8, 2, 6, 5, 4], together=True) == alone
+    alone = run(engine, list(range(len(SETTINGS))), together=False)
+    assert run(engine, list(range(len(SETTINGS))), together=True) == alone
+    assert run(engine, [7, 3, 12, 9, 0, 13, 1, 8, 2, 10, 6, 11, 5, 4], together=True) == alone
     engine.close()
     for other in (Setup(k=3, greedy_only=False, max_rows=4), Setup(k=3, greedy_only=False, max_rows=10, eager=True)):
         engine = make_engine(other)
-        assert run(engine, [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], together=True) == alone
+        assert run(engine, [*reversed(range(len(SETTINGS)))], together=True) == alone
         engine.close()
     assert alone[0] == plain([0, 7], 24, CONSTRAINTS[0]).tokens, "temperature 0 is greedy, also among sampled rows"
     assert alone[8] == plain([8, 7], 24, CONSTRAINTS[2]).tokens, "and so is a temperature near 0"
+    for place in (10, 12):
+        assert alone[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
     assert alone[1] != alone[9]
 
 

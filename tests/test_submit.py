@@ -36,6 +36,23 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
         r"sampling.stop_token_ids: got 9 with the vocabulary's own, want at most",
     ),
     ({"sampling": SamplingParams(temperature=0.5)}, r"sampling.temperature: got 0.5, want 0: the engine is greedy_only"),
+    ({"sampling": SamplingParams(temperature=0, repetition_penalty=1.5)}, r"sampling.repetition_penalty: got 1.5, want 1.0: the engine is"),
+    (
+        {"sampling": SamplingParams(temperature=0, presence_penalty=1)},
+        r"sampling.presence_penalty: got 1, want 0.0: the engine is greedy_only",
+    ),
+    ({"sampling": SamplingParams(temperature=0, frequency_penalty=-1)}, r"sampling.frequency_penalty: got -1, want 0.0: the engine is"),
+    (
+        {"sampling": SamplingParams(temperature=0, logit_bias={1: 2})},
+        r"sampling.logit_bias: got \{1: 2\}, want \{\}: the engine is greedy_only",
+    ),
+    ({"sampling": SamplingParams(temperature=0, bad_token_ids=(4,))}, r"sampling.bad_token_ids: got \(4,\), want \(\): the engine is"),
+    ({"sampling": SamplingParams(temperature=0, min_new_tokens=3)}, r"sampling.min_new_tokens: got 3, want 0: the engine is greedy_only"),
+    ({"sampling": SamplingParams(temperature=0, logprobs=True)}, r"sampling.logprobs: got True, want False: the engine is greedy_only"),
+    (
+        {"sampling": SamplingParams(temperature=0, ignore_eos=True), "constraint": CONSTRAINTS[1]},
+        r"sampling.ignore_eos: got True with a constraint, want False",
+    ),
     ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
     ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
     ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
@@ -51,6 +68,36 @@ def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any]
         engine.submit(**{"prompt_ids": [1, 2, 3], "max_new_tokens": 4, **bad})
     assert engine.stats() == before
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(bad_token_ids=(1, 113)), r"sampling.bad_token_ids\[1\]: got 113, want a token id from 0 to 112"),
+        (SamplingParams(logit_bias={113: 1.0}), r"sampling.logit_bias: got the key 113, want token ids from 0 to 112"),
+        (SamplingParams(min_new_tokens=5), r"sampling.min_new_tokens: got 5, want at most max_new_tokens=4"),
+        (SamplingParams(ignore_eos=True), r"sampling.ignore_eos: got True with a constraint, want False: a complete text ends"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_request_cannot_have_are_refused_by_name(sampling: SamplingParams, message: str) -> None:
+    engine = shared_engine(Setup(k=3, greedy_only=False))
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1, 2], sampling=sampling, constraint=CONSTRAINTS[3], max_new_tokens=4)
+    assert not engine.has_work
+
+
+def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_bias_ids=3, backend="tape")
+    with Engine(TARGET, config=config) as engine:
+        for fields, names in (
+            ({"bad_token_ids": (1, 2, 3, 4)}, "bad_token_ids"),
+            ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias"),
+            ({"bad_token_ids": (1, 2), "logit_bias": {3: 1.0, 4: 1.0}}, "logit_bias and bad_token_ids"),
+        ):
+            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, want at most max_bias_ids=3"):
+                engine.submit([1], sampling=SamplingParams(**fields))
+        engine.submit([1], sampling=SamplingParams(bad_token_ids=(1, 2, 3), logit_bias={1: 1.0}))  # three tokens
 
 
 def test_unknown_fields_are_refused_by_name() -> None:
@@ -75,6 +122,22 @@ def test_unknown_fields_are_refused_by_name() -> None:
         ({"min_p": 2}, r"SamplingParams.min_p: got 2, want a number from 0 to 1"),
         ({"top_k": -1}, r"SamplingParams.top_k: got -1, want a whole number from 0"),
         ({"top_k": 2.5}, r"SamplingParams.top_k: got 2.5"),
+        ({"repetition_penalty": 0}, r"SamplingParams.repetition_penalty: got 0, want a number from 0.01 to 100"),
+        ({"repetition_penalty": -1.0}, r"SamplingParams.repetition_penalty: got -1.0"),
+        ({"repetition_penalty": float("inf")}, r"SamplingParams.repetition_penalty: got inf"),
+        ({"presence_penalty": 2.1}, r"SamplingParams.presence_penalty: got 2.1, want a number from -2 to 2"),
+        ({"frequency_penalty": -3}, r"SamplingParams.frequency_penalty: got -3, want a number from -2 to 2"),
+        ({"frequency_penalty": True}, r"SamplingParams.frequency_penalty: got True"),
+        ({"logit_bias": [(1, 2.0)]}, r"SamplingParams.logit_bias: got list, want a dict of token id to number"),
+        ({"logit_bias": {"5": 1.0}}, r"SamplingParams.logit_bias: got the key '5', want token ids >= 0"),
+        ({"logit_bias": {-5: 1.0}}, r"SamplingParams.logit_bias: got the key -5"),
+        ({"logit_bias": {5: 101}}, r"SamplingParams.logit_bias\[5\]: got 101, want a number from -100 to 100"),
+        ({"logit_bias": {5: -float("inf")}}, r"SamplingParams.logit_bias\[5\]: got -inf"),
+        ({"bad_token_ids": 5}, r"SamplingParams.bad_token_ids: got int, want a tuple of token ids"),
+        ({"bad_token_ids": (1, 2.0)}, r"SamplingParams.bad_token_ids\[1\]: got 2.0, want a token id >= 0"),
+        ({"min_new_tokens": -1}, r"SamplingParams.min_new_tokens: got -1, want a whole number from 0"),
+        ({"ignore_eos": 1}, r"SamplingParams.ignore_eos: got 1, want True or False"),
+        ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, want True or False"),
         ({"seed": -3}, r"SamplingParams.seed: got -3, want a whole number from 0 to"),
         ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
     ],
@@ -82,6 +145,17 @@ def test_unknown_fields_are_refused_by_name() -> None:
 def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+def test_sampling_params_are_values() -> None:
+    bias = {1: 2.0}
+    one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))  # type: ignore[arg-type]
+    bias[1] = 5.0
+    assert one == same and hash(one) == hash(same) and one.logit_bias == {1: 2.0}
+    assert one.biases == {1: -float("inf"), 3: -float("inf")}, "a bad token stays bad"
+    assert SamplingParams(temperature=0, stop_token_ids=(1,), ignore_eos=True, top_k=5, seed=3).plain
+    assert SamplingParams(temperature=0, logprobs=True).beyond_argmax == "logprobs"
+    assert SamplingParams(temperature=0, logit_bias={}).beyond_argmax == ""
 
 
 @pytest.mark.parametrize(

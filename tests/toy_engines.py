@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
 
 _PRINTABLE = Vocabulary.printable()
@@ -96,6 +97,13 @@ def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
     return None if constraint is None else COMPILER.compile(constraint)
 
 
-def plain(prompt: Sequence[int], max_new_tokens: int, constraint: Constraint | None = None, stop_ids: Sequence[int] = ()) -> Answer:
+def plain(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    constraint: Constraint | None = None,
+    stop_ids: Sequence[int] = (),
+    sampling: SamplingParams = GREEDY,
+) -> Answer:
     """What plain decoding with TARGET gives."""
-    return greedy(TARGET, prompt, max_new_tokens, (STOP, *stop_ids), compiled(constraint), len(VOCABULARY.tokens))
+    stops = (*(() if sampling.ignore_eos else (STOP,)), *stop_ids, *sampling.stop_token_ids)
+    return greedy(TARGET, prompt, max_new_tokens, stops, compiled(constraint), len(VOCABULARY.tokens), sampling)

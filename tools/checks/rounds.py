@@ -38,13 +38,13 @@ def replay_equals_eager(context: Context) -> Figures:
     for k, draft_masks in shapes[:: context.count(1, 2)]:
         with context.backend() as backend:
             bench = RoundBench(backend, k, draft_masks)
-            for rows, constrained in itertools.product((1, 2, ROWS), (False, True)):
+            for rows, constrained, sampled in itertools.product((1, 2, ROWS), (False, True), (False, True)):
                 announce = partial(bench.announce, rows) if constrained else lambda: None
-                compared += bench.compare(bench.round.step(GraphKey(rows, constrained)), states, announce)
+                compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
     with context.backend() as backend:
         bench = RoundBench(backend, 3)
-        for constrained in (False, True):
-            steps = bench.stage_steps(constrained)
+        for kind in itertools.product((False, True), (False, True)):
+            steps = bench.stage_steps(*kind)
             compared += sum(bench.compare(step, states) for step in steps.values())
     return {"replays_compared": compared, "stages": sorted(steps)}
 
@@ -67,30 +67,29 @@ def _allocations(context: Context) -> int:
 
 
 def no_sync_no_allocation(context: Context) -> Figures:
-    """A hundred replays of a constrained and of a free round: no wait, no allocation, no buffer moved."""
+    """A hundred replays of each kind of round: no wait, no allocation, no buffer moved."""
     replays = 100
     with context.backend(asynchronous=True) as backend:
         bench = RoundBench(backend, 4)
-        recorded = {
-            constrained: backend.capture(bench.round.step(GraphKey(ROWS, constrained)), bench.buffers) for constrained in (True, False)
-        }
+        keys = [GraphKey(ROWS, *kind) for kind in itertools.product((True, False), (True, False))]
+        recorded = {key: backend.capture(bench.round.step(key), bench.buffers) for key in keys}
         bench.randomise(1)
         if not context.rehearsal:
             torch.cuda.synchronize()
         pointers, syncs = bench.buffers.fingerprint(), backend.stats.syncs
-        for constrained, graph in recorded.items():
+        for key, graph in recorded.items():
             assert graph.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates at every replay"
             allocated = _allocations(context)
             with _no_sync(context):
                 for _ in range(replays):
-                    if constrained:
+                    if key.constrained:
                         bench.host.announce([None] * ROWS)
                     graph.replay()
             assert _allocations(context) == allocated, "a replay allocated"
         assert backend.stats.syncs == syncs
         backend.synchronize()
         assert bench.buffers.fingerprint() == pointers, "a buffer moved"
-        return {"replays": 2 * replays, "counted": backend.stats.replays}
+        return {"replays": len(keys) * replays, "counted": backend.stats.replays}
 
 
 def one_replay_per_round(context: Context) -> Figures:

@@ -16,6 +16,7 @@ from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+from stepgraph.sampling.sampler import Param
 from tools.checks.context import VOCABULARY, compiled, toy_target
 
 ROWS = 4
@@ -66,8 +67,9 @@ class RoundBench:
         numbers("toy_draft_cache", 0, vocab)
         numbers("in_features", 0, 1 << 14)
         numbers("row_masks", -(2**31), 2**31 - 1)
-        numbers("row_stop_ids", -1, vocab)
-        numbers("row_drafts", -1, vocab)
+        numbers("row_stop_ids", -1, self.limits.num_tokens)
+        numbers("row_drafts", -1, self.limits.num_tokens)
+        self._randomise_sampling(made)
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
             length = pick.randint(1, 40)
@@ -81,6 +83,7 @@ class RoundBench:
                 Column.MAX_LENGTH: pick.randint(length + 1, 48),
                 Column.CONSTRAINED: pick.randint(0, 1),
                 Column.DRAFT_LIMIT: pick.randint(0, k),
+                Column.SEED: pick.getrandbits(63),
             }
             states[row] = torch.tensor([state.get(column, 0) for column in Column])
             for index in range(k + 1):
@@ -93,6 +96,36 @@ class RoundBench:
         pick.shuffle(order)
         b.batch_rows.copy_(torch.tensor(order[:ROWS]))
 
+    def _randomise_sampling(self, made: torch.Generator) -> None:
+        """Settings, counts and draft distributions of every row, the dummy's too."""
+        b, rows, width = self.buffers, self.limits.rows, self.limits.num_tokens
+
+        def choice(*values: float) -> Tensor:
+            return torch.tensor(values)[torch.randint(0, len(values), (rows,), generator=made)]
+
+        columns = {
+            Param.TEMPERATURE: choice(0, 0, 0.7, 1, 2),
+            Param.TOP_K: choice(0, 0, 3, 20),
+            Param.TOP_P: choice(1, 1, 0.8),
+            Param.MIN_P: choice(0, 0, 0.1),
+            Param.REPETITION_PENALTY: choice(1, 1, 1.3, 0.7),
+            Param.PRESENCE_PENALTY: choice(0, 0.5, -1),
+            Param.FREQUENCY_PENALTY: choice(0, 0.25, -0.5),
+            Param.MIN_NEW_TOKENS: choice(0, 0, 5, 40),
+        }
+        b.row_params.copy_(torch.stack([columns[column] for column in Param], 1))
+        used = torch.rand(b.row_bias_ids.shape, generator=made) < 0.3
+        some = torch.rand(rows, width, generator=made).argsort(1)  # distinct ids
+        ids = torch.nn.functional.pad(some, (0, self.limits.max_bias_ids), value=-1)[:, : self.limits.max_bias_ids]
+        ids = torch.where(used, ids, -1)
+        values = torch.randn(ids.shape, generator=made)
+        values = torch.where(torch.rand(ids.shape, generator=made) < 0.2, float("-inf"), values)
+        b.row_bias_ids.copy_(ids)
+        b.row_biases.copy_(torch.where(ids >= 0, values, 0.0))
+        b.row_prompt_seen.copy_(torch.rand(rows, width, generator=made) < 0.3)
+        b.row_output_counts.copy_(torch.randint(-3, 4, (rows, width), generator=made).clamp(min=0))
+        b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=made).softmax(-1))
+
     def announce(self, size: int) -> None:
         """Fresh matchers that stand where the random rows say."""
         rows: list[MatcherRow | None] = []
@@ -104,7 +137,7 @@ class RoundBench:
             rows.append(MatcherRow(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
         self.host.announce(rows)
 
-    def stage_steps(self, constrained: bool) -> dict[str, Step]:
+    def stage_steps(self, constrained: bool, sampled: bool = False) -> dict[str, Step]:
         """Every stage as a step of its own. K must be at least 3."""
         limits, target, draft = self.limits, self.models.target, self.draft
 
@@ -117,11 +150,11 @@ class RoundBench:
             b.out_features.copy_(features)
 
         def accept(b: StaticBuffers) -> None:
-            stages.accept(b, stages.read_batch(b, ROWS), logits(b), constrained)
+            stages.accept(b, stages.read_batch(b, ROWS), logits(b), constrained, sampled)
 
         def draft_prefill(b: StaticBuffers) -> None:
             batch = stages.read_batch(b, ROWS)
-            emission, _ = stages.accept(b, batch, logits(b), constrained)
+            emission, _ = stages.accept(b, batch, logits(b), constrained, sampled)
             drafted, features = stages.draft_prefill(b, batch, emission, b.in_features, draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
@@ -131,7 +164,7 @@ class RoundBench:
             drafted, features = stages.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
-            b.out_tokens.copy_(stages.choose_draft(b, batch, 3, drafted, stages.drafting(batch), constrained))
+            b.out_tokens.copy_(stages.choose_draft(b, batch, 3, drafted, stages.drafting(batch), constrained, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)
@@ -171,7 +204,9 @@ class RoundBench:
         """The part of a buffer that has one right value: inert positions collide on the scratch page, which padding reads."""
         if name.endswith("_cache"):
             return tensor[self.limits.page_size :].contiguous()
-        if name in ("results", "out_logits", "out_features", "out_tokens"):
+        if name == "row_draft_probs":
+            return tensor[:ROWS].contiguous()
+        if name in ("results", "results_logprobs", "out_logits", "out_features", "out_tokens"):
             used = (self.buffers.batch_rows != self.limits.dummy_row).to(tensor.device)
             return tensor[used].contiguous()
         return tensor

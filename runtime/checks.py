@@ -1,0 +1,62 @@
+"""What a submit may ask for: values checked against an engine's sizes and modes, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling.params import GREEDY, SamplingParams
+
+
+def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
+    """Token ids from a list, a tuple, an array or a one-dimensional tensor; ValueError names the first bad one."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name}: got {type(ids).__name__}, want a sequence of token ids")
+    for place, token in enumerate(values):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
+            raise ValueError(f"{name}[{place}]: got {token!r}, want a token id from 0 to {num_tokens - 1}")
+    return tuple(int(token) for token in values)
+
+
+def checked_prompt(prompt_ids: Any, limits: Limits) -> tuple[int, ...]:
+    prompt = checked_ids("prompt_ids", prompt_ids, limits.num_tokens)
+    if not prompt:
+        raise ValueError("prompt_ids: got an empty prompt, want at least one token id")
+    if len(prompt) >= limits.max_length:
+        raise ValueError(f"prompt_ids: got {len(prompt)} tokens, want fewer than max_length={limits.max_length}")
+    return prompt
+
+
+def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r}, want a whole number from {least} to {most} ({why})")
+    return int(value)
+
+
+def checked_sampling(sampling: Any, limits: Limits, *, greedy_only: bool, constrained: bool, max_new_tokens: int) -> SamplingParams:
+    """The request's settings, GREEDY for None; ValueError names a field that the engine or the rest of the request rules out."""
+    if sampling is None:
+        return GREEDY
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
+    name = sampling.beyond_argmax
+    if greedy_only and name:
+        raise ValueError(f"sampling.{name}: got {getattr(sampling, name)!r}, want {getattr(GREEDY, name)!r}: the engine is greedy_only")
+    checked_ids("sampling.bad_token_ids", sampling.bad_token_ids, limits.num_tokens)
+    for token in sampling.logit_bias:
+        if token >= limits.num_tokens:
+            raise ValueError(f"sampling.logit_bias: got the key {token}, want token ids from 0 to {limits.num_tokens - 1}")
+    if len(sampling.biases) > limits.max_bias_ids:
+        names = (
+            "logit_bias" if not sampling.bad_token_ids else "bad_token_ids" if not sampling.logit_bias else "logit_bias and bad_token_ids"
+        )
+        raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, want at most max_bias_ids={limits.max_bias_ids}")
+    if sampling.min_new_tokens > max_new_tokens:
+        raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, want at most max_new_tokens={max_new_tokens}")
+    if sampling.ignore_eos and constrained:
+        raise ValueError("sampling.ignore_eos: got True with a constraint, want False: a complete text ends")
+    return sampling
