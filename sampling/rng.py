@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the same 64 bits: tensor arithmetic wraps around, Python's does not."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-_BELOW_ONE = 1 - 2.0**-24
+GOLDEN = signed(0x9E3779B97F4A7C15)
+MIX_1 = signed(0xBF58476D1CE4E5B9)
+MIX_2 = signed(0x94D049BB133111EB)
+BELOW_ONE = 1 - 2.0**-24
 
 
 class Purpose(IntEnum):
@@ -36,11 +36,11 @@ def uniform(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor | No
 
     Small numbers keep 24 significant bits, down to 2**-63: a race among hundreds of thousands of tokens is decided by them.
     """
-    key = _mix(_mix(seed + _signed(int(purpose) * _GOLDEN)) + position * _GOLDEN)
+    key = _mix(_mix(seed + signed(int(purpose) * GOLDEN)) + position * GOLDEN)
     if index is not None:
-        key = _mix(key + index * _GOLDEN)
+        key = _mix(key + index * GOLDEN)
     bits = _shift(key, 1)
-    return ((bits.to(torch.float32) + 0.5) * 2.0**-63).clamp(max=_BELOW_ONE)
+    return ((bits.to(torch.float32) + 0.5) * 2.0**-63).clamp(max=BELOW_ONE)
 
 
 def exponential(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def exponential(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor)
 
 def _mix(value: Tensor) -> Tensor:
     """A bijection of 64 bits in which every input bit reaches every output bit (the finaliser of SplitMix64)."""
-    value = (value ^ _shift(value, 30)) * _MIX_1
-    value = (value ^ _shift(value, 27)) * _MIX_2
+    value = (value ^ _shift(value, 30)) * MIX_1
+    value = (value ^ _shift(value, 27)) * MIX_2
     return value ^ _shift(value, 31)
 
 

@@ -46,7 +46,7 @@ def find_stepgraph() -> None:
 
 
 def load_checks() -> dict[str, Check]:
-    from tools.checks import rounds, steps, timing
+    from tools.checks import kernels, rounds, steps, timing
 
     checks = (
         steps.capture_user_step,
@@ -62,6 +62,7 @@ def load_checks() -> dict[str, Check]:
         steps.capture_leaves_buffers_untouched,
         steps.illegal_step_raises,
         rounds.several_engines,
+        kernels.kernels_equal_references,
         timing.gil_hold,
         timing.figures,
     )

@@ -1,6 +1,6 @@
-"""Counts lines per folder and file, and fails over budget: a file of the core may have 300 lines, the core 6,000.
+"""Counts lines per folder and file, and fails over budget: a file of the core may have 300 lines, the core 7,500.
 
-A file that needs more stands in the table below with its reason.
+The core is the runtime proper, its kernels and its grammar translators. A file that needs more stands in the table below with its reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("runtime", "graphs", "sampling")
 FOLDERS = (*CORE, "tools", "tests")
 FILE_BUDGET = 300
-CORE_BUDGET = 6000
+CORE_BUDGET = 7500
 
 # path: (budget, reason)
 LONGER: dict[str, tuple[int, str]] = {

@@ -1,0 +1,139 @@
+"""Kernels without a GPU: their values in Triton's interpreter, their registers by compiling ahead of time, their registration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
+from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import ops
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
+MAX_REGISTERS_MAPPED = 128  # 512: a draft's own vocabulary, small and read through a table
+
+
+def run(*command: str, interpret: bool) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    result = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@needs_triton
+def test_the_programs_equal_the_references_in_the_interpreter() -> None:
+    told = run("pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_kernels.py", interpret=True)
+    assert "skipped" not in told and " passed" in told
+
+
+@needs_triton
+def test_every_program_compiles_ahead_of_time_without_a_spill() -> None:
+    table = json.loads(run("tools.aot_kernels", interpret=False).splitlines()[-1])
+    assert {entry["arch"] for entry in table} == {80, 90, 100}
+    for entry in table:
+        assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
+        assert entry["registers"] <= (MAX_REGISTERS_MAPPED if entry["kernel"].startswith("mapped") else MAX_REGISTERS), entry
+        if entry["kernel"].startswith("masked_candidates"):
+            assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
+
+
+def masked_argmax_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 2, 110, generator=made)[..., :101]
+    masks = bitmask.pack(torch.rand(5, 2, 101, generator=made) < 0.3)
+    return logits, masks, torch.tensor([4, 0, 2]), torch.tensor([True, False, True])
+
+
+def chain_inputs() -> list[Any]:
+    sampled = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    status = torch.full((2, 3), int(MaskStatus.OK))
+    drafts, stops = torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
+    return [sampled, torch.ones(2, 3, dtype=torch.bool), drafts, torch.tensor([2, 2]), status, stops, torch.tensor([9, 9])]
+
+
+def test_operations_are_registered_as_torch_wants_them() -> None:
+    numbers = torch.empty(2, 3, dtype=torch.int64)
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
+    for chosen in (rows, None):
+        torch.library.opcheck(ops.masked_argmax, (logits, masks[:3] if chosen is None else masks, chosen, ruled, None, best, token))
+    torch.library.opcheck(ops.masked_argmax, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, best, token))
+    torch.library.opcheck(ops.race, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
+    for known in (None, torch.tensor([1, 0])):
+        torch.library.opcheck(ops.chain_accept, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+
+
+def test_functions_give_what_the_plain_ones_give() -> None:
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    best, token = kernels.masked_argmax(logits, masks, rows, ruled)
+    expected = bitmask.apply(logits, masks[rows], ruled).max(-1)
+    assert torch.equal(best, expected.values) and torch.equal(token, expected.indices)
+    weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
+    noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
+    assert torch.equal(kernels.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
+    chain = chain_inputs()
+    sampled, finite, drafts, count, status, stops, room = chain
+    accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
+    emission = acceptance.emit(sampled, finite, accepted, status, stops, room)
+    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*chain), emission, strict=True))
+    none = torch.tensor([0, 0])
+    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
+
+
+def test_a_mask_narrower_than_the_logits_is_refused() -> None:
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    with pytest.raises(AssertionError, match="masks"):
+        kernels.masked_argmax(logits, masks[..., :3], rows, ruled)
+
+
+def test_a_tape_repeats_the_operations_in_place() -> None:
+    specs = [
+        BufferSpec("logits", (3, 2, 101), torch.float32),
+        BufferSpec("masks", (3, 2, 4), torch.int32),
+        BufferSpec("ruled", (3,), torch.bool),
+        BufferSpec("seed", (3,), torch.int64),
+        BufferSpec("tokens", (3, 3), torch.int64),
+    ]
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers(specs, backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled)
+        drawn = kernels.race(torch.softmax(b.logits[:, 0], -1), b.seed, b.seed, rng.Purpose.DRAFT)
+        torch.cat([token, drawn[:, None]], 1, out=b.tokens)
+
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes.get("copied", 0) == 0
+    for seed in range(3):
+        made = torch.Generator().manual_seed(seed)
+        buffers.logits.normal_(generator=made)
+        buffers.masks.random_(-(2**31), 2**31 - 1, generator=made)
+        buffers.ruled.copy_(torch.tensor([True, False, True]))
+        buffers.seed.random_(generator=made)
+        recorded.replay()
+        replayed = buffers.tokens.clone()
+        run_eager(step, buffers)
+        assert torch.equal(buffers.tokens, replayed)
+    backend.close()
+
+
+def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.implementation("cpu").startswith("torch reference")
+    monkeypatch.setattr(ops, "has_triton", lambda: False)
+    assert kernels.implementation("cuda") == "torch reference (triton is not installed)"
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    assert kernels.implementation("cuda:0") == "triton"

@@ -1,0 +1,124 @@
+"""Compiles the Triton kernels ahead of time for GPUs that are not here, and reads what ptxas says of registers and spills.
+
+What the launchers specialise on is fixed as they would: pointers and strides divisible by 16, the tile sizes of `choice`.
+One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ARCHS = (80, 90, 100)
+
+
+class Usage(NamedTuple):
+    """What one kernel needs of one architecture."""
+
+    kernel: str
+    arch: int
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    warps: int
+    wide_loads: int  # of 16 bytes per thread
+
+
+class Variant(NamedTuple):
+    label: str
+    kernel: Any  # triton.JITFunction
+    signature: dict[str, str]
+    constants: Mapping[str, object]
+    warps: int
+
+
+def variants() -> list[Variant]:
+    """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
+    from stepgraph.sampling.kernels import chain, choice
+    from stepgraph.sampling.rng import GOLDEN, Purpose, signed
+
+    found = []
+    for dtype in ("fp32", "bf16", "fp16"):
+        types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64", "*i64", *["i32"] * 6]
+        for has_bits in (False, True):
+            constants = {"HAS_ROWS": True, "HAS_BITS": has_bits, "WORDS": choice.CHOICE_TILE // 32}
+            label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
+            found.append(_variant(label, choice.masked_candidates, types, constants, 8))
+    for purpose in (Purpose.DRAFT, Purpose.TARGET):
+        types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
+        constants = {"SALT": signed(purpose * GOLDEN), "TILE": choice.RACE_TILE}
+        found.append(_variant(f"race_candidates {purpose.name}", choice.race_candidates, types, constants, 4))
+    for has_best in (True, False):
+        types = ["*i64", "*fp32" if has_best else "*i64", "*i64", "i32"]
+        found.append(_variant(f"take_best {has_best}", choice.take_best, types, {"HAS_BEST": has_best, "TILES": 256}, 1))
+    for known in (True, False):
+        types = ["*i64", "*i1", *["*i64"] * 9, "i32", "i32"]
+        constants = {"HAS_KNOWN": known, "POSITIONS": 16, "STOPS": 16}
+        found.append(_variant(f"accept_chain {'known' if known else 'compared'}", chain.accept_chain, types, constants, 1))
+    return found
+
+
+def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:
+    names = list(kernel.arg_names)
+    assert len(names) == len(types) + len(constants), f"{label}: {names}, {types}"
+    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    return Variant(label, kernel, signature, constants, warps)
+
+
+def usage(variant: Variant, arch: int) -> Usage:
+    """Compile for `arch` and ask the assembler that triton brings along."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, kind) in enumerate(variant.signature.items())
+        if kind.startswith("*") or name.endswith("_stride")
+    }
+    source = ASTSource(fn=variant.kernel, signature=variant.signature, constexprs=dict(variant.constants), attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": variant.warps, "enable_fp_fusion": False})
+    wide = len(re.findall(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]))
+    told = _assemble(compiled.asm["ptx"], arch)
+    registers, stack, stores, loads = (int(_find(pattern, told)) for pattern in _PATTERNS)
+    return Usage(variant.label, arch, registers, stores + loads, stack, int(compiled.metadata.shared), variant.warps, wide)
+
+
+_PATTERNS = (r"Used (\d+) registers", r"(\d+) bytes stack frame", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads")
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, f"ptxas says nothing like {pattern!r}: {text}"
+    return found.group(1)
+
+
+def _assemble(ptx: str, arch: int) -> str:
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists())
+    target = _find(r"\.target (sm_\w+)", ptx)
+    assert target.startswith(f"sm_{arch}")
+    with tempfile.TemporaryDirectory() as scratch:
+        code = Path(scratch) / "kernel.ptx"
+        code.write_text(ptx, encoding="utf-8")
+        command = [str(assembler), "-v", f"--gpu-name={target}", str(code), "-o", str(code.with_suffix(".cubin"))]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stderr + result.stdout
+
+
+def table() -> list[dict[str, object]]:
+    """Every variant on every architecture."""
+    return [usage(variant, arch)._asdict() for variant in variants() for arch in ARCHS]
+
+
+if __name__ == "__main__":
+    print(json.dumps(table()))

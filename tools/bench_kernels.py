@@ -1,0 +1,145 @@
+"""What the kernels cost: bytes per call against the least possible and against plain torch, registers per GPU, times on a GPU.
+
+Bytes are counted, not measured: for plain torch every operation's inputs and outputs, for a kernel what its programs load and
+store when no cache helps. Prints one JSON document last; times are there only where a GPU is.
+
+    python tools/bench_kernels.py
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepgraph.sampling import kernels
+from stepgraph.sampling.bitmask import WORD
+from stepgraph.sampling.kernels import ops
+from stepgraph.sampling.rng import Purpose
+from tools.checks.context import Context
+from tools.checks.kernels import choice_inputs, device_us
+
+CHOICE_TILE, RACE_TILE = 4096, 1024  # as in sampling/kernels/choice.py, which needs triton
+SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that go in and out of operations, and how many operations there are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.operations += 1
+            outputs = [] if func._schema.is_mutable else _tensors(result)
+            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*_tensors(args), *outputs))
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def choice(context: Context, batch: int, positions: int, width: int) -> dict[str, object]:
+    """masked_argmax in bfloat16 where every row has a mask."""
+    logits, masks, rows, _ = choice_inputs(context.device, batch, positions, width, torch.bfloat16)
+    ruled = torch.ones(batch, dtype=torch.bool, device=context.device)
+    best = torch.empty(batch, positions, device=context.device)
+    token = torch.empty(batch, positions, dtype=torch.int64, device=context.device)
+    lines, words = batch * positions, -(-width // WORD)
+    marked = int((masks != 0).sum())  # a word without a bit spares its 32 logits
+    least = lines * (words * 4 + 12) + marked * WORD * 2
+    scratch = lines * -(-width // CHOICE_TILE) * 16
+    arguments = (logits, masks, rows, ruled, None, best, token)
+    return {
+        "op": "masked_argmax",
+        "shape": f"B={batch} Q={positions} V={width} bfloat16",
+        **_figures(
+            context, least, least + scratch, partial(ops.masked_argmax, *arguments), partial(ops.masked_argmax_reference, *arguments)
+        ),
+    }
+
+
+def race(context: Context, rows: int, width: int) -> dict[str, object]:
+    weights = torch.softmax(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), -1).to(context.device)
+    seed = position = torch.arange(rows, device=context.device)
+    token = torch.empty(rows, dtype=torch.int64, device=context.device)
+    least = weights.numel() * 4 + rows * 24
+    scratch = rows * -(-width // RACE_TILE) * 16
+    kernel = partial(ops.race, weights, seed, position, int(Purpose.DRAFT), token)
+    plain = partial(ops.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    return {"op": "race", "shape": f"N={rows} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
+
+
+def chain(context: Context, batch: int, k: int) -> dict[str, object]:
+    device = context.device
+    sampled = torch.zeros(batch, k + 1, dtype=torch.int64, device=device)
+    finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.full((batch, 8), -1, device=device)
+    room = torch.full((batch,), 9, device=device)
+    outputs = [torch.empty_like(room) for _ in range(3)]
+    arguments: Any = (sampled, finite, sampled[:, :k].contiguous(), room, sampled, stops, room, None, *outputs)
+    least = batch * ((k + 1) * 17 + k * 8 + 8 * 8 + 5 * 8)
+    kernel, plain = partial(ops.chain_accept, *arguments), partial(ops.chain_accept_reference, *arguments)
+    return {"op": "chain_accept", "shape": f"B={batch} K={k}", **_figures(context, least, least + batch * k * 8, kernel, plain)}
+
+
+def _figures(
+    context: Context, least: int, kernel_bytes: int, kernel: Callable[[], object], plain: Callable[[], object]
+) -> dict[str, object]:
+    with Traffic() as traffic:
+        plain()
+    found: dict[str, object] = {
+        "least_bytes": least,
+        "kernel_bytes": kernel_bytes,
+        "torch_bytes": traffic.bytes,
+        "torch_operations": traffic.operations,
+        "kernel_over_least": round(kernel_bytes / least, 3),
+        "torch_over_kernel": round(traffic.bytes / kernel_bytes, 1),
+    }
+    if not context.rehearsal:
+        found |= {"kernel_us": device_us(context, kernel), "torch_us": device_us(context, plain)}
+    return found
+
+
+def registers() -> object:
+    """In a process of its own, where nothing is interpreted."""
+    command = [sys.executable, "-m", "tools.aot_kernels"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).resolve().parent.parent, check=False)
+    return json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]
+
+
+def main() -> int:
+    context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+    found = [choice(context, *shape) for shape in SHAPES]
+    found += [race(context, batch, width) for batch, _, width in SHAPES]
+    found += [chain(context, batch, k) for batch, k in ((1, 4), (64, 8))]
+    for entry in found:
+        print(f"{entry['op']:<15}{entry['shape']:<32}", *(f"{name}={value}" for name, value in list(entry.items())[2:]))
+    report = {
+        "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
+        "implementation": kernels.implementation(context.device),
+        "torch": torch.__version__,
+        "operations": found,
+        "ahead_of_time": registers(),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

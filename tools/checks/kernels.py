@@ -1,0 +1,130 @@
+"""The check of the kernels: each equals its reference on this device, and what both cost in a graph of their own."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling import bitmask, kernels, sampler
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import ops
+from stepgraph.sampling.rng import Purpose
+from tools.checks.context import Context, Figures, summary
+
+Call = Callable[[], object]
+
+
+def kernels_equal_references(context: Context) -> Figures:
+    """Every kernel against plain torch on the same inputs: choices at odd widths, races, chains; microseconds of both."""
+    found: Figures = {"implementation": kernels.implementation(context.device)}
+    for batch, width in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
+        if context.rehearsal and batch * width > 2_000_000:
+            continue
+        for dtype in (torch.float32, torch.bfloat16):
+            found[f"masked_argmax B={batch} V={width} {str(dtype)[6:]}"] = _check_choice(context, batch, width, dtype)
+        found[f"race N={batch} V={width}"] = _check_race(context, batch, width)
+    for batch, k in itertools.product((1, 64), (0, 4, 8)):
+        found[f"chain_accept B={batch} K={k}"] = _check_chain(context, batch, k)
+    return found
+
+
+def choice_inputs(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Logits (padded, with ties and a NaN), masks of many densities, rows in any order, every second row free."""
+    made = torch.Generator().manual_seed(width)
+    logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
+    logits[0, 0, width // 2] = float("nan")
+    logits[..., width:] = float("inf")
+    density = torch.logspace(-4, 0, batch)[torch.randperm(batch, generator=made)][:, None, None]
+    masks = bitmask.pack(torch.rand(batch, positions, width, generator=made) < density)
+    masks[batch // 2, -1] = 0
+    rows = torch.randperm(batch, generator=made)
+    ruled = torch.arange(batch) % 2 == 0
+    padded = logits.to(device=device, dtype=dtype)
+    return padded[..., :width], masks.to(device), rows.to(device), ruled.to(device)
+
+
+def _check_choice(context: Context, batch: int, width: int, dtype: torch.dtype) -> Figures:
+    logits, masks, rows, ruled = choice_inputs(context.device, batch, 2, width, dtype)
+    best = torch.empty(batch, 2, device=context.device)
+    token = torch.empty(batch, 2, dtype=torch.int64, device=context.device)
+    reference: Call = partial(ops.masked_argmax_reference, logits, masks, rows, ruled, None, best, token)
+    reference()
+    found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled)
+    torch.testing.assert_close(found_best, best, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found_token, token), f"V={width} {dtype}: {int((found_token != token).sum())} tokens differ"
+    return _times(context, partial(ops.masked_argmax, logits, masks, rows, ruled, None, best, token), reference)
+
+
+def _check_race(context: Context, batch: int, width: int) -> Figures:
+    """The last bit of a logarithm may differ, so a choice between two tokens that arrive together may: none in thousands did."""
+    made = torch.Generator().manual_seed(batch)
+    row = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01]]).repeat(-(-batch // 2), 1)[:batch]
+    weights = sampler.distribution(torch.randn(batch, width, generator=made) * 3, row).to(context.device)
+    seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(context.device) for _ in range(2))
+    token = torch.empty(batch, dtype=torch.int64, device=context.device)
+    reference: Call = partial(ops.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    different, repeats = 0, context.count(50, 3)
+    for step in range(repeats):
+        ops.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
+        different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
+    assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
+    times = _times(context, partial(ops.race, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    return {"draws": repeats * batch, "different": different, **times}
+
+
+def _check_chain(context: Context, batch: int, k: int) -> Figures:
+    made = torch.Generator().manual_seed(k)
+
+    def draw(high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, (batch, *shape), generator=made)
+
+    sampled = draw(5, k + 1)
+    drafts = torch.where(draw(4, k) > 0, sampled[:, :k], draw(5, k, low=-1))
+    status = torch.where(draw(4, k + 1) > 0, int(MaskStatus.OK), draw(len(MaskStatus), k + 1))
+    on_cpu = (sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, draw(7, 3, low=-1), draw(12, low=1))
+    sampled, finite, drafts, count, status, stops, room = (tensor.to(context.device) for tensor in on_cpu)
+    outputs = [torch.empty_like(room) for _ in range(3)]
+    reference: Call = partial(ops.chain_accept_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
+    reference()
+    emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
+    for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
+        assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
+    return _times(context, partial(ops.chain_accept, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference)
+
+
+def _times(context: Context, kernel: Call, reference: Call) -> Figures:
+    return {"kernel_us": device_us(context, kernel)["median"], "reference_us": device_us(context, reference)["median"]}
+
+
+def device_us(context: Context, call: Call) -> dict[str, float]:
+    """Time of one call: on a GPU as one of many in a CUDA graph, in rehearsal by the clock."""
+    repeats = context.count(20, 3)
+    if context.rehearsal:
+        return summary([_clock(call) for _ in range(2)])
+    inside = 10
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / inside)
+    return summary(times)
+
+
+def _clock(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
