@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling import acceptance, bitmask, processors, rng, sampler
+from stepgraph.sampling import acceptance, bitmask, kernels, processors, rng, sampler
 from stepgraph.sampling.acceptance import Emission, FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -58,8 +58,12 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
     if constrained:
         ruled = batch.column(Column.CONSTRAINED) != 0
         status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
-        masked = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
-    best, tokens = masked.max(-1)
+        if sampled:
+            masked = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
+    if constrained and not sampled:
+        best, tokens = kernels.masked_argmax(logits, buffers.row_masks, batch.rows, ruled)
+    else:
+        best, tokens = masked.max(-1)
     finite, drafts, draft_count = torch.isfinite(best), batch.drafts, batch.column(Column.DRAFT_COUNT)
     if sampled:
         settings = _settings(buffers, batch)
@@ -131,11 +135,16 @@ def choose_draft(
         tags = buffers.batch_tags[step - 1, :size, None]
         status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
         alive = alive & (status[:, 0] == MaskStatus.OK)
-        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
+        if sampled:
+            logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
     if sampled:
         settings = _settings(buffers, after)
         logits = processors.process(logits[:, None], settings, buffers.batch_drafts[: step - 1, :size].T, step - 1, d2t)[:, 0]
-    best, tokens = logits.max(-1)
+    if masked and not sampled:
+        masks = buffers.batch_masks[step - 1, :size, None]
+        best, tokens = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, None, ruled, d2t))
+    else:
+        best, tokens = logits.max(-1)
     if d2t is not None:
         tokens = d2t[tokens]
     if sampled:
