@@ -22,14 +22,14 @@ class CaptureReport:
 
     backend: str
     mode: str  # "captured", or "eager" where the user asked for no recording
-    host_link: str
+    notes: tuple[str, ...]
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     buffer_bytes: int
     seconds: float
 
     def as_dict(self) -> dict[str, object]:
         keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
-        return {**{name: getattr(self, name) for name in ("backend", "mode", "host_link", "buffer_bytes", "seconds")}, "keys": keys}
+        return {**{name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}, "keys": keys}
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
@@ -38,9 +38,9 @@ class CaptureReport:
             lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
         lines.append(
             f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
-            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers, host link: {self.host_link}"
+            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 class GraphSet:
@@ -55,7 +55,7 @@ class GraphSet:
     def captured(self) -> bool:
         return bool(self._recorded)
 
-    def capture(self, *, host_link: str, eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
+    def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
         """Record every key, largest first, so that the small graphs live in the memory of the large ones."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; make a new engine for other limits")
@@ -68,7 +68,7 @@ class GraphSet:
         return CaptureReport(
             backend=self._backend.name,
             mode="eager" if eager else "captured",
-            host_link=host_link,
+            notes=notes,
             keys=tuple((key, one.report) for key, one in recorded.items()),
             buffer_bytes=self._buffers.nbytes,
             seconds=time.perf_counter() - started,

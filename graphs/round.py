@@ -35,6 +35,7 @@ class Round:
     models: ModelPair
     host: HostLink
     draft_masks: bool = True  # False: drafts are chosen freely, and one host node walks them under the next target_verify
+    forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
 
     def step(self, key: GraphKey) -> Step:
         return lambda buffers: self.run(buffers, key)
@@ -49,7 +50,7 @@ class Round:
         logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
             flow.wait(masks_ready)
-        emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled)
+        emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if draft is None:
             return
 

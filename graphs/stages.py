@@ -7,6 +7,7 @@ the allocator may give an intermediate's memory away on the stream where it was 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,30 +52,30 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     return _logits("target", model, output.hidden, limits), output.features
 
 
-def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bool, sampled: bool = False) -> tuple[Emission, Batch]:
-    """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards."""
-    status = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64)
-    masked = logits
+def accept(
+    buffers: StaticBuffers,
+    batch: Batch,
+    logits: Tensor,
+    constrained: bool,
+    sampled: bool = False,
+    forced: Sequence[float] | None = None,
+) -> tuple[Emission, Batch]:
+    """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards.
+
+    `forced` is for benchmarks: draft j holds with that probability if the grammar allows it, whatever the models say.
+    """
+    status, ruled = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64), None
     if constrained:
         ruled = batch.column(Column.CONSTRAINED) != 0
         status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
-        if sampled:
-            masked = bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
-    if constrained and not sampled:
-        best, tokens = kernels.masked_argmax(logits, buffers.row_masks, batch.rows, ruled)
-    else:
-        best, tokens = masked.max(-1)
-    finite, drafts, draft_count = torch.isfinite(best), batch.drafts, batch.column(Column.DRAFT_COUNT)
-    if sampled:
-        settings = _settings(buffers, batch)
-        masked = processors.process(masked, settings, drafts)
-        status, finite = processors.mark_dead_ends(status, finite, masked), torch.isfinite(masked.amax(-1))
-        probs, draft_probs = sampler.distribution(masked, settings.params), _draft_probs(buffers, batch, settings.params)
-        seed, length = batch.column(Column.SEED), batch.column(Column.LENGTH)
-        tokens, accepted = acceptance.reject_sample(probs, draft_probs, finite, drafts, draft_count, status, seed, length)
-        buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
-    else:
-        accepted = acceptance.count_accepted(tokens, finite, drafts, draft_count, status)
+    choose = _choose_sampled if sampled else _choose_greedy
+    tokens, finite, accepted, status = choose(buffers, batch, logits, status, ruled)
+    if forced is not None:
+        owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
+        accepted = acceptance.force_accepted(forced, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
+        index = torch.arange(batch.drafts.shape[1], device=tokens.device)
+        held = torch.where(index < accepted[:, None], batch.drafts, tokens[:, :-1])
+        tokens = torch.cat([held, tokens[:, -1:]], 1)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     emission = acceptance.emit(tokens, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
     emission = emission._replace(
@@ -87,6 +88,40 @@ def accept(buffers: StaticBuffers, batch: Batch, logits: Tensor, constrained: bo
     results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], tokens], 1)
     buffers.results[: len(batch.rows)].copy_(results)
     return emission, after
+
+
+class Choice(NamedTuple):
+    """What the target says of every place of a row."""
+
+    tokens: Tensor  # [B, K + 1] int64
+    finite: Tensor  # [B, K + 1] bool: some legal logit is a number
+    accepted: Tensor  # [B] int64: leading drafts that hold
+    status: Tensor  # [B, K + 1] int64 MaskStatus
+
+
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, status: Tensor, ruled: Tensor | None) -> Choice:
+    """The likeliest legal token of every place; a draft holds where it is that token."""
+    if ruled is None:
+        best, tokens = logits.max(-1)
+    else:
+        best, tokens = kernels.masked_argmax(logits, buffers.row_masks, batch.rows, ruled)
+    finite = torch.isfinite(best)
+    accepted = acceptance.count_accepted(tokens, finite, batch.drafts, batch.column(Column.DRAFT_COUNT), status)
+    return Choice(tokens, finite, accepted, status)
+
+
+def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, status: Tensor, ruled: Tensor | None) -> Choice:
+    """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
+    masked = logits if ruled is None else bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
+    alive = torch.isfinite(masked.amax(-1))
+    settings = _settings(buffers, batch)
+    masked = processors.process(masked, settings, batch.drafts)
+    status, finite = processors.mark_dead_ends(status, alive, masked), torch.isfinite(masked.amax(-1))
+    probs, draft_probs = sampler.distribution(masked, settings.params), _draft_probs(buffers, batch, settings.params)
+    draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
+    tokens, accepted = acceptance.reject_sample(probs, draft_probs, finite, batch.drafts, draft_count, status, seed, length)
+    buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
+    return Choice(tokens, finite, accepted, status)
 
 
 def draft_prefill(
@@ -179,32 +214,6 @@ def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     tags = buffers.batch_tags[stage, :size]
     buffers.row_masks.index_put_((rows, tags[:, 2]), buffers.batch_masks[stage, :size])
     buffers.row_tags.index_put_((rows, tags[:, 2]), tags)
-
-
-def prefill(
-    buffers: StaticBuffers, row: int, start: int, count: int, target: TargetModel, draft: DraftModel | None, limits: Limits
-) -> None:
-    """Fill both caches with one chunk of a prompt, and note its tokens for the penalties; runs between rounds, never inside a graph.
-
-    `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
-    the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
-    """
-    block_tables = buffers.row_block_tables[row : row + 1]
-    tokens = buffers.prompt[None, : count + 1]
-    buffers.row_prompt_seen[row].scatter_(0, tokens[0], True)
-    positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
-    slots = cache_slots(block_tables, positions, limits)
-
-    def inputs(part: slice, features: Tensor | None = None) -> ModelInput:
-        return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features)
-
-    # No position comes before the first token.
-    features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
-    if count:
-        features = torch.cat([features, target.forward(inputs(slice(count)), buffers).features], 1)
-    if draft is not None:
-        skip = 1 if start else 0
-        draft.forward(inputs(slice(skip, None), features[:, skip:]), buffers)
 
 
 def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:

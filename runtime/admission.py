@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import stages
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.prefill import prefill
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -60,7 +60,7 @@ class Admission:
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
-            stages.prefill(buffers, row, start, count, models.target, models.draft, limits)
+            prefill(buffers, row, start, count, models.target, models.draft, limits)
 
         self._backend.run(run_chunk)
         self._prompts.sent()

@@ -23,6 +23,7 @@ class EngineConfig:
     max_queued: int = 4096  # submits waiting for a row; more are refused
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
+    forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
@@ -39,8 +40,23 @@ class EngineConfig:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
+        self._check_forced()
         if self.buckets is not None:
             checked_buckets(self.buckets, self.max_rows)
+
+    def notes(self, host_link: str) -> tuple[str, ...]:
+        """What a capture report should say besides its figures."""
+        forced = ("acceptance is forced: the texts are not the models'",) if self.forced_acceptance else ()
+        return (f"host link: {host_link}", *forced)
+
+    def _check_forced(self) -> None:
+        forced, drafts = self.forced_acceptance, self.num_speculative_tokens
+        if forced is None:
+            return
+        shares = isinstance(forced, tuple) and len(forced) == drafts > 0
+        if not shares or not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in forced):
+            wanted = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
+            raise ValueError(f"EngineConfig.forced_acceptance: got {forced!r}, want {wanted}")
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:

@@ -92,10 +92,10 @@ class Engine:
         self.backend = backend or backend_for(self.config.backend, models)
         check_device(models, self.backend)
         check_mode(models)
-        self.buffers = make_buffers(self.limits, models, self.backend)
+        self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only)
         self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
         self._host = HostLink(self.buffers.state_host, self.buffers.drafts_host, self.buffers.masks_host, self.buffers.tags_host)
-        decode_round = Round(self.limits, models, self._host, self.config.draft_masks)
+        decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits)
         self._desk = Desk(self.limits, vocabulary.stop_token_ids if vocabulary else ())
@@ -110,9 +110,7 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            return self._graphs.capture(
-                host_link=self._host.name, eager=self.config.eager, greedy_only=self.config.greedy_only, progress=progress
-            )
+            return self._graphs.capture(self.config.notes(self._host.name), self.config.eager, self.config.greedy_only, progress)
 
     def submit(
         self,

@@ -54,10 +54,10 @@ def check_vocabularies(models: ModelPair, num_tokens: int) -> None:
         raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, want distinct ids from 0 to {num_tokens - 1}")
 
 
-def make_buffers(limits: Limits, models: ModelPair, backend: Backend) -> StaticBuffers:
+def make_buffers(limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool) -> StaticBuffers:
     """The round's spec table and the models' own caches; the models' weights as constants."""
     named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}
-    specs = [*round_specs(limits), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    specs = [*round_specs(limits, greedy_only), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     return StaticBuffers(specs, backend.device, constants)
 

@@ -5,6 +5,7 @@ Everything a round decides about a row is decided here, on the device, so that t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -97,6 +98,13 @@ def reject_sample(
     drawn = sampler.race(probs, noise)[:, None]
     padded = torch.cat([drafts, drawn], 1)
     return torch.where(index < last[:, None], padded, drawn), last
+
+
+def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor, status: Tensor, owner: Tensor, length: Tensor) -> Tensor:
+    """For benchmarks: draft j holds with probability shares[j] if it is legal and on offer. Returns how many lead, [B]."""
+    coins = [rng.uniform(owner, length + place, rng.Purpose.ACCEPT) < share for place, share in enumerate(shares)]
+    holds = torch.stack(coins, 1) & finite[:, :-1] & _may_hold(status, draft_count)
+    return holds.to(torch.int64).cumprod(1).sum(1)
 
 
 def _may_hold(status: Tensor, draft_count: Tensor) -> Tensor:

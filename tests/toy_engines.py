@@ -65,6 +65,7 @@ class Setup:
     eager: bool = False
     prefill_chunk: int = 5
     greedy_only: bool = True
+    forced_acceptance: tuple[float, ...] | None = None
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
@@ -78,6 +79,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
         prefill_chunk=setup.prefill_chunk,
         draft_masks=setup.draft_masks,
         greedy_only=setup.greedy_only,
+        forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
         backend="tape",
     )
