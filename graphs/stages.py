@@ -187,9 +187,8 @@ def choose_draft(
         if d2t is not None:
             probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
         buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
-        position = after.column(Column.LENGTH)[:, None] + (step - 1)
-        vocabulary = torch.arange(probs.shape[1], device=probs.device)
-        tokens = sampler.race(probs, rng.exponential(after.column(Column.SEED)[:, None], position, rng.Purpose.DRAFT, vocabulary))
+        position = after.column(Column.LENGTH) + (step - 1)
+        tokens = kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
     return torch.where(alive & torch.isfinite(best), tokens, -1)
 
 
