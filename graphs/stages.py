@@ -77,7 +77,8 @@ def accept(
         held = torch.where(index < accepted[:, None], batch.drafts, tokens[:, :-1])
         tokens = torch.cat([held, tokens[:, -1:]], 1)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
-    emission = acceptance.emit(tokens, finite, accepted, status, buffers.row_stop_ids[batch.rows], room)
+    drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
+    emission = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
     emission = emission._replace(
         emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
@@ -95,7 +96,7 @@ class Choice(NamedTuple):
 
     tokens: Tensor  # [B, K + 1] int64
     finite: Tensor  # [B, K + 1] bool: some legal logit is a number
-    accepted: Tensor  # [B] int64: leading drafts that hold
+    accepted: Tensor | None  # [B] int64: leading drafts that hold; None: those that equal the tokens
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
@@ -105,9 +106,7 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, status:
         best, tokens = logits.max(-1)
     else:
         best, tokens = kernels.masked_argmax(logits, buffers.row_masks, batch.rows, ruled)
-    finite = torch.isfinite(best)
-    accepted = acceptance.count_accepted(tokens, finite, batch.drafts, batch.column(Column.DRAFT_COUNT), status)
-    return Choice(tokens, finite, accepted, status)
+    return Choice(tokens, torch.isfinite(best), None, status)
 
 
 def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, status: Tensor, ruled: Tensor | None) -> Choice:
