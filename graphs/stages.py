@@ -162,33 +162,44 @@ def choose_draft(
     With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
     of the target's tokens are not proposed.
     """
-    size = len(after.rows)
-    alive = alive & (after.column(Column.DRAFT_LIMIT) >= step)
+    alive, ruled = alive & (after.column(Column.DRAFT_LIMIT) >= step), None
     if masked:
         ruled = after.column(Column.CONSTRAINED) != 0
-        tags = buffers.batch_tags[step - 1, :size, None]
+        tags = buffers.batch_tags[step - 1, : len(after.rows), None]
         status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
         alive = alive & (status[:, 0] == MaskStatus.OK)
-        if sampled:
-            logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
-    if sampled:
-        settings = _settings(buffers, after)
-        logits = processors.process(logits[:, None], settings, buffers.batch_drafts[: step - 1, :size].T, step - 1, d2t)[:, 0]
-    if masked and not sampled:
-        masks = buffers.batch_masks[step - 1, :size, None]
-        best, tokens = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, None, ruled, d2t))
-    else:
-        best, tokens = logits.max(-1)
-    if d2t is not None:
-        tokens = d2t[tokens]
-    if sampled:
-        probs = sampler.distribution(logits, settings.params)
-        if d2t is not None:
-            probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
-        buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
-        position = after.column(Column.LENGTH) + (step - 1)
-        tokens = kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
+    choose = _draft_sampled if sampled else _draft_greedy
+    best, tokens = choose(buffers, after, step, logits, ruled, d2t)
     return torch.where(alive & torch.isfinite(best), tokens, -1)
+
+
+def _draft_greedy(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruled: Tensor | None, d2t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The best legal logit of every row, and the target's id of its token."""
+    if ruled is None:
+        best, places = logits.max(-1)
+    else:
+        masks = buffers.batch_masks[step - 1, : len(after.rows), None]
+        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, None, ruled, d2t))
+    return best, places if d2t is None else d2t[places]
+
+
+def _draft_sampled(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruled: Tensor | None, d2t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
+    size = len(after.rows)
+    if ruled is not None:
+        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
+    settings = _settings(buffers, after)
+    logits = processors.process(logits[:, None], settings, buffers.batch_drafts[: step - 1, :size].T, step - 1, d2t)[:, 0]
+    probs = sampler.distribution(logits, settings.params)
+    if d2t is not None:
+        probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
+    buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
+    position = after.column(Column.LENGTH) + (step - 1)
+    return logits.amax(-1), kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
 
 
 def drafting(after: Batch) -> Tensor:
