@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import ops
+from stepgraph.sampling.kernels import chain, choice, register
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -70,11 +71,11 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
     logits, masks, rows, ruled = masked_argmax_inputs()
     best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
     for chosen in (rows, None):
-        torch.library.opcheck(ops.masked_argmax, (logits, masks[:3] if chosen is None else masks, chosen, ruled, None, best, token))
-    torch.library.opcheck(ops.masked_argmax, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, best, token))
-    torch.library.opcheck(ops.race, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
+        opcheck(choice.masked_argmax_operation, (logits, masks[:3] if chosen is None else masks, chosen, ruled, None, best, token))
+    opcheck(choice.masked_argmax_operation, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, best, token))
+    opcheck(choice.race_operation, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
-        torch.library.opcheck(ops.chain_accept, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+        opcheck(chain.chain_accept_operation, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
 
 
 def test_functions_give_what_the_plain_ones_give() -> None:
@@ -85,11 +86,11 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
     assert torch.equal(kernels.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
-    chain = chain_inputs()
-    sampled, finite, drafts, count, status, stops, room = chain
+    inputs = chain_inputs()
+    sampled, finite, drafts, count, status, stops, room = inputs
     accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
     emission = acceptance.emit(sampled, finite, accepted, status, stops, room)
-    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*chain), emission, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), emission, strict=True))
     none = torch.tensor([0, 0])
     assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
 
@@ -133,7 +134,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
 
 def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.implementation("cpu").startswith("torch reference")
-    monkeypatch.setattr(ops, "has_triton", lambda: False)
+    monkeypatch.setattr(register, "has_triton", lambda: False)
     assert kernels.implementation("cuda") == "torch reference (triton is not installed)"
-    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    monkeypatch.setattr(register, "has_triton", lambda: True)
     assert kernels.implementation("cuda:0") == "triton"

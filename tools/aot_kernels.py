@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
-    from stepgraph.sampling.kernels import chain, choice
+    from stepgraph.sampling.kernels.programs import chain, choice
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     found = []

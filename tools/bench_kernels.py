@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import ops
+from stepgraph.sampling.kernels import chain, choice
 from stepgraph.sampling.rng import Purpose
 from tools.checks.context import Context
 from tools.checks.kernels import choice_inputs, device_us
 
-CHOICE_TILE, RACE_TILE = 4096, 1024  # as in sampling/kernels/choice.py, which needs triton
+CHOICE_TILE, RACE_TILE = 4096, 1024  # as in sampling/kernels/programs/choice.py, which needs triton
 SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
 
@@ -55,7 +55,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def choice(context: Context, batch: int, positions: int, width: int) -> dict[str, object]:
+def choice_figures(context: Context, batch: int, positions: int, width: int) -> dict[str, object]:
     """masked_argmax in bfloat16 where every row has a mask."""
     logits, masks, rows, _ = choice_inputs(context.device, batch, positions, width, torch.bfloat16)
     ruled = torch.ones(batch, dtype=torch.bool, device=context.device)
@@ -70,23 +70,27 @@ def choice(context: Context, batch: int, positions: int, width: int) -> dict[str
         "op": "masked_argmax",
         "shape": f"B={batch} Q={positions} V={width} bfloat16",
         **_figures(
-            context, least, least + scratch, partial(ops.masked_argmax, *arguments), partial(ops.masked_argmax_reference, *arguments)
+            context,
+            least,
+            least + scratch,
+            partial(choice.masked_argmax_operation, *arguments),
+            partial(choice.masked_argmax_reference, *arguments),
         ),
     }
 
 
-def race(context: Context, rows: int, width: int) -> dict[str, object]:
+def race_figures(context: Context, rows: int, width: int) -> dict[str, object]:
     weights = torch.softmax(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), -1).to(context.device)
     seed = position = torch.arange(rows, device=context.device)
     token = torch.empty(rows, dtype=torch.int64, device=context.device)
     least = weights.numel() * 4 + rows * 24
     scratch = rows * -(-width // RACE_TILE) * 16
-    kernel = partial(ops.race, weights, seed, position, int(Purpose.DRAFT), token)
-    plain = partial(ops.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    kernel = partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token)
+    plain = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
     return {"op": "race", "shape": f"N={rows} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
 
 
-def chain(context: Context, batch: int, k: int) -> dict[str, object]:
+def chain_figures(context: Context, batch: int, k: int) -> dict[str, object]:
     device = context.device
     sampled = torch.zeros(batch, k + 1, dtype=torch.int64, device=device)
     finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.full((batch, 8), -1, device=device)
@@ -94,7 +98,7 @@ def chain(context: Context, batch: int, k: int) -> dict[str, object]:
     outputs = [torch.empty_like(room) for _ in range(3)]
     arguments: Any = (sampled, finite, sampled[:, :k].contiguous(), room, sampled, stops, room, None, *outputs)
     least = batch * ((k + 1) * 17 + k * 8 + 8 * 8 + 5 * 8)
-    kernel, plain = partial(ops.chain_accept, *arguments), partial(ops.chain_accept_reference, *arguments)
+    kernel, plain = partial(chain.chain_accept_operation, *arguments), partial(chain.chain_accept_reference, *arguments)
     return {"op": "chain_accept", "shape": f"B={batch} K={k}", **_figures(context, least, least + batch * k * 8, kernel, plain)}
 
 
@@ -125,9 +129,9 @@ def registers() -> object:
 
 def main() -> int:
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
-    found = [choice(context, *shape) for shape in SHAPES]
-    found += [race(context, batch, width) for batch, _, width in SHAPES]
-    found += [chain(context, batch, k) for batch, k in ((1, 4), (64, 8))]
+    found = [choice_figures(context, *shape) for shape in SHAPES]
+    found += [race_figures(context, batch, width) for batch, _, width in SHAPES]
+    found += [chain_figures(context, batch, k) for batch, k in ((1, 4), (64, 8))]
     for entry in found:
         print(f"{entry['op']:<15}{entry['shape']:<32}", *(f"{name}={value}" for name, value in list(entry.items())[2:]))
     report = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import ops
+from stepgraph.sampling.kernels import chain, choice
 from stepgraph.sampling.rng import Purpose
 from tools.checks.context import Context, Figures, summary
 
@@ -52,12 +52,12 @@ def _check_choice(context: Context, batch: int, width: int, dtype: torch.dtype) 
     logits, masks, rows, ruled = choice_inputs(context.device, batch, 2, width, dtype)
     best = torch.empty(batch, 2, device=context.device)
     token = torch.empty(batch, 2, dtype=torch.int64, device=context.device)
-    reference: Call = partial(ops.masked_argmax_reference, logits, masks, rows, ruled, None, best, token)
+    reference: Call = partial(choice.masked_argmax_reference, logits, masks, rows, ruled, None, best, token)
     reference()
     found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled)
     torch.testing.assert_close(found_best, best, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found_token, token), f"V={width} {dtype}: {int((found_token != token).sum())} tokens differ"
-    return _times(context, partial(ops.masked_argmax, logits, masks, rows, ruled, None, best, token), reference)
+    return _times(context, partial(choice.masked_argmax_operation, logits, masks, rows, ruled, None, best, token), reference)
 
 
 def _check_race(context: Context, batch: int, width: int) -> Figures:
@@ -67,13 +67,13 @@ def _check_race(context: Context, batch: int, width: int) -> Figures:
     weights = sampler.distribution(torch.randn(batch, width, generator=made) * 3, row).to(context.device)
     seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(context.device) for _ in range(2))
     token = torch.empty(batch, dtype=torch.int64, device=context.device)
-    reference: Call = partial(ops.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    reference: Call = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
-        ops.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
+        choice.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
         different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
     assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
-    times = _times(context, partial(ops.race, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    times = _times(context, partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token), reference)
     return {"draws": repeats * batch, "different": different, **times}
 
 
@@ -89,12 +89,14 @@ def _check_chain(context: Context, batch: int, k: int) -> Figures:
     on_cpu = (sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, draw(7, 3, low=-1), draw(12, low=1))
     sampled, finite, drafts, count, status, stops, room = (tensor.to(context.device) for tensor in on_cpu)
     outputs = [torch.empty_like(room) for _ in range(3)]
-    reference: Call = partial(ops.chain_accept_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
+    reference: Call = partial(chain.chain_accept_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
     reference()
     emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
     for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
         assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
-    return _times(context, partial(ops.chain_accept, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference)
+    return _times(
+        context, partial(chain.chain_accept_operation, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
+    )
 
 
 def _times(context: Context, kernel: Call, reference: Call) -> Figures:

@@ -1,0 +1,116 @@
+"""The Triton program that accepts a chain of drafts, and how it is launched. Imported only where Triton is: `register.py` decides."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import MaskStatus
+
+_OK = tl.constexpr(int(MaskStatus.OK))
+_NONE = tl.constexpr(int(MaskStatus.NONE))
+_ILLEGAL = tl.constexpr(int(MaskStatus.ILLEGAL))
+_COMPLETE = tl.constexpr(int(MaskStatus.COMPLETE))
+_TERMINATED = tl.constexpr(int(MaskStatus.TERMINATED))
+_DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
+_RUNNING = tl.constexpr(int(FinishCode.RUNNING))
+_STOP = tl.constexpr(int(FinishCode.STOP))
+_LENGTH = tl.constexpr(int(FinishCode.LENGTH))
+_FINISHED_COMPLETE = tl.constexpr(int(FinishCode.CONSTRAINT_COMPLETE))
+_FINISHED_DEAD_END = tl.constexpr(int(FinishCode.DEAD_END))
+_MASK_FAULT = tl.constexpr(int(FinishCode.MASK_FAULT))
+_LOGITS_FAULT = tl.constexpr(int(FinishCode.LOGITS_FAULT))
+
+
+@triton.jit
+def accept_chain(
+    sampled,  # [B, Q] int64
+    finite,  # [B, Q] bool
+    drafts,  # [B, Q - 1] int64
+    draft_count,  # [B] int64
+    status,  # [B, Q] int64
+    stop_ids,  # [B, S] int64
+    room,  # [B] int64
+    known,  # [B] int64, how many drafts hold; not read unless HAS_KNOWN
+    emitted,  # [B] int64 each, written
+    accepted,
+    finish,
+    positions,
+    stops,
+    HAS_KNOWN: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    """acceptance.count_accepted and acceptance.emit for one row. POSITIONS and STOPS are powers of two."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, POSITIONS)
+    inside, before_last = place < positions, place < positions - 1
+    tokens = tl.load(sampled + row * positions + place, mask=inside, other=-1)
+    sound = tl.load(finite + row * positions + place, mask=inside, other=0).to(tl.int32) != 0
+    state = tl.load(status + row * positions + place, mask=inside, other=_NONE)
+    if HAS_KNOWN:
+        held = tl.load(known + row)
+    else:
+        proposed = tl.load(drafts + row * (positions - 1) + place, mask=before_last, other=-1)
+        follows = tl.load(status + row * positions + place + 1, mask=before_last, other=_NONE)
+        holds = before_last & (tokens == proposed) & sound & (state == _OK) & (place < tl.load(draft_count + row))
+        holds = holds & (follows != _NONE) & (follows < _ILLEGAL)
+        held = tl.min(tl.where(holds, POSITIONS, place), 0).to(tl.int64)
+    last = tl.sum(tl.where(place == held, state, 0), 0)
+    last_sound = tl.sum(tl.where((place == held) & sound, 1, 0), 0) != 0
+    ready = last == _OK
+    offered = held + (ready & last_sound).to(tl.int64)
+    column = tl.arange(0, STOPS)
+    ends = tl.load(stop_ids + row * stops + column, mask=column < stops, other=-1)
+    meets = (tokens[:, None] == ends[None, :]) & (column < stops)[None, :]
+    is_stop = (tl.max(meets.to(tl.int32), 1) != 0) & inside & (place < offered)
+    first_stop = tl.min(tl.where(is_stop, place, positions), 0).to(tl.int64)
+    space = tl.load(room + row)
+    count = tl.minimum(tl.minimum(offered, first_stop + 1), space)
+    code = tl.where(last == _DEAD_END, _FINISHED_DEAD_END, _MASK_FAULT)
+    code = tl.where(last == _TERMINATED, _STOP, code)
+    code = tl.where(last == _COMPLETE, _FINISHED_COMPLETE, code)
+    code = tl.where(ready, tl.where(last_sound, _RUNNING, _LOGITS_FAULT), code)
+    code = tl.where(count == space, _LENGTH, code)
+    code = tl.where(first_stop < count, _STOP, code)
+    tl.store(emitted + row, count)
+    tl.store(accepted + row, tl.minimum(held, count))
+    tl.store(finish + row, code.to(tl.int64))
+
+
+def chain_accept(
+    sampled: Tensor,
+    finite: Tensor,
+    drafts: Tensor,
+    draft_count: Tensor,
+    status: Tensor,
+    stop_ids: Tensor,
+    room: Tensor,
+    known: Tensor | None,
+    emitted: Tensor,
+    accepted: Tensor,
+    finish: Tensor,
+) -> None:
+    rows, positions = sampled.shape
+    accept_chain[(rows,)](
+        sampled,
+        finite,
+        drafts,
+        draft_count,
+        status,
+        stop_ids,
+        room,
+        draft_count if known is None else known,
+        emitted,
+        accepted,
+        finish,
+        positions,
+        stop_ids.shape[1],
+        HAS_KNOWN=known is not None,
+        POSITIONS=triton.next_power_of_2(positions),
+        STOPS=triton.next_power_of_2(max(stop_ids.shape[1], 1)),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

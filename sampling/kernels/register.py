@@ -1,0 +1,57 @@
+"""One torch.library.custom_op per kernel: plain torch on the CPU, a Triton program on a GPU, the same results.
+
+The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton is missing, a GPU
+runs the plain torch version too: `implementation` says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def implementation(device: torch.device | str) -> str:
+    """What the kernels run as on `device`, for people to read."""
+    if torch.device(device).type != "cuda":
+        return "torch reference (kernels are for CUDA devices)"
+    return "triton" if has_triton() else "torch reference (triton is not installed)"
+
+
+def operation(programs: str, name: str, schema: str, reference: Callable[..., None]) -> torch.library.CustomOpDef:
+    """Register `reference`, and for CUDA the function `name` of programs/`programs`.py, which takes the same arguments.
+
+    The first argument is a tensor. What the schema marks as written is all that the operation gives: it returns nothing.
+    """
+
+    def on_cuda(first: torch.Tensor, *others: Any) -> None:
+        if not has_triton():
+            return reference(first, *others)
+        program = getattr(importlib.import_module(f"stepgraph.sampling.kernels.programs.{programs}"), name)
+        with torch.cuda.device(first.device):
+            program(first, *others)
+
+    written = re.findall(r"\(\w!\) (\w+)", schema)
+    made = torch.library.custom_op(f"stepgraph::{name}", reference, mutates_args=written, device_types="cpu", schema=schema)
+    made.register_kernel("cuda")(on_cuda)
+    made.register_fake(lambda *_: None)  # shapes are the caller's
+    return made
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Neighbours of the last dimension side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
