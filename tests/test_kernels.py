@@ -36,8 +36,9 @@ def run(*command: str, interpret: bool) -> str:
 
 
 @needs_triton
-def test_the_programs_equal_the_references_in_the_interpreter() -> None:
-    told = run("pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_kernels.py", interpret=True)
+@pytest.mark.parametrize("suite", sorted(path.name for path in (ROOT / "tests/interpreted").glob("*.py")))
+def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
+    told = run("pytest", "-q", "-p", "no:cacheprovider", f"tests/interpreted/{suite}", interpret=True)
     assert "skipped" not in told and " passed" in told
 
 

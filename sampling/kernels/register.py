@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def implementation(device: torch.device | str) -> str:
     return "triton" if has_triton() else "torch reference (triton is not installed)"
 
 
-def operation(programs: str, name: str, schema: str, reference: Callable[..., None]) -> torch.library.CustomOpDef:
+def operation(programs: str, name: str, schema: str, reference: Callable[..., None]) -> CustomOpDef:
     """Register `reference`, and for CUDA the function `name` of programs/`programs`.py, which takes the same arguments.
 
     The first argument is a tensor. What the schema marks as written is all that the operation gives: it returns nothing.
