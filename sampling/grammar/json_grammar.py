@@ -14,6 +14,7 @@ import xgrammar
 
 from stepgraph.sampling.grammar.charset import IN_JSON, complement, intersection, spelled, union
 from stepgraph.sampling.grammar.pattern import ebnf_of
+from stepgraph.sampling.grammar.schema import types_of
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_UNROLLED = 100  # up to here an automaton is faster than a counter (130k tokens: a mask in 0.1 ms, not in 10), and has its masks cached
@@ -42,7 +43,7 @@ def json_grammar(schema: Any, any_whitespace: bool) -> str:
     patterns = list[str]()
     printed = str(
         xgrammar.Grammar.from_json_schema(
-            json.dumps(_with_numbered_patterns(schema, patterns)),
+            json.dumps(_spelled_out(schema, patterns)),
             any_whitespace=any_whitespace,
             max_whitespace_cnt=MAX_WHITESPACE if any_whitespace else None,
         )
@@ -53,23 +54,35 @@ def json_grammar(schema: Any, any_whitespace: bool) -> str:
     return "\n".join(_mended(line, patterns) for line in lines)
 
 
-def _with_numbered_patterns(node: Any, patterns: list[str]) -> Any:
-    """A copy of the schema whose patterns are names; `patterns` gets the rules that they stand for."""
+def _spelled_out(node: Any, patterns: list[str]) -> Any:
+    """A copy of the schema that says what the library would otherwise read in its own way, and whose patterns are numbers; `patterns`
+    gets the rules that they stand for.
+
+    The library ignores some keywords where no type is named ("maxItems"), and takes bounds on the number of items or properties
+    for a word that there are no others than those declared.
+    """
     if not isinstance(node, dict):
         return node
     changed = dict(node)
     for table in ("properties", "$defs", "definitions"):
         if table in node:
-            changed[table] = {name: _with_numbered_patterns(child, patterns) for name, child in node[table].items()}
+            changed[table] = {name: _spelled_out(child, patterns) for name, child in node[table].items()}
     for branches in ("prefixItems", "anyOf", "oneOf", "allOf"):
         if branches in node:
-            changed[branches] = [_with_numbered_patterns(child, patterns) for child in node[branches]]
+            changed[branches] = [_spelled_out(child, patterns) for child in node[branches]]
     for child in ("items", "additionalProperties"):
         if child in node:
-            changed[child] = _with_numbered_patterns(node[child], patterns)
+            changed[child] = _spelled_out(node[child], patterns)
     if "pattern" in node:
         changed["pattern"] = f"pattern{len(patterns)}"
         patterns.append(ebnf_of(node["pattern"], "pattern", in_json=True))
+    types = types_of(node, "#")
+    if types and "type" not in node:
+        changed["type"] = types[0]
+    if "array" in types and not {"items", "prefixItems"} & node.keys():
+        changed["items"] = True
+    if "object" in types and not {"properties", "additionalProperties"} & node.keys():
+        changed["additionalProperties"] = True
     return changed
 
 

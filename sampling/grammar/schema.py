@@ -81,7 +81,7 @@ def _table(node: dict[str, Any], keyword: str, where: str) -> Iterator[tuple[str
 
 
 def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str, depth: int) -> None:
-    types = _types(node, where)
+    types = types_of(node, where)
     known = set[str]().union(*(KEYWORDS[name] for name in types), {"type"})
     every = set[str]().union(*KEYWORDS.values())
     for keyword in sorted(asserted - known):
@@ -99,7 +99,8 @@ def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str
         _check_object(node, root, where, depth)
 
 
-def _types(node: dict[str, Any], where: str) -> list[str]:
+def types_of(node: dict[str, Any], where: str) -> list[str]:
+    """The types that a schema names, or the one that its keywords are taken to mean; none where it says nothing of types."""
     if "type" not in node:
         for name in ("object", "array"):
             if KEYWORDS[name] & node.keys():
@@ -233,7 +234,7 @@ def _check_values(node: dict[str, Any], keyword: str, where: str) -> None:
     values = [node["const"]] if keyword == "const" else node["enum"]
     if not isinstance(values, list) or not values:
         _refuse(where, keyword, f"got {json.dumps(values)[:40]}, want a list of at least one value")
-    types = _types(node, where)
+    types = types_of(node, where)
     for value in values:
         if types and not any(_is_of_type(value, name) for name in types):
             _refuse(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
@@ -269,7 +270,7 @@ def _disjoint(left: Any, right: Any) -> bool:
     ours, theirs = _constants(left), _constants(right)
     if ours and theirs:
         return not ours & theirs
-    first, second = _types(left, "oneOf"), _types(right, "oneOf")
+    first, second = types_of(left, "oneOf"), types_of(right, "oneOf")
     if first and second and not _spread(first) & _spread(second):
         return True
     shared = set(left.get("required", [])) & set(right.get("required", []))

@@ -1,0 +1,48 @@
+"""Rewrites the table of what each grammar back end makes of the JSON-Schema-Test-Suite, and prints the totals.
+
+    python tools/schema_suite.py            # after a change: look at the difference, then commit it
+    python tools/schema_suite.py --import-from path/to/tests/draft2020-12
+
+The suite is carried in tests/data with its licence, one schema to a line; --import-from takes it anew from a checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.*
+
+from tests import schema_cases
+
+
+def imported(folder: Path) -> str:
+    """The required tests of one draft, one line per schema, without what the cases do not need."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        for group in json.loads(path.read_text(encoding="utf-8")):
+            tests = [{"data": test["data"], "valid": test["valid"]} for test in group["tests"]]
+            entry = {"file": path.stem, "description": group["description"], "schema": group["schema"], "tests": tests}
+            lines.append(json.dumps(entry, separators=(",", ":")) + "\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--import-from", type=Path, help="take the suite anew from this folder of JSON files")
+    options = parser.parse_args()
+    if options.import_from:
+        schema_cases.SUITE.write_text(imported(options.import_from), encoding="utf-8")
+    found = schema_cases.outcomes()
+    changed = schema_cases.differences(schema_cases.kept() if schema_cases.TABLE.exists() else {}, found)
+    text = schema_cases.written(found)
+    schema_cases.TABLE.write_text(text, encoding="utf-8")
+    print("\n".join(changed), file=sys.stderr)
+    print(json.dumps(json.loads(text)["totals"], indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
