@@ -28,12 +28,12 @@ _NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _candidates(values, ids):
+def ordered(values, ids):
     """Float32 values and their ids as int64 that order like (value, -id)."""
     values = tl.where(values == 0, 0.0, values)  # both zeros are equal
     bits = tl.where(values == values, values.to(tl.int32, bitcast=True), _NAN)
-    ordered = bits ^ ((bits >> 31) & _LAST_ID)
-    return (ordered.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
+    rising = bits ^ ((bits >> 31) & _LAST_ID)
+    return (rising.to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def masked_candidates(
         else:
             values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
     values = tl.where(legal, values, float("-inf"))
-    best = tl.max(tl.max(_candidates(values, ids), 1), 0)
+    best = tl.max(tl.max(ordered(values, ids), 1), 0)
     tl.store(candidates + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
@@ -92,10 +92,21 @@ def _mix(value):
 
 
 @triton.jit
+def _chance(key):
+    """The upper 63 bits of a key as a number between 0 and 1."""
+    return tl.minimum((((key >> 1) & _LAST_POSITIVE).to(tl.float32) + 0.5) * _TINY, _BELOW_ONE)
+
+
+@triton.jit
 def uniform(seed, position, index, SALT: tl.constexpr):
     """As rng.uniform, bit for bit. All int64."""
-    key = _mix(_mix(_mix(seed + SALT) + position * _GOLDEN) + index * _GOLDEN)
-    return tl.minimum((((key >> 1) & _LAST_POSITIVE).to(tl.float32) + 0.5) * _TINY, _BELOW_ONE)
+    return _chance(_mix(_mix(_mix(seed + SALT) + position * _GOLDEN) + index * _GOLDEN))
+
+
+@triton.jit
+def coin(seed, position, SALT: tl.constexpr):
+    """As rng.uniform without an index, bit for bit."""
+    return _chance(_mix(_mix(seed + SALT) + position * _GOLDEN))
 
 
 @triton.jit
@@ -117,7 +128,7 @@ def race_candidates(weights, seed, position, candidates, width, weights_stride, 
     if tl.max((rates != 0).to(tl.int32), 0) != 0:
         noise = exponential(tl.load(seed + row), tl.load(position + row), ids.to(tl.int64), SALT)
         rates = tl.math.div_rn(rates, noise)
-    best = tl.max(_candidates(rates, ids), 0)
+    best = tl.max(ordered(rates, ids), 0)
     tl.store(candidates + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
@@ -129,8 +140,8 @@ def take_best(candidates, best, token, tiles, HAS_BEST: tl.constexpr, TILES: tl.
     found = tl.max(tl.load(candidates + row.to(tl.int64) * tiles + places), 0)
     tl.store(token + row, (found & 0xFFFFFFFF) ^ _LAST_ID)
     if HAS_BEST:
-        ordered = (found >> 32).to(tl.int32)
-        tl.store(best + row, (ordered ^ ((ordered >> 31) & _LAST_ID)).to(tl.float32, bitcast=True))
+        rising = (found >> 32).to(tl.int32)
+        tl.store(best + row, (rising ^ ((rising >> 31) & _LAST_ID)).to(tl.float32, bitcast=True))
 
 
 def masked_argmax(

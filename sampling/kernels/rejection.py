@@ -1,0 +1,68 @@
+"""Judging sampled drafts by exact rejection, and drawing the token behind those that hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling import acceptance
+from stepgraph.sampling.kernels.register import dense, operation
+
+
+def reject_sample(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    rows: Tensor,
+    certain: Tensor,
+    finite: Tensor,
+    drafts: Tensor,
+    draft_count: Tensor,
+    status: Tensor,
+    seed: Tensor,
+    length: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """acceptance.reject_sample, which tells the rest, where row b's drafts were drawn from draft_probs[rows[b]].
+
+    target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B] bool: rows whose drafts were
+    not drawn but chosen; each is a certainty, and what draft_probs say of them is not read.
+    """
+    assert target_probs.dtype is draft_probs.dtype is torch.float32, f"target {target_probs.dtype}, draft {draft_probs.dtype}"
+    batch, positions, width = target_probs.shape
+    assert draft_probs.shape[1:] == (positions - 1, width), f"target {target_probs.shape}, draft {draft_probs.shape}"
+    assert drafts.shape == (batch, positions - 1), f"target {target_probs.shape}, drafts {drafts.shape}"
+    tokens = torch.empty(batch, positions, dtype=torch.int64, device=target_probs.device)
+    accepted = torch.empty(batch, dtype=torch.int64, device=target_probs.device)
+    others = [tensor.contiguous() for tensor in (rows, certain, finite, drafts, draft_count, status, seed, length)]
+    reject_sample_operation(dense(target_probs), dense(draft_probs), *others, tokens, accepted)
+    return tokens, accepted
+
+
+def reject_sample_reference(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    rows: Tensor,
+    certain: Tensor,
+    finite: Tensor,
+    drafts: Tensor,
+    draft_count: Tensor,
+    status: Tensor,
+    seed: Tensor,
+    length: Tensor,
+    tokens: Tensor,
+    accepted: Tensor,
+) -> None:
+    stored = draft_probs[rows]
+    chosen = torch.zeros_like(stored).scatter_(2, drafts.clamp(min=0)[..., None], 1.0)
+    offered = torch.where(certain[:, None, None], chosen, stored)
+    drawn, held = acceptance.reject_sample(target_probs, offered, finite, drafts, draft_count, status, seed, length)
+    tokens.copy_(drawn)
+    accepted.copy_(held)
+
+
+reject_sample_operation = operation(
+    "rejection",
+    "reject_sample",
+    "(Tensor target_probs, Tensor draft_probs, Tensor rows, Tensor certain, Tensor finite, Tensor drafts, Tensor draft_count, "
+    "Tensor status, Tensor seed, Tensor length, Tensor(a!) tokens, Tensor(b!) accepted) -> ()",
+    reject_sample_reference,
+)

@@ -1,0 +1,161 @@
+"""Exact rejection in Triton's interpreter, against the torch reference. test_kernels.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling import rng, sampler
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import rejection
+from stepgraph.sampling.kernels.programs import choice as choice_programs
+from stepgraph.sampling.kernels.programs import rejection as programs
+from stepgraph.sampling.rng import Purpose
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+SETTINGS = torch.tensor([[1.0, 0, 1, 0], [0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [3.0, 0, 1, 0]])  # every fourth row is greedy
+STATUSES = torch.tensor([int(MaskStatus.OK)] * 12 + [int(status) for status in MaskStatus])
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)
+
+
+class Case(NamedTuple):
+    """The arguments of the operation but for its outputs."""
+
+    target_probs: Tensor
+    draft_probs: Tensor
+    rows: Tensor
+    certain: Tensor
+    finite: Tensor
+    drafts: Tensor
+    draft_count: Tensor
+    status: Tensor
+    seed: Tensor
+    length: Tensor
+
+
+def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0.5, sound: bool = False) -> Case:
+    """Rows in any order among more, drafts drawn from their distributions, -1 behind draft_count; unless `sound`, also a few
+    -1 in front of it, statuses that end a chain, and places without a finite logit."""
+    made = torch.Generator().manual_seed(seed)
+    settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
+    logits = torch.randn(batch, k + 1, width, generator=made) * 2
+    proposal = logits[:, :k] + torch.randn(batch, k, width, generator=made) * closeness
+    target, offered = sampler.distribution(logits, settings), sampler.distribution(proposal, settings)
+    rows = torch.randperm(batch + 3, generator=made)[:batch]
+    draft_probs = torch.full((batch + 3, k, width), float("nan"))  # other rows' are never read
+    draft_probs[rows] = offered
+    certain = settings[:, 0] <= 0
+    draft_probs[rows[certain]] = float("nan")
+    noise = torch.empty_like(offered).exponential_(generator=made)
+    draft_count = torch.randint(0, k + 1, (batch,), generator=made)
+    draft_count = torch.where(torch.rand(batch, generator=made) < 0.6, k, draft_count)
+    drafts = torch.where(torch.arange(k) < draft_count[:, None], sampler.race(offered, noise), -1)
+    drafts = torch.where(torch.rand(batch, k, generator=made) < (2 if sound else 0.9), drafts, -1)
+    finite = torch.rand(batch, k + 1, generator=made) < (2 if sound else 0.95)
+    status = STATUSES[torch.randint(0, len(STATUSES), (batch, k + 1), generator=made)]
+    status = torch.where(torch.rand(batch, 1, generator=made) < (2 if sound else 0.5), int(MaskStatus.OK), status)
+    return Case(
+        target,
+        draft_probs,
+        rows,
+        certain,
+        finite,
+        drafts,
+        draft_count,
+        status,
+        torch.randint(0, 2**62, (batch,), generator=made),
+        torch.randint(1, 9000, (batch,), generator=made),
+    )
+
+
+def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
+    """Program and reference on the same inputs, into memory full of garbage."""
+    batch, positions, width = case.target_probs.shape
+    outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
+    rejection.reject_sample_reference(*case, *outputs[0])
+    programs.reject_sample(*case, *outputs[1], tile=tile or min(65_536, triton.next_power_of_2(width)))
+    assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, want {outputs[0][1]}"
+    assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, want {outputs[0][0]}"
+    behind = torch.arange(positions) >= outputs[1][1][:, None]
+    drawn = outputs[1][0][behind]
+    assert bool((drawn >= 0).all()) and bool((drawn < width).all())
+    return outputs[1]
+
+
+@pytest.mark.parametrize("k", range(9))
+def test_tokens_and_acceptance_are_the_reference_s(k: int) -> None:
+    _, accepted = compare(make_case(20, k, 160, k), tile=128)
+    assert len(set(accepted.tolist())) > min(k, 2), "chains of several lengths"
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 1000, 32_768, 131_071, 151_669, 262_144])
+def test_every_width(width: int) -> None:
+    compare(make_case(4, 2, width, width, closeness=0.3))
+
+
+def test_a_view_of_wider_distributions() -> None:
+    case = make_case(8, 3, 300, 5)
+    padded = [torch.cat([each, torch.full((*each.shape[:2], 77), float("inf"))], 2)[..., :300] for each in case[:2]]
+    compare(case._replace(target_probs=padded[0], draft_probs=padded[1]), tile=128)
+
+
+def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_raced() -> None:
+    """p = q but for scraps here and there: a refusal, forced by its status, leaves the scraps, which alone may be drawn."""
+    for seed, scraps in ((1, 0), (2, 1), (3, 2)):
+        case = make_case(12, 2, 300, seed, closeness=0.0, sound=True)
+        assert torch.equal(compare(case, tile=128)[1], case.draft_count)
+        given = case.target_probs.clone()
+        places = torch.arange(scraps) * 100 + 77
+        given[..., places] += 1e-6
+        refused = case._replace(target_probs=given, status=torch.full_like(case.status, int(MaskStatus.OK)))
+        refused.status[:, 1] = int(MaskStatus.ILLEGAL)
+        tokens, accepted = compare(refused, tile=128)
+        assert int(accepted.max()) == 0
+        sampled = ~case.certain & (case.draft_count > 0)
+        if scraps:
+            assert set(tokens[sampled, 0].tolist()) <= set(places.tolist())
+        else:
+            assert bool((given[sampled, 0].gather(1, tokens[sampled, :1]) > 0).all()), "drawn from the target's distribution"
+            assert len(set(tokens[sampled, 0].tolist())) > 2
+
+
+def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
+    """A row that was greedy when it drafted and is judged by a distribution; what its refusal draws is another token."""
+    case = make_case(48, 1, 40, 3, sound=True)
+    likeliest = case.target_probs[:, :1].argmax(2)
+    case = case._replace(certain=torch.ones(48, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))
+    tokens, accepted = compare(case, tile=64)
+    greedy = torch.arange(48) % 4 == 2
+    assert bool((accepted[greedy] == 1).all()) and 0 < int(accepted[~greedy].sum()) < 36
+    assert bool((tokens[accepted == 0, 0] != likeliest[accepted == 0, 0]).all())
+
+
+def test_a_dead_row_gives_token_zero() -> None:
+    case = make_case(6, 2, 300, 9, sound=True)
+    tokens, accepted = compare(case._replace(target_probs=torch.zeros_like(case.target_probs)), tile=256)
+    assert tokens.eq(0).all() and accepted.eq(0).all()
+
+
+@triton.jit
+def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(coins + place, choice_programs.coin(tl.load(seed + place), tl.load(position + place), SALT))
+
+
+def test_coins_are_those_of_rng() -> None:
+    count = 1 << 16
+    made = torch.Generator().manual_seed(2)
+    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
+    coins = torch.empty(count)
+    _coins[(1,)](seed, position, coins, SALT=rng.signed(Purpose.ACCEPT * rng.GOLDEN), COUNT=count)
+    assert torch.equal(coins, rng.uniform(seed, position, Purpose.ACCEPT))
