@@ -116,9 +116,12 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, status
     settings = _settings(buffers, batch)
     masked = processors.process(masked, settings, batch.drafts)
     status, finite = processors.mark_dead_ends(status, alive, masked), torch.isfinite(masked.amax(-1))
-    probs, draft_probs = sampler.distribution(masked, settings.params), _draft_probs(buffers, batch, settings.params)
+    probs = sampler.distribution(masked, settings.params)
+    certain = settings.params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
-    tokens, accepted = acceptance.reject_sample(probs, draft_probs, finite, batch.drafts, draft_count, status, seed, length)
+    tokens, accepted = kernels.reject_sample(
+        probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
+    )
     buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
     return Choice(tokens, finite, accepted, status)
 
@@ -250,13 +253,6 @@ def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> N
     emitted = (index < emission.emitted[:, None]).to(buffers.row_output_counts.dtype)
     places = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
     buffers.row_output_counts.view(-1).scatter_add_(0, places.flatten(), emitted.flatten())
-
-
-def _draft_probs(buffers: StaticBuffers, batch: Batch, params: Tensor) -> Tensor:
-    """[B, K, V], what each draft was drawn from. A greedy row's may come from a round without distributions: it is the draft itself."""
-    stored = buffers.row_draft_probs[batch.rows]
-    certain = torch.zeros_like(stored).scatter_(2, batch.drafts.clamp(min=0)[..., None], 1.0)
-    return torch.where((params[:, sampler.Param.TEMPERATURE] <= 0)[:, None, None], certain, stored)
 
 
 def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:

@@ -17,7 +17,7 @@ from torch.library import opcheck
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, register
+from stepgraph.sampling.kernels import chain, choice, register, rejection
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -67,6 +67,17 @@ def chain_inputs() -> list[Any]:
     return [sampled, torch.ones(2, 3, dtype=torch.bool), drafts, torch.tensor([2, 2]), status, stops, torch.tensor([9, 9])]
 
 
+def rejection_inputs(k: int = 2) -> list[Any]:
+    """Six rows among eight, every second one certain of its drafts."""
+    made = torch.Generator().manual_seed(k)
+    target, draft = (torch.randn(size, places, 50, generator=made).softmax(-1) for size, places in ((6, k + 1), (8, k)))
+    rows, certain = torch.tensor([7, 0, 5, 2, 3, 6]), torch.arange(6) % 2 == 1
+    drafts, count = torch.randint(0, 50, (6, k), generator=made), torch.full((6,), k)
+    status = torch.full((6, k + 1), int(MaskStatus.OK))
+    finite = torch.ones(6, k + 1, dtype=torch.bool)
+    return [target, draft, rows, certain, finite, drafts, count, status, torch.arange(6) + 40, torch.arange(6)]
+
+
 def test_operations_are_registered_as_torch_wants_them() -> None:
     numbers = torch.empty(2, 3, dtype=torch.int64)
     logits, masks, rows, ruled = masked_argmax_inputs()
@@ -77,6 +88,9 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
     opcheck(choice.race_operation, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(chain.chain_accept_operation, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+    for k in (0, 2):
+        outputs = (torch.empty(6, k + 1, dtype=torch.int64), torch.empty(6, dtype=torch.int64))
+        opcheck(rejection.reject_sample_operation, (*rejection_inputs(k), *outputs))
 
 
 def test_functions_give_what_the_plain_ones_give() -> None:
@@ -94,6 +108,28 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), emission, strict=True))
     none = torch.tensor([0, 0])
     assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
+
+
+def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one() -> None:
+    lengths = set()
+    for k in (0, 1, 2, 8):
+        target, draft, rows, certain, finite, drafts, *others = rejection_inputs(k)
+        drafts[:, : k // 2] = target[:, : k // 2].argmax(-1)
+        offered = draft[rows]
+        offered[certain] = torch.nn.functional.one_hot(drafts[certain], 50).float()
+        expected = acceptance.reject_sample(target, offered, finite, drafts, *others)
+        found = kernels.reject_sample(target, draft, rows, certain, finite, drafts, *others)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        lengths |= set(found[1].tolist())
+    assert len(lengths) > 2
+
+
+def test_distributions_that_do_not_fit_each_other_are_refused() -> None:
+    target, draft, *others = rejection_inputs()
+    with pytest.raises(AssertionError, match=r"draft torch\.Size"):
+        kernels.reject_sample(target, draft[:, :1], *others)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        kernels.reject_sample(target.bfloat16(), draft, *others)
 
 
 def test_a_mask_narrower_than_the_logits_is_refused() -> None:
@@ -130,6 +166,34 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
         replayed = buffers.tokens.clone()
         run_eager(step, buffers)
         assert torch.equal(buffers.tokens, replayed)
+    backend.close()
+
+
+def test_a_tape_repeats_a_rejection_in_place() -> None:
+    names = ("target", "draft", "rows", "certain", "finite", "drafts", "count", "status", "seed", "length")
+    inputs = dict(zip(names, rejection_inputs(), strict=True))
+    specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()]
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers([*specs, BufferSpec("tokens", (6, 3), torch.int64), BufferSpec("accepted", (6,), torch.int64)], backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        tokens, accepted = kernels.reject_sample(*(b[name] for name in names))
+        b.tokens.copy_(tokens)
+        b.accepted.copy_(accepted)
+
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes == {"kernel": 1, "copy": 2}
+    seen = set()
+    for length in range(4):
+        for name, tensor in inputs.items():
+            buffers[name].copy_(tensor)
+        buffers.length.add_(length)
+        recorded.replay()
+        replayed = buffers.tokens.clone(), buffers.accepted.clone()
+        run_eager(step, buffers)
+        assert torch.equal(buffers.tokens, replayed[0]) and torch.equal(buffers.accepted, replayed[1])
+        seen.add(tuple(buffers.tokens.flatten().tolist()))
+    assert len(seen) == 4
     backend.close()
 
 

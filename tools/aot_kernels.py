@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
-    from stepgraph.sampling.kernels.programs import chain, choice
+    from stepgraph.sampling.kernels.programs import chain, choice, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     found = []
@@ -61,6 +61,11 @@ def variants() -> list[Variant]:
         types = ["*i64", "*i1", *["*i64"] * 9, "i32", "i32"]
         constants = {"HAS_KNOWN": known, "POSITIONS": 16, "STOPS": 16}
         found.append(_variant(f"accept_chain {'known' if known else 'compared'}", chain.accept_chain, types, constants, 1))
+    types = ["*fp32", "*fp32", "*i64", "*i1", "*i1", *["*i64"] * 7, *["i32"] * 6]
+    constants = {"PLACES": 16, "TILE": rejection.REJECTION_TILE}
+    found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
+    types = [*["*i64"] * 4, "i32", "i32"]
+    found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"PLACES": 16, "TILES": 256}, 1))
     return found
 
 

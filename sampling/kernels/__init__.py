@@ -6,5 +6,6 @@ These functions make the outputs, bring the inputs into the layout that the prog
 from stepgraph.sampling.kernels.chain import chain_accept
 from stepgraph.sampling.kernels.choice import masked_argmax, race
 from stepgraph.sampling.kernels.register import implementation
+from stepgraph.sampling.kernels.rejection import reject_sample
 
-__all__ = ["chain_accept", "implementation", "masked_argmax", "race"]
+__all__ = ["chain_accept", "implementation", "masked_argmax", "race", "reject_sample"]
