@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,3 +25,24 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
     return float(
         torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64))
     )
+
+
+def likelihood_ratio(counts: Tensor, probabilities: Tensor) -> Tensor:
+    """Of every row of counts [N, V] half the likelihood-ratio chi-square, `sum(observed * log(observed / expected))`; infinite
+    where something impossible was counted."""
+    observed, share = counts.to(torch.float64), probabilities.to(torch.float64)
+    expected = share / share.sum(-1, keepdim=True) * observed.sum(-1, keepdim=True)
+    return torch.where(observed > 0, observed * (observed / expected).log(), 0.0).sum(-1)
+
+
+def likelihood_ratio_bound(statistic: float, freedom: int) -> float:
+    """No less than the probability that right counts give this statistic or more, summed over rows of `freedom` in all.
+
+    The bound of Agrawal (Finite-sample concentration of the multinomial in relative entropy, 2020): it holds for any counts,
+    where the tails of Pearson's statistic are only right for large ones.
+    """
+    if statistic <= freedom:
+        return 1.0
+    if math.isinf(statistic):
+        return 0.0
+    return math.exp(freedom - statistic + (freedom * math.log(statistic / freedom) if freedom else 0.0))

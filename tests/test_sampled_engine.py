@@ -125,11 +125,11 @@ def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: py
         assert law_p(engine, replace(PENALTIES, top_p=1.0), REPEATS) < 1e-9
 
 
-def run(engine: Engine, order: list[int], together: bool) -> dict[int, list[int]]:
+def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dict[int, list[int]]:
     tokens = {}
     jobs = []
     for place in order:
-        job = engine.submit([place, 7], constraint=CONSTRAINTS[place % 3], sampling=SETTINGS[place], max_new_tokens=24)
+        job = engine.submit([place, 7], constraint=CONSTRAINTS[place % 3], sampling=SETTINGS[place], max_new_tokens=most)
         jobs.append((place, job))
         while not together and not job.finished:
             engine.step()
@@ -158,6 +158,26 @@ def test_requests_with_many_settings_equal_the_same_alone() -> None:
     for place in (10, 12):
         assert alone[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
     assert alone[1] != alone[9]
+
+
+def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
+    """The lowest free row is given first: the turns bring every request to each of ten rows, the sizes are those of all batches."""
+    count, most = len(SETTINGS), 20  # three pages each: ten have seats at once
+    with make_engine(Setup(k=3, greedy_only=False, max_rows=10)) as engine:
+        alone = run(engine, list(range(count)), together=False, most=most)
+        for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
+            [(5 * size + row) % count for row in range(size)] for size in range(1, 10)
+        ]:
+            assert run(engine, order, together=True, most=most) == {place: alone[place] for place in order}
+
+
+@pytest.mark.parametrize("k", range(7))
+def test_greedy_requests_do_not_depend_on_how_much_is_drafted(k: int) -> None:
+    """Penalties, biases and min_new_tokens included, and beside sampled requests, which do depend on it."""
+    with make_engine(Setup(k=k, greedy_only=False, max_rows=2, eager=True)) as engine:
+        tokens = run(engine, [12, 1, 10, 0, 13], together=True)
+    for place in (0, 10, 12):
+        assert tokens[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
 
 
 def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> None:
