@@ -1,0 +1,162 @@
+"""Paged attention against plain float64 loops over one query at a time, and what a result may not depend on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
+from stepgraph.graphs.attention import PART, attention, attention_operation, cache_specs, write_cache
+from stepgraph.graphs.model import ModelInput
+
+PAGE = 8
+
+
+class Case(NamedTuple):
+    """One call. The cache holds NaN wherever no row has an entry: in the scratch page and behind each row's last position."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    inputs: ModelInput
+
+    def rows(self, rows: slice) -> Case:
+        inputs = self.inputs
+        parts = (part[rows] for part in (inputs.tokens, inputs.positions, inputs.slots, inputs.block_tables))
+        return Case(self.query[rows], self.keys, self.values, ModelInput(*parts, PAGE))
+
+    def queries(self, queries: slice) -> Case:
+        inputs = self.inputs
+        parts = (part[:, queries] for part in (inputs.tokens, inputs.positions, inputs.slots))
+        return Case(self.query[:, queries], self.keys, self.values, ModelInput(*parts, inputs.block_tables, PAGE))
+
+    def run(self, window: int | None = None) -> Tensor:
+        return attention(self.query, self.keys, self.values, self.inputs, window)
+
+
+def make_case(
+    lengths: list[int], count: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32
+) -> Case:
+    """Row b has entries at 0 .. lengths[b] - 1; its last live query is at the last of them, later ones are inert.
+
+    A row of length 0 is inert altogether. Every second row has one inert query.
+    """
+    made = torch.Generator().manual_seed(sum(lengths) + count)
+    batch, pages = len(lengths), -(-(max(lengths) + count) // PAGE)
+    tables = (torch.randperm(pages * batch, generator=made) + 1).view(batch, pages)
+    inert = torch.arange(batch) % 2
+    ends = torch.tensor(lengths)
+    positions = ((ends - count + inert)[:, None] + torch.arange(count)).clamp(min=0)
+    slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
+    slots = torch.where(positions < ends[:, None], slots, positions % PAGE)
+    shape = ((pages * batch + 1) * PAGE, kv_heads, size)
+    keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    for row, end in enumerate(lengths):
+        places = torch.arange(end)
+        own = tables[row, places // PAGE] * PAGE + places % PAGE
+        keys[own], values[own] = (torch.randn(end, kv_heads, size, generator=made) for _ in range(2))
+    query = torch.randn(batch, count, heads, size, generator=made)
+    inputs = ModelInput(torch.zeros(batch, count, dtype=torch.int64), positions, slots, tables, PAGE)
+    return Case(query.to(dtype), keys.to(dtype), values.to(dtype), inputs)
+
+
+def plain(case: Case, row: int, place: int, window: int | None) -> Tensor:
+    """[heads, size] in float64, one head at a time."""
+    query, keys, values, inputs = case
+    position = int(inputs.positions[row, place])
+    seen = [p for p in range(position + 1) if window is None or position - p < window]
+    slots = [int(inputs.block_tables[row, p // PAGE]) * PAGE + p % PAGE for p in seen]
+    found = []
+    for head in range(query.shape[2]):
+        mine = head // (query.shape[2] // keys.shape[1])
+        scores = keys[slots, mine].double() @ query[row, place, head].double() / query.shape[3] ** 0.5
+        found.append(scores.softmax(0) @ values[slots, mine].double())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 200])
+@pytest.mark.parametrize("sizes", [(4, 2, 16, 5), (3, 3, 8, 1), (9, 3, 64, 4), (4, 1, 96, 9), (2, 2, 16, 20)])
+def test_it_equals_plain_attention_over_each_query_s_own_prefix(sizes: tuple[int, int, int, int], window: int | None) -> None:
+    heads, kv_heads, size, count = sizes
+    case = make_case([max(3, count), 21 + count, PART + 40, 2 * PART + 9, 0], count, heads, kv_heads, size)
+    output = case.run(window)
+    assert torch.isfinite(output).all(), "an inert query gives numbers too, though nobody reads them"
+    live = (case.inputs.slots >= PAGE).nonzero().tolist()
+    assert len(live) > 3 * (count - 1)
+    for row, place in live:
+        torch.testing.assert_close(output[row, place].double(), plain(case, row, place, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_result_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    """Alone or among rows, alone or among queries, with a short table or a long one."""
+    for heads, kv_heads, size in ((4, 2, 16), (4, 4, 16), (9, 3, 64), (4, 1, 32)):
+        case = make_case([40, 3 * PART + 11, 6, 0, 2 * PART + 1], 6, heads, kv_heads, size, dtype)
+        together = case.run(30), case.run()
+        for row in range(3):
+            alone = case.rows(slice(row, row + 1))
+            assert torch.equal(alone.run(30)[0], together[0][row]) and torch.equal(alone.run()[0], together[1][row])
+        for first in range(5):
+            live = (case.inputs.slots[:, first : first + 1] >= PAGE).all(1)
+            one = case.queries(slice(first, first + 1)).run()
+            assert torch.equal(one[live, 0], together[1][live, first])
+
+
+def test_half_precision_is_rounded_once() -> None:
+    case = make_case([30, 200], 3, dtype=torch.bfloat16)
+    exact = attention(case.query.float(), case.keys.float(), case.values.float(), case.inputs)
+    assert torch.equal(case.run(), exact.bfloat16())
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    case = make_case([9, 9], 2)
+    with pytest.raises(AssertionError, match="keys"):
+        attention(case.query[:, :, :3], case.keys, case.values, case.inputs)
+    with pytest.raises(AssertionError, match="positions"):
+        attention(case.query[:1], case.keys, case.values, case.inputs)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
+
+
+def test_the_operation_is_registered_as_torch_wants_it() -> None:
+    query, keys, values, (_, positions, slots, tables, size, _) = make_case([5, 30], 2)
+    opcheck(attention_operation, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
+
+
+def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
+    limits = Limits(2, 2, 24, PAGE, 6, 10, 10, 0)
+    specs = (
+        *cache_specs("a", 2, limits, 2, 16, torch.float32),
+        *(BufferSpec(name, (2, 3), torch.int64) for name in ("positions", "slots", "tables")),
+        BufferSpec("states", (2, 3, 4, 16), torch.float32),
+        BufferSpec("seen", (2, 3, 4, 16), torch.float32),
+    )
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers(specs, backend.device)
+    buffers.tables.copy_(torch.tensor([[1, 2, 3], [6, 5, 4]]))
+
+    def step(b: StaticBuffers) -> None:
+        inputs = ModelInput(b.positions, b.positions, b.slots, b.tables, PAGE)
+        for layer in range(2):
+            write_cache(b.a_keys[layer], b.a_values[layer], b.states[:, :, :2], b.states[:, :, 2:], b.slots)
+            b.seen.add_(attention(b.states, b.a_keys[layer], b.a_values[layer], inputs))
+
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes.get("copied", 0) == 0
+    caches = [buffers.a_keys, buffers.a_values, buffers.seen]
+    for start in (0, 3, 6):
+        buffers.positions.copy_(start + torch.arange(3))
+        buffers.slots.copy_(buffers.tables.gather(1, buffers.positions // PAGE) * PAGE + buffers.positions % PAGE)
+        buffers.states.normal_(generator=torch.Generator().manual_seed(start))
+        before = [cache.clone() for cache in caches]
+        recorded.replay()
+        replayed = [cache.clone() for cache in caches]
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        run_eager(step, buffers)
+        assert all(torch.equal(*pair) for pair in zip(caches, replayed, strict=True))
+    backend.close()
