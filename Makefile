@@ -1,5 +1,5 @@
 # Everything here works from a fresh clone: each target first makes the environment that it needs, once, and again when
-# pyproject.toml changes.
+# pyproject.toml, setup.py or the C sources change.
 #
 #   make demo     run the demonstration            make lint    style, types, budgets, layering
 #   make test     run the tests                    make soak    long randomised runs
@@ -62,7 +62,7 @@ build/types/stepgraph:
 	mkdir -p $(@D)
 	ln -sfn ../.. $@
 
-$(VENV)/.ready-%: pyproject.toml $(VENV)/.torch
+$(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install -q -e '.[$*]'
 	@touch $@
 

@@ -7,6 +7,8 @@ where it needs more than one stream it asks `current_flow()`, which is whatever 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -59,7 +61,9 @@ class Flow(Protocol):
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Call `function` on the host, in the order of the current stream, at every replay.
 
-        It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`.
+        It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`. A function with the
+        attributes `native_address`, of a C function `void (*)(void *)`, and `native_data`, its argument, is called without
+        the interpreter: no GIL, no Python. It keeps alive what the data points to.
         """
 
 
@@ -143,6 +147,21 @@ class Backend(Protocol):
 
 
 _local = threading.local()
+C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def native_entry(name: str, function: Callable[[], object]) -> tuple[int, int] | None:
+    """Address and data of a host node that is a C function; None for one in Python."""
+    address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
+    if (address is None) != (data is None):
+        raise ValueError(f"host node {name!r}: got one of native_address and native_data, want both or neither")
+    return None if address is None or data is None else (int(address), int(data))
+
+
+def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]:
+    """How to call a host node from Python. A native one runs without the GIL, and no bytecode lies between; hold `function` meanwhile."""
+    entry = native_entry(name, function)
+    return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
 def current_flow() -> Flow:
@@ -182,7 +201,7 @@ class EagerFlow:
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._synchronize()  # the node reads pinned memory that device copies may still be filling
         try:
-            function()
+            host_call(name, function)()
         except Exception as error:
             raise HostNodeError(name, error) from error
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, NamedTuple
 
-from stepgraph.graphs.capture import HostNodeError
+from stepgraph.graphs.capture import C_HOST_FUNCTION, HostNodeError, native_entry
 
-_HOST_FN = ctypes.CFUNCTYPE(None, c_void_p)  # CUhostFn
 _NOT_READY = 600
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waiting for an event spins, which is what a low latency asks for
 
@@ -208,21 +207,18 @@ class HostErrors:
 class HostCallback:
     """A host node as C sees it: the address of a function and its user data. Must outlive every graph that holds them.
 
-    A function with the attributes `native_address` (of a `void (*)(void *)`) and `native_data` is called as it is,
-    without the GIL; any other becomes a callback that takes the GIL and never raises into C.
+    A native function (see `Flow.host_node`) is called as it is; any other becomes a callback that takes the GIL and never
+    raises into C.
     """
 
     def __init__(self, name: str, function: Callable[[], object], errors: HostErrors) -> None:
         self.name = name
         self._function = function  # owns what a native function's data points to
-        address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
-        if (address is None) != (data is None):
-            raise ValueError(f"host node {name!r}: got one of native_address and native_data, want both or neither")
-        self._entry = None
-        if address is None or data is None:
+        entry = native_entry(name, function)
+        if entry is None:
             self._entry = _python_entry(name, function, errors)
-            address, data = c_void_p.from_buffer(self._entry).value, 0  # ctypes.cast would make a reference cycle
-        self.address, self.data = int(address or 0), int(data)
+            entry = int(c_void_p.from_buffer(self._entry).value or 0), 0  # ctypes.cast would make a reference cycle
+        self.address, self.data = entry
 
 
 def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
@@ -238,4 +234,4 @@ def _python_entry(name: str, function: Callable[[], object], errors: HostErrors)
             if collecting:
                 gc.enable()
 
-    return _HOST_FN(enter)
+    return C_HOST_FUNCTION(enter)

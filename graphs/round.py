@@ -13,7 +13,7 @@ The mask that guided draft i + 1 verifies it in the next round: each of the K + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs import stages
@@ -21,7 +21,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import GraphKey, Limits
-from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
 from stepgraph.sampling.grammar.status import HostColumn
 
 SIDE = "side"
@@ -82,19 +82,11 @@ class GrammarLane:
 
     def head(self) -> Mark:
         """Under target_verify: the end of the chain that the round before began."""
-        drafts, host = self.round.limits.num_speculative_tokens, self.round.host
+        drafts = self.round.limits.num_speculative_tokens
         walk_all = drafts == 0 or not self.round.draft_masks
-
-        def node() -> None:
-            host.begin()
-            if walk_all:
-                host.commit()
-                for index in range(1, drafts + 1):
-                    host.advance(index)
-                host.end()
-            else:
-                host.start(stage=drafts)
-                host.advance(drafts)
+        steps = [BEGIN, start(stage=drafts), advance(drafts)]
+        if walk_all:
+            steps = [BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END]
 
         begun = self.flow.record()
         with self.flow.stream(SIDE):
@@ -103,19 +95,14 @@ class GrammarLane:
             rows = self.buffers.batch_rows[: self.size]
             for index in range(0 if walk_all else drafts - 1, drafts):
                 self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
-            return self._node("head", node, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
+            return self._node("head", steps, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
 
     def row(self, index: int) -> Mark:
         """Under the draft's compute: mask row `index` of the chain that this round begins."""
-        host, size = self.round.host, self.size
-
-        def node() -> None:
-            if index == 0:
-                host.commit()
-            else:
-                host.advance(index)
-            if index == self.round.limits.num_speculative_tokens - 1:
-                host.end()
+        size = self.size
+        steps = [COMMIT if index == 0 else advance(index)]
+        if index == self.round.limits.num_speculative_tokens - 1:
+            steps.append(END)
 
         reached = self.flow.record()
         with self.flow.stream(SIDE):
@@ -124,18 +111,18 @@ class GrammarLane:
                 self._show_state()
             else:
                 self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
-            return self._node(f"advance {index}" if index else "commit", node, range(index, index + 1))
+            return self._node(f"advance {index}" if index else "commit", steps, range(index, index + 1))
 
     def _show_state(self) -> None:
         state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
         self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
 
-    def _node(self, name: str, function: Callable[[], object], stages_filled: range) -> Mark:
+    def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> Mark:
         """A host node over this round's pinned memory, then the way back of what it filled."""
         buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
         self.flow.host_node(
             name,
-            function,
+            self.round.host.node(steps),
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[buffers.masks_host[first:last], buffers.tags_host],
         )

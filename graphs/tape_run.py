@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import HostNodeError
+from stepgraph.graphs.capture import HostNodeError, host_call
 from stepgraph.graphs.tape_ops import same_bits
 from stepgraph.graphs.tape_record import Node, Recorder
 
@@ -95,7 +95,9 @@ class HostCall:
     """One host node; `watched` are the pinned buffers that it must leave alone."""
 
     def __init__(self, node: Node, delay: Delay | None, watched: Sequence[tuple[str, Tensor]]) -> None:
-        self._name, self._function, self._delay, self._watched = node.name, node.call, delay, watched
+        assert node.call is not None
+        self._name, self._owner, self._delay, self._watched = node.name, node.call, delay, watched
+        self._function = host_call(node.name, node.call)
         self.calls = 0
 
     def __call__(self, skip: bool) -> None:
@@ -106,7 +108,7 @@ class HostCall:
         before = [tensor.clone() for _, tensor in self._watched]
         self.calls += 1
         try:
-            self._function()  # type: ignore[misc]
+            self._function()
         except Exception as error:
             raise HostNodeError(self._name, error) from error
         for (name, tensor), old in zip(self._watched, before, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
+from stepgraph.sampling.grammar.native_link import HOST_LINKS
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class EngineConfig:
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
+    host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "tape", "cuda"):
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
+        if self.host_link not in HOST_LINKS:
+            raise ValueError(f"EngineConfig.host_link: got {self.host_link!r}, want one of {', '.join(HOST_LINKS)}")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
         for name in ("draft_masks", "greedy_only", "eager"):

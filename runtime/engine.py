@@ -24,13 +24,13 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.placement import backend_for, check_device, check_mode, check_vocabularies, make_buffers
+from stepgraph.runtime.placement import backend_for, check_device, check_mode, check_vocabularies, make_buffers, make_host_link
 from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
 
@@ -94,7 +94,7 @@ class Engine:
         check_mode(models)
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only)
         self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
-        self._host = HostLink(self.buffers.state_host, self.buffers.drafts_host, self.buffers.masks_host, self.buffers.tags_host)
+        self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits)
@@ -265,6 +265,7 @@ class Engine:
         """Read the oldest round on its way."""
         flight = self._flights.popleft()
         flight.event.wait()
+        self._host.let_go()
         results = self.buffers.results_ring_host[flight.slot].tolist()
         logprobs = self.buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
         events = []
@@ -282,7 +283,7 @@ class Engine:
             raise ValueError(f"constraint: got {type(job.constraint).__name__}, want a Constraint")
         if self._compiler is None:
             raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
-        return MatcherRow(job.id, self._compiler.compile(job.constraint).matcher())
+        return self._host.row(job.id, self._compiler.compile(job.constraint).matcher())
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -295,3 +296,4 @@ class Engine:
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             self.backend.synchronize()
         self.backend.close()
+        self._host.close()

@@ -1,4 +1,4 @@
-"""Where an engine's models and memory are: the device, the backend for it, and all static buffers."""
+"""Where an engine's models and memory are: the device, the backend for it, all static buffers, and who drives its matchers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from stepgraph.graphs.buffers import StaticBuffers, round_specs
 from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.sampling.grammar.native_link import open_host_link
 
 
 def backend_for(name: str, models: ModelPair) -> Backend:
@@ -60,6 +62,11 @@ def make_buffers(limits: Limits, models: ModelPair, backend: Backend, greedy_onl
     specs = [*round_specs(limits, greedy_only), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     return StaticBuffers(specs, backend.device, constants)
+
+
+def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits) -> HostLink:
+    pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
+    return open_host_link(choice, *pinned, depth=limits.ring_depth)
 
 
 def _devices(model: object) -> list[torch.device]:

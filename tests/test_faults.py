@@ -15,10 +15,13 @@ from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.rows import Seat
+from stepgraph.sampling.grammar.native_link import NativeRow
 from tests.oracles import greedy
-from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, plain
+from tests.planted import break_fill, plant, take_fuel
+from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
 
 SETUP = Setup(k=3)
+HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
 
 
 def seat_of(engine: Engine, job: Job) -> Seat:
@@ -26,18 +29,15 @@ def seat_of(engine: Engine, job: Job) -> Seat:
     return next(seat for seat in engine._desk.rows if seat.job is job)
 
 
-def test_a_matcher_that_fails_is_one_requests_error() -> None:
-    engine = make_engine(Setup(k=3, drafter="perfect"))
+@pytest.mark.parametrize("host_link", HOST_LINKS)
+def test_a_matcher_that_fails_is_one_requests_error(host_link: str) -> None:
+    engine = make_engine(Setup(k=3, drafter="perfect", host_link=host_link))
     asks = [([place], CONSTRAINTS[1]) for place in range(3)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
     engine.step()
     victim = seat_of(engine, jobs[1])
     assert victim.matcher is not None
-
-    def explode(masks: Tensor, index: int) -> Any:
-        raise RuntimeError("out of fuel")
-
-    victim.matcher.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign]
+    break_fill(victim.matcher, "out of fuel")
     for _ in engine.stream():
         pass
     assert jobs[1].finish_reason == FinishReason.ERROR
@@ -65,11 +65,14 @@ def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: in
     engine.close()
 
 
+@pytest.mark.parametrize("host_link", HOST_LINKS)
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_grammar_out_of_fuel_tells_so(k: int) -> None:
-    engine = make_engine(Setup(k=k))
+def test_a_grammar_out_of_fuel_tells_so(k: int, host_link: str) -> None:
+    engine = make_engine(Setup(k=k, host_link=host_link))
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
-    seat_of(engine, job).matcher.matcher._fuel_seconds = -1.0  # type: ignore[union-attr]
+    row = seat_of(engine, job).matcher
+    assert row is not None
+    take_fuel(row)
     for _ in engine.stream():
         pass
     assert job.finish_reason == FinishReason.ERROR
@@ -145,13 +148,33 @@ def planted(find: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("bug", ["rollback one short", "mask one row off", "page freed twice"])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "rollback one short",
+        "mask one row off",
+        "page freed twice",
+        pytest.param("native: rollback one short", marks=needs_native),
+        pytest.param("native: mask not filled", marks=needs_native),
+    ],
+)
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracles must fail on each of these."""
     from stepgraph.runtime.pages import PagePool
     from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 
-    if bug == "rollback one short":
+    if bug.startswith("native"):
+        real_init = NativeRow.__init__
+
+        def planted_init(row: NativeRow, *arguments: Any) -> None:
+            real_init(row, *arguments)
+            if bug == "native: rollback one short":
+                plant(row, "rollback", lambda real, library, matcher, count, why: real(library, matcher, count - 1, why))
+            else:
+                plant(row, "fill", lambda *_: 0)
+
+        monkeypatch.setattr(NativeRow, "__init__", planted_init)
+    elif bug == "rollback one short":
         real_rollback = XGrammarMatcher.rollback
         monkeypatch.setattr(XGrammarMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
     elif bug == "mask one row off":
@@ -164,7 +187,7 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(PagePool, "give_back", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
 
     def hunt() -> None:
-        engine = make_engine(Setup(k=3, drafter="fair"))
+        engine = make_engine(Setup(k=3, drafter="fair", host_link="native" if bug.startswith("native") else "python"))
         jobs = [engine.submit([place, 3], constraint=CONSTRAINTS[1 + place % 4], max_new_tokens=40) for place in range(12)]
         for _ in engine.stream():
             pass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -55,22 +58,49 @@ def test_the_tests_run_against_this_tree() -> None:
         assert folder not in sys.modules, f"a bare `import {folder}` made a second copy of the package"
 
 
-def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
+def build(what: str, tmp_path: Path, **environment: str) -> Path:
+    """A wheel or an sdist of a copy of the tree: a build leaves `build/` behind, and would pick up what an earlier one left there."""
     pytest.importorskip("setuptools", minversion="77")
-    source = tmp_path / "source"  # a build leaves `build/` behind, and would pick up what an earlier one left there
+    source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "LICENSE", "README.md", "__init__.py", "py.typed"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md", "__init__.py", "py.typed"):
+        shutil.copy(ROOT / name, source)
     for folder in (*CORE, "tests", "tools"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-c", "import setuptools.build_meta as build; print(build.build_wheel('..'))"]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    command = [sys.executable, "-c", f"import setuptools.build_meta as build; print(build.build_{what}('..'))"]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    (result,) = [path for path in tmp_path.iterdir() if path.suffix in (".whl", ".gz")]
+    return result
+
+
+def files_of(wheel: Path) -> list[str]:
+    return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+
+
+def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
+    wheel = build("wheel", tmp_path)
+    names = files_of(wheel)
     wanted = {"stepgraph/__init__.py", "stepgraph/py.typed"}
-    wanted |= {f"stepgraph/{path.relative_to(ROOT).as_posix()}" for folder in CORE for path in (ROOT / folder).rglob("*.py")}
-    assert {name for name in names if name.endswith((".py", ".typed"))} == wanted
+    kinds = (".py", ".c", ".h")
+    wanted |= {
+        f"stepgraph/{path.relative_to(ROOT).as_posix()}" for folder in CORE for path in (ROOT / folder).rglob("*") if path.suffix in kinds
+    }
+    assert {name for name in names if name.endswith((*kinds, ".typed"))} == wanted
     assert {name.split("/")[0] for name in names} == {"stepgraph"}
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    assert sum(name.endswith(".so") for name in names) == (compiler is not None)
+
+
+def test_a_wheel_without_a_compiler_lacks_the_native_link_alone(tmp_path: Path) -> None:
+    names = files_of(build("wheel", tmp_path, CC="no-such-compiler"))
+    assert "stepgraph/sampling/grammar/native/host_link.c" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+def test_an_sdist_holds_the_c_sources(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {path.relative_to(ROOT).as_posix() for path in ROOT.glob("sampling/grammar/native/*.[ch]")} <= names
+    assert "setup.py" in names

@@ -14,7 +14,7 @@ from stepgraph.graphs import GraphKey, TapeBackend, run_eager, stages
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, advance
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
 from tools.checks.context import VOCABULARY, compiled
 from tools.checks.states import GRAMMAR, ROWS, RoundBench
@@ -179,11 +179,8 @@ def test_one_walk_covers_the_legal_drafts_and_the_illegal_one_ends_it(backend: T
     b.drafts_host[:, 0] = torch.tensor([legal, illegal, legal])
     grammar = compiled(GRAMMAR)
     assert grammar is not None
-    row = MatcherRow(9, grammar.matcher())
+    row = bench.host.row(9, grammar.matcher())
     bench.host.announce([row])
-    bench.host.begin()
-    bench.host.commit()
-    for index in (1, 2, 3):
-        bench.host.advance(index)
+    bench.host.node([BEGIN, COMMIT, *(advance(index) for index in (1, 2, 3))])()
     assert b.tags_host[:, 0].tolist() == [[9, 0, 0, 1], [9, 0, 1, 1], [9, 0, 2, int(MaskStatus.ILLEGAL)], [0, 0, 3, 0]]
     assert (row.walked, row.fills) == (1, 2)

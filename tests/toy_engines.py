@@ -6,12 +6,22 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
+
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.native import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
+
+try:
+    load()
+    NO_NATIVE = ""
+except Unavailable as error:
+    NO_NATIVE = str(error)
+needs_native = pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native link: {NO_NATIVE}")
 
 _PRINTABLE = Vocabulary.printable()
 STOP = _PRINTABLE.stop_token_ids[0]
@@ -66,6 +76,7 @@ class Setup:
     prefill_chunk: int = 5
     greedy_only: bool = True
     forced_acceptance: tuple[float, ...] | None = None
+    host_link: str = "auto"
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
@@ -81,6 +92,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
         greedy_only=setup.greedy_only,
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
+        host_link=setup.host_link,
         backend="tape",
     )
     draft = DRAFTERS[setup.drafter]() if setup.k else None

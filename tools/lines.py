@@ -17,7 +17,7 @@ CORE = ("runtime", "graphs", "sampling")
 FOLDERS = (*CORE, "tools", "tests")
 FILE_BUDGET = 300
 CORE_BUDGET = 6000
-PARTS = {"sampling/kernels": 2000, "sampling/grammar": 3500, "runtime/models": 3000}
+PARTS = {"sampling/kernels": 2000, "sampling/grammar": 4800, "runtime/models": 3000}
 
 # path: (budget, reason)
 LONGER: dict[str, tuple[int, str]] = {
@@ -45,7 +45,7 @@ class Count:
 
 
 def count(root: Path) -> Count:
-    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in (".py", ".c", ".h"))
     return Count({path.relative_to(root).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in paths})
 
 

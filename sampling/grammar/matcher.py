@@ -50,6 +50,19 @@ class XGrammarMatcher:
         self._fault = ""
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
+    def fuel_seconds(self) -> float:
+        return self._fuel_seconds
+
+    @property
+    def library_matcher(self) -> xgrammar.GrammarMatcher:
+        """The library's own object, for who drives it without Python; this one then knows nothing of what it has accepted."""
+        return self._matcher
+
+    @property
     def num_accepted(self) -> int:
         """Tokens accepted and not taken back, a stop token included."""
         return self._num_accepted
@@ -118,7 +131,7 @@ class XGrammarMatcher:
     def _burn(self, start: float) -> None:
         seconds = time.thread_time() - start
         if seconds > self._fuel_seconds:
-            self._fault = f"one step of the grammar took {seconds:.3f} s, more than the {self._fuel_seconds} s that it may take"
+            self._fault = f"one step of the grammar took {seconds:.3f} s, more than the {self._fuel_seconds:g} s that it may take"
 
     def _row(self, masks: Tensor, index: int) -> npt.NDArray[np.int32]:
         words = self._vocabulary.mask_words

@@ -15,7 +15,8 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import VOCABULARY, compiled, toy_target
 
@@ -52,7 +53,7 @@ class RoundBench:
         specs = [*round_specs(self.limits), *target.cache_specs(self.limits), *draft.cache_specs(self.limits), *outputs]
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
-        self.host = HostLink(b.state_host, b.drafts_host, b.masks_host, b.tags_host)
+        self.host = PythonLink(b.state_host, b.drafts_host, b.masks_host, b.tags_host)
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:
@@ -134,7 +135,7 @@ class RoundBench:
             grammar = compiled(GRAMMAR)
             ruled = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
             committed = int(states[row, Column.GENERATED])
-            rows.append(MatcherRow(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
+            rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
         self.host.announce(rows)
 
     def stage_steps(self, constrained: bool, sampled: bool = False) -> dict[str, Step]:

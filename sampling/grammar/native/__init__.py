@@ -1,0 +1,75 @@
+"""The native half of the host link: a small C library, built when the package is installed where there is a compiler.
+
+Knows how to find and check it; native_link.py uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from pathlib import Path
+
+from stepgraph.sampling.grammar.native.layout import OWN_LAYOUT, CountsStruct, RowStruct, ShapeStruct, XGrammarStruct, layout_of
+from stepgraph.sampling.grammar.native.xgrammar_binding import Unavailable, XGrammarBinding
+
+__all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
+
+FOLDER = Path(__file__).parent
+
+
+class NativeLibrary:
+    """The loaded library. `quick` keeps the GIL around calls that only touch a few words; `waiting` releases it."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.quick, self.waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+            self.quick.stepgraph_layout.restype = c_int64
+            self.quick.stepgraph_layout.argtypes = (POINTER(c_int64), c_int64)
+            layout = layout_of(self.quick)
+        except (OSError, AttributeError) as error:
+            raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+        if layout != OWN_LAYOUT:
+            raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
+        self._declare()
+        self.xgrammar = XGrammarBinding(self.quick)
+        self.node_address = int(ctypes.cast(self.waiting.stepgraph_node, c_void_p).value or 0)
+        self.run_calls_address = int(ctypes.cast(self.waiting.stepgraph_run_calls, c_void_p).value or 0)
+
+    def _declare(self) -> None:
+        quick, waiting = self.quick, self.waiting
+        quick.stepgraph_open.restype, quick.stepgraph_open.argtypes = c_void_p, (POINTER(ShapeStruct),)
+        quick.stepgraph_announce.restype, quick.stepgraph_announce.argtypes = c_int, (c_void_p, POINTER(c_void_p), c_int64)
+        quick.stepgraph_counts.restype, quick.stepgraph_counts.argtypes = None, (c_void_p, POINTER(CountsStruct))
+        quick.stepgraph_fault.restype, quick.stepgraph_fault.argtypes = c_char_p, (POINTER(RowStruct),)
+        quick.stepgraph_bind_xgrammar.restype, quick.stepgraph_bind_xgrammar.argtypes = None, (POINTER(XGrammarStruct),)
+        waiting.stepgraph_close.restype, waiting.stepgraph_close.argtypes = None, (c_void_p,)
+        waiting.stepgraph_node.restype, waiting.stepgraph_node.argtypes = None, (c_void_p,)
+        waiting.stepgraph_run_calls.restype, waiting.stepgraph_run_calls.argtypes = None, (c_void_p,)
+
+    def counts(self, link: int) -> CountsStruct:
+        counts = CountsStruct()
+        self.quick.stepgraph_counts(link, byref(counts))
+        return counts
+
+    def fault(self, row: RowStruct) -> str:
+        text: bytes = self.quick.stepgraph_fault(byref(row))
+        return text.decode(errors="replace")
+
+
+def find_library(folder: Path = FOLDER) -> Path:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"_link{suffix}"
+        if path.exists():
+            return path
+    raise Unavailable("it was not built: there was no C compiler when stepgraph was installed")
+
+
+@functools.cache
+def load() -> NativeLibrary:
+    """The library of this installation; Unavailable, with the reason, where it cannot be used."""
+    if os.name != "posix":
+        raise Unavailable(f"not on {os.name}")
+    return NativeLibrary(find_library())

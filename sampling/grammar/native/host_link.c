@@ -1,0 +1,232 @@
+/* The host nodes of a round: every row accepts, rolls back and fills as its steps say. python_link.py is the reference;
+   this must write the same masks, tags, statuses and faults, bit for bit.
+
+   Nothing is allocated after `stepgraph_open`, nobody waits for a lock that a Python thread could hold, and what goes
+   wrong with a row stays in that row: without a tag the device uses no mask of it. */
+
+#include "host_link.h"
+#include "matcher.h"
+#include "pool.h"
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct {
+    int64_t count;
+    matcher_row **rows; /* [slots] */
+} announcement;
+
+struct host_link {
+    link_shape shape;
+    pool *pool;
+    announcement *ring;        /* [depth] */
+    _Atomic int64_t announced; /* rounds, by the launching thread */
+    _Atomic int64_t begun;     /* rounds, by host nodes */
+    _Atomic int64_t ended;
+    _Atomic int64_t missed, fills, accepts, rollbacks;
+    const announcement *batch; /* of the round that has begun; host nodes never overlap */
+    int32_t *busy;             /* [slots]: the slots that the present node works on */
+};
+
+/* one row */
+
+static void count(_Atomic int64_t *counter) { atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
+
+static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
+    int64_t *tags = link->shape.tags + (stage * link->shape.slots + slot) * TAG_FIELDS;
+    tags[0] = row->owner;
+    tags[1] = row->committed;
+    tags[2] = index;
+    tags[3] = row->chain;
+}
+
+static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
+    count(&link->fills);
+    row->fills++;
+    int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
+    int32_t status = fill_mask(row, mask, link->shape.words);
+    if (status < 0) return;
+    row->chain = status;
+    tag(link, slot, row, index, stage);
+}
+
+static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state) {
+    int64_t generated = state[GENERATED];
+    int fresh = generated == row->committed;
+    int64_t accepted = fresh ? 0 : state[ACCEPTED];
+    if (accepted > row->walked || !(fresh || generated == row->committed + accepted + 1)) {
+        fail(row, "RuntimeError: the history has %lld tokens, %lld from drafts; the matcher had %lld + %lld", (long long)generated,
+             (long long)accepted, (long long)row->committed, (long long)row->walked);
+        return;
+    }
+    if (row->walked > accepted) {
+        if (!roll_back(row, row->walked - accepted)) return;
+        count(&link->rollbacks);
+    }
+    row->walked = 0;
+    if (!fresh) {
+        count(&link->accepts);
+        if (accept_token(row, state[LAST_TOKEN]) != 1) {
+            fail(row, "RuntimeError: token %lld was sampled under a mask of this grammar, and the matcher does not accept it",
+                 (long long)state[LAST_TOKEN]);
+            return;
+        }
+        row->committed = generated;
+    }
+    fill(link, slot, row, 0, 0);
+}
+
+static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index) {
+    int64_t token = link->shape.drafts[(index - 1) * link->shape.slots + slot];
+    if (token < 0 || row->walked != index - 1 || row->chain != OK) return; /* the walk ended at an earlier draft */
+    count(&link->accepts);
+    int accepted = accept_token(row, token);
+    if (accepted < 0) return;
+    if (!accepted) {
+        row->chain = ILLEGAL;
+        tag(link, slot, row, index, index);
+        return;
+    }
+    row->walked = index;
+    fill(link, slot, row, index, index);
+}
+
+/* one node */
+
+static void begin(host_link *link) {
+    int64_t round = atomic_load_explicit(&link->begun, memory_order_relaxed);
+    link->batch = NULL;
+    atomic_store_explicit(&link->ended, round, memory_order_release); /* if a round had no END */
+    if (round < atomic_load_explicit(&link->announced, memory_order_acquire)) {
+        link->batch = &link->ring[round % link->shape.depth];
+        atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
+    } else {
+        count(&link->missed);
+    }
+    for (int64_t place = 0, places = link->shape.stages * link->shape.slots; place < places; place++) {
+        int64_t *tags = link->shape.tags + place * TAG_FIELDS;
+        tags[0] = tags[1] = tags[3] = 0;
+        tags[2] = place / link->shape.slots;
+    }
+}
+
+static void end(host_link *link) {
+    link->batch = NULL;
+    atomic_store_explicit(&link->ended, atomic_load_explicit(&link->begun, memory_order_relaxed), memory_order_release);
+}
+
+static void work_on_row(void *context, unsigned item) {
+    const host_node *node = context;
+    host_link *link = node->link;
+    int64_t slot = link->busy[item];
+    matcher_row *row = link->batch->rows[slot];
+    for (int64_t step = 0; step < node->count && !faulted(row); step++) {
+        int32_t index = node->steps[step].index;
+        switch (node->steps[step].action) {
+        case START:
+            if (row->chain == NONE) fill(link, slot, row, 0, index);
+            break;
+        case COMMIT:
+            commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS);
+            break;
+        case ADVANCE:
+            advance(link, slot, row, index);
+            break;
+        }
+    }
+}
+
+/* The slots whose request sits there, runs, and has no fault. */
+static unsigned find_busy(host_link *link) {
+    unsigned items = 0;
+    for (int64_t slot = 0; link->batch && slot < link->batch->count; slot++) {
+        matcher_row *row = link->batch->rows[slot];
+        const int64_t *state = link->shape.state + slot * HOST_COLUMNS;
+        if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) link->busy[items++] = (int32_t)slot;
+    }
+    return items;
+}
+
+void stepgraph_node(void *data) {
+    host_node *node = data;
+    if (node->steps[0].action == BEGIN) begin(node->link);
+    pool_run(node->link->pool, work_on_row, node, find_busy(node->link));
+    if (node->steps[node->count - 1].action == END) end(node->link);
+}
+
+/* for Python */
+
+host_link *stepgraph_open(const link_shape *shape) {
+    host_link *link = calloc(1, sizeof *link);
+    if (!link) return NULL;
+    link->shape = *shape;
+    link->ring = calloc((size_t)shape->depth, sizeof *link->ring);
+    link->busy = calloc((size_t)shape->slots, sizeof *link->busy);
+    matcher_row **rows = calloc((size_t)(shape->depth * shape->slots), sizeof *rows);
+    if (link->ring) link->ring[0].rows = rows;
+    link->pool = link->ring && link->busy && rows ? pool_open((unsigned)shape->helpers) : NULL;
+    if (!link->pool) {
+        free(rows);
+        free(link->ring);
+        free(link->busy);
+        free(link);
+        return NULL;
+    }
+    for (int64_t place = 1; place < shape->depth; place++) link->ring[place].rows = rows + place * shape->slots;
+    return link;
+}
+
+void stepgraph_close(host_link *link) {
+    pool_close(link->pool);
+    free(link->ring[0].rows);
+    free(link->ring);
+    free(link->busy);
+    free(link);
+}
+
+/* -1 where as many rounds as the ring holds are announced and not ended. By the launching thread only. */
+int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count) {
+    int64_t round = atomic_load_explicit(&link->announced, memory_order_relaxed);
+    if (round - atomic_load_explicit(&link->ended, memory_order_acquire) >= link->shape.depth) return -1;
+    announcement *batch = &link->ring[round % link->shape.depth];
+    batch->count = count;
+    memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
+    atomic_store_explicit(&link->announced, round + 1, memory_order_release);
+    return 0;
+}
+
+void stepgraph_counts(host_link *link, link_counts *counts) {
+    counts->ended = atomic_load_explicit(&link->ended, memory_order_acquire);
+    counts->missed = atomic_load_explicit(&link->missed, memory_order_relaxed);
+    counts->fills = atomic_load_explicit(&link->fills, memory_order_relaxed);
+    counts->accepts = atomic_load_explicit(&link->accepts, memory_order_relaxed);
+    counts->rollbacks = atomic_load_explicit(&link->rollbacks, memory_order_relaxed);
+}
+
+const char *stepgraph_fault(matcher_row *row) {
+    return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
+}
+
+/* Calls one after another, as a thread of the driver's would: for measuring what nodes cost, and when they ran. */
+void stepgraph_run_calls(void *data) {
+    call_list *list = data;
+    for (int64_t place = 0; place < list->count; place++) {
+        list->calls[place].function(list->calls[place].data);
+        list->calls[place].finished = seconds_of(CLOCK_MONOTONIC);
+    }
+}
+
+/* The numbers that layout.py has its own copy of; returns how many there are. */
+int64_t stepgraph_layout(int64_t *values, int64_t room) {
+    const int64_t own[] = {
+        LAYOUT_VERSION,       sizeof(matcher_library),      sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
+        sizeof(host_node),    sizeof(host_step),            sizeof(link_counts), sizeof(xgrammar_library),     sizeof(timed_call),
+        sizeof(call_list),    HOST_COLUMNS,                 TAG_FIELDS,          ROW_RUNNING,                  FAULT,
+        END,                  MAX_SLOTS,
+    };
+    int64_t count = sizeof own / sizeof *own;
+    if (count <= room) memcpy(values, own, sizeof own);
+    return count;
+}

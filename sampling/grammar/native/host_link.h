@@ -1,0 +1,117 @@
+/* What Python and C share of the native host link. layout.py holds the same structs, field by field, and compares their sizes.
+
+   Nothing here knows the Python interpreter: a host node runs on whatever thread calls it, without the GIL. */
+
+#ifndef STEPGRAPH_HOST_LINK_H
+#define STEPGRAPH_HOST_LINK_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+enum { LAYOUT_VERSION = 1, FAULT_BYTES = 480, MAX_SLOTS = 4096 };
+
+/* status.py, number by number. */
+enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
+enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
+enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
+
+/* host_link.py, number by number: what a host node does, in the order of its steps. */
+enum { BEGIN, START, COMMIT, ADVANCE, END };
+
+/* All that a row asks of a grammar library. A function that fails returns -1 and says why in FAULT_BYTES of text. `fill`
+   returns 0, and the row sorts out what is legal and what that means; or, of a library that does so itself, the status. */
+typedef struct matcher_library matcher_library;
+struct matcher_library {
+    int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *why); /* 1 taken, 0 not allowed here */
+    int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why);
+    int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *why);
+    int (*is_terminated)(const matcher_library *self, void *matcher, char *why);
+};
+
+/* One constrained request. From its first round to its last only host nodes touch it; Python reads the fault through
+   `stepgraph_fault`, and keeps row and matcher alive until every round that was announced with them has ended. */
+typedef struct {
+    const matcher_library *library;
+    void *matcher;
+    const int32_t *text_words; /* [words] a bit per id that stands for text; NULL where the library knows such things itself */
+    const int32_t *stop_words; /* [words] a bit per stop token */
+    int64_t num_tokens;
+    int64_t owner;
+    int64_t committed; /* tokens of the history that the matcher has accepted for good */
+    int64_t walked;    /* drafts accepted on top of them */
+    int64_t fills;
+    double fuel_seconds; /* processor time that one call of the library may take */
+    int32_t chain;       /* status of the newest mask row; drafts go on only after OK */
+    atomic_int faulted;  /* set after `fault` was written */
+    char fault[FAULT_BYTES];
+} matcher_row;
+
+/* The pinned memory of a round, and how much of everything there is. */
+typedef struct {
+    const int64_t *state;  /* [slots, HOST_COLUMNS] */
+    const int64_t *drafts; /* [stages - 1, slots], -1 where there is none */
+    int32_t *masks;        /* [stages, slots, words] */
+    int64_t *tags;         /* [stages, slots, TAG_FIELDS] */
+    int64_t slots;
+    int64_t stages;
+    int64_t words;
+    int64_t depth;   /* rounds that may be announced and not yet ended */
+    int64_t helpers; /* threads besides the one that calls a node */
+} link_shape;
+
+typedef struct host_link host_link;
+
+typedef struct {
+    int32_t action;
+    int32_t index; /* of START: the stage; of ADVANCE: the draft, from 1 */
+} host_step;
+
+/* The data of one host node. */
+typedef struct {
+    host_link *link;
+    const host_step *steps;
+    int64_t count;
+} host_node;
+
+typedef struct {
+    int64_t fills, accepts, rollbacks;
+    int64_t ended;  /* rounds whose rows no node will touch again */
+    int64_t missed; /* rounds that began without an announcement */
+} link_counts;
+
+/* xgrammar behind tvm-ffi's C ABI. The function objects are kept alive by Python. */
+typedef struct tvm_any tvm_any;
+typedef struct {
+    matcher_library functions;
+    int (*call)(void *function, tvm_any *arguments, int32_t count, tvm_any *result); /* TVMFFIFunctionCall */
+    void (*take_error)(void **error);                                               /* TVMFFIErrorMoveFromRaised */
+    int (*release)(void *object);                                                   /* TVMFFIObjectDecRef */
+    void *accept_token, *fill_next_token_bitmask, *rollback, *is_terminated;
+    int32_t matcher_type;
+} xgrammar_library;
+
+/* One of several calls that `stepgraph_run_calls` makes in a row. */
+typedef struct {
+    void (*function)(void *data);
+    void *data;
+    double finished; /* CLOCK_MONOTONIC, in seconds */
+} timed_call;
+
+typedef struct {
+    timed_call *calls;
+    int64_t count;
+} call_list;
+
+#define STEPGRAPH_API __attribute__((visibility("default")))
+
+STEPGRAPH_API int64_t stepgraph_layout(int64_t *values, int64_t room);
+STEPGRAPH_API host_link *stepgraph_open(const link_shape *shape);
+STEPGRAPH_API void stepgraph_close(host_link *link);
+STEPGRAPH_API int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count);
+STEPGRAPH_API void stepgraph_counts(host_link *link, link_counts *counts);
+STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
+STEPGRAPH_API void stepgraph_node(void *node);
+STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
+STEPGRAPH_API void stepgraph_run_calls(void *list);
+
+#endif

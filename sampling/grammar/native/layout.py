@@ -1,0 +1,105 @@
+"""The structs of host_link.h as ctypes sees them, and the proof that a compiled library has the same ones."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_void_p, sizeof
+
+from stepgraph.sampling.grammar.host_link import HostAction
+from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
+
+VERSION = 1  # of the layout: counted up whenever the two sides would misunderstand each other
+FAULT_BYTES = 480
+MAX_SLOTS = 4096
+
+
+class LibraryStruct(Structure):
+    """What a row asks of a grammar library: four functions."""
+
+    _fields_ = (("accept", c_void_p), ("fill", c_void_p), ("rollback", c_void_p), ("is_terminated", c_void_p))
+
+
+class XGrammarStruct(Structure):
+    _fields_ = (
+        ("functions", LibraryStruct),
+        ("call", c_void_p),
+        ("take_error", c_void_p),
+        ("release", c_void_p),
+        ("accept_token", c_void_p),
+        ("fill_next_token_bitmask", c_void_p),
+        ("rollback", c_void_p),
+        ("is_terminated", c_void_p),
+        ("matcher_type", c_int32),
+    )
+
+
+class RowStruct(Structure):
+    _fields_ = (
+        ("library", c_void_p),
+        ("matcher", c_void_p),
+        ("text_words", c_void_p),
+        ("stop_words", c_void_p),
+        ("num_tokens", c_int64),
+        ("owner", c_int64),
+        ("committed", c_int64),
+        ("walked", c_int64),
+        ("fills", c_int64),
+        ("fuel_seconds", c_double),
+        ("chain", c_int32),
+        ("faulted", c_int),
+        ("fault", c_char * FAULT_BYTES),
+    )
+
+
+class ShapeStruct(Structure):
+    _fields_ = (
+        ("state", c_void_p),
+        ("drafts", c_void_p),
+        ("masks", c_void_p),
+        ("tags", c_void_p),
+        ("slots", c_int64),
+        ("stages", c_int64),
+        ("words", c_int64),
+        ("depth", c_int64),
+        ("helpers", c_int64),
+    )
+
+
+class StepStruct(Structure):
+    _fields_ = (("action", c_int32), ("index", c_int32))
+
+
+class NodeStruct(Structure):
+    _fields_ = (("link", c_void_p), ("steps", POINTER(StepStruct)), ("count", c_int64))
+
+
+class CountsStruct(Structure):
+    _fields_ = (("fills", c_int64), ("accepts", c_int64), ("rollbacks", c_int64), ("ended", c_int64), ("missed", c_int64))
+
+
+class CallStruct(Structure):
+    _fields_ = (("function", c_void_p), ("data", c_void_p), ("finished", c_double))
+
+
+class CallListStruct(Structure):
+    _fields_ = (("calls", POINTER(CallStruct)), ("count", c_int64))
+
+
+OWN_LAYOUT = (
+    VERSION,
+    *(sizeof(struct) for struct in (LibraryStruct, RowStruct)),
+    RowStruct.fault.offset,
+    *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct, CallListStruct)),
+    len(HostColumn),
+    TAG_FIELDS,
+    ROW_RUNNING,
+    int(MaskStatus.FAULT),
+    int(HostAction.END),
+    MAX_SLOTS,
+)
+
+
+def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
+    values = (c_int64 * 64)()
+    count = library.stepgraph_layout(values, len(values))
+    return tuple(values[:count])

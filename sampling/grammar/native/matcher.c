@@ -1,0 +1,109 @@
+/* See matcher.h. */
+
+#include "matcher.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+double seconds_of(clockid_t clock) {
+    struct timespec time;
+    clock_gettime(clock, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
+}
+
+/* Reading a thread's processor time is a system call, and a call of the library may take less than that: it is read once
+   in a tenth of the fuel, and again where a call took longer than its fuel by the clock on the wall. */
+static _Thread_local struct { double wall, processor; } stamp;
+
+static double start_of_call(const matcher_row *row) {
+    double wall = seconds_of(CLOCK_MONOTONIC);
+    if (!(wall - stamp.wall < row->fuel_seconds / 10)) {
+        stamp.wall = wall;
+        stamp.processor = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+    }
+    return wall;
+}
+
+int faulted(matcher_row *row) { return atomic_load_explicit(&row->faulted, memory_order_relaxed); }
+
+void fail(matcher_row *row, const char *format, ...) {
+    if (faulted(row)) return;
+    va_list values;
+    va_start(values, format);
+    vsnprintf(row->fault, FAULT_BYTES, format, values);
+    va_end(values);
+    atomic_store_explicit(&row->faulted, 1, memory_order_release);
+}
+
+static void end_of_call(matcher_row *row, double start) {
+    if (seconds_of(CLOCK_MONOTONIC) - start <= row->fuel_seconds) return;
+    double spent = seconds_of(CLOCK_THREAD_CPUTIME_ID) - stamp.processor - (start - stamp.wall); /* at least this much was this call's */
+    if (spent > row->fuel_seconds)
+        fail(row, "one step of the grammar took %.3f s, more than the %g s that it may take", spent, row->fuel_seconds);
+}
+
+static int may_be_heard(const matcher_row *row, int64_t token) {
+    if (!row->text_words) return 1;
+    if (token < 0 || token >= row->num_tokens) return 0;
+    uint32_t word = (uint32_t)(row->text_words[token / 32] | row->stop_words[token / 32]);
+    return word >> (token % 32) & 1;
+}
+
+/* 1, 0, or -1 and a fault. Asked of the library each time: a rollback may take a stop token back. */
+static int terminated(matcher_row *row) {
+    char why[FAULT_BYTES];
+    int answer = row->library->is_terminated(row->library, row->matcher, why);
+    if (answer < 0) fail(row, "%s", why);
+    return answer;
+}
+
+/* The library truncates ids to 32 bits (2**32 + 5 would pass for 5) and logs every refusal of these kinds to stderr. */
+int accept_token(matcher_row *row, int64_t token) {
+    if (!may_be_heard(row, token) || faulted(row)) return 0;
+    int over = terminated(row);
+    if (over) return over < 0 ? -1 : 0;
+    char why[FAULT_BYTES];
+    double start = start_of_call(row);
+    int accepted = row->library->accept(row->library, row->matcher, token, why);
+    if (accepted < 0) {
+        fail(row, "%s", why);
+        return 0;
+    }
+    end_of_call(row, start);
+    return accepted;
+}
+
+/* Clears what is no text and no stop token (the library also sets bits beyond the vocabulary), and says what is left. */
+static int32_t keep_legal(const matcher_row *row, int32_t *restrict mask, int64_t words) {
+    const int32_t *restrict text = row->text_words, *restrict stop = row->stop_words;
+    int32_t any_text = 0, any_stop = 0;
+    for (int64_t word = 0; word < words; word++) {
+        int32_t legal_text = mask[word] & text[word], legal_stop = mask[word] & stop[word];
+        any_text |= legal_text;
+        any_stop |= legal_stop;
+        mask[word] = legal_text | legal_stop;
+    }
+    return any_text ? OK : any_stop ? COMPLETE : DEAD_END;
+}
+
+int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
+    int over = faulted(row) ? 0 : terminated(row);
+    if (!over && !faulted(row)) {
+        char why[FAULT_BYTES];
+        double start = start_of_call(row);
+        int32_t status = row->library->fill(row->library, row->matcher, mask, words, why);
+        if (status < 0) fail(row, "%s", why);
+        else end_of_call(row, start);
+        if (!faulted(row)) return status > 0 ? status : keep_legal(row, mask, words);
+    }
+    memset(mask, 0, (size_t)words * sizeof *mask);
+    return over > 0 ? TERMINATED : over < 0 ? -1 : FAULT;
+}
+
+int roll_back(matcher_row *row, int64_t tokens) {
+    char why[FAULT_BYTES];
+    if (row->library->rollback(row->library, row->matcher, tokens, why) >= 0) return 1;
+    fail(row, "%s", why);
+    return 0;
+}

@@ -1,0 +1,116 @@
+/* xgrammar's matcher through tvm-ffi's C ABI: values of sixteen bytes, functions that are objects, errors that are objects.
+
+   The declarations follow tvm-ffi 0.1 and DLPack 1; Python has compared the version, the functions' names and their
+   signatures before anything here is called. Every function may be called from any thread, without the GIL: an object
+   that Python has never seen is freed without it, and an object that Python holds is never released here. */
+
+#include "host_link.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { TVM_NONE = 0, TVM_INT = 1, TVM_BOOL = 2, TVM_TENSOR_POINTER = 7, TVM_FIRST_OBJECT = 64 };
+enum { DL_CPU = 1, DL_INT = 0 };
+
+struct tvm_any {
+    int32_t type;
+    uint32_t zero;
+    union {
+        int64_t integer;
+        void *pointer;
+    };
+};
+
+typedef struct {
+    uint64_t references;
+    int32_t type;
+    uint32_t padding;
+    void (*deleter)(void *self, int flags);
+} tvm_object;
+
+typedef struct {
+    const char *data;
+    size_t size;
+} tvm_bytes;
+
+typedef struct {
+    tvm_object header;
+    tvm_bytes kind, message;
+} tvm_error;
+
+typedef struct {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t dimensions;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+static tvm_any integer(int64_t value) { return (tvm_any){.type = TVM_INT, .integer = value}; }
+static tvm_any boolean(int value) { return (tvm_any){.type = TVM_BOOL, .integer = value}; }
+
+static tvm_any object(const xgrammar_library *library, void *matcher) {
+    return (tvm_any){.type = library->matcher_type, .pointer = matcher};
+}
+
+/* The text of the error that this thread has just been left with, behind `what` failed: a call, or the kind of error. */
+static void explain(const xgrammar_library *library, const char *what, char *why) {
+    void *taken = NULL;
+    library->take_error(&taken);
+    const tvm_error *error = taken;
+    if (!error) {
+        snprintf(why, FAULT_BYTES, "%s: the library failed without an error", what ? what : "RuntimeError");
+        return;
+    }
+    int length = what ? (int)strlen(what) : (int)error->kind.size;
+    snprintf(why, FAULT_BYTES, "%.*s: %.*s", length, what ? what : error->kind.data, (int)error->message.size, error->message.data);
+    library->release(taken);
+}
+
+/* Calls a method; 0 or 1 where it returns a bool or nothing, -1 where it fails. */
+static int call(const xgrammar_library *library, void *function, tvm_any *arguments, int32_t count, const char *what, char *why) {
+    tvm_any result = {.type = TVM_NONE};
+    if (library->call(function, arguments, count, &result)) {
+        explain(library, what, why);
+        return -1;
+    }
+    if (result.type == TVM_BOOL || result.type == TVM_NONE) return result.type == TVM_BOOL && result.integer;
+    if (result.type >= TVM_FIRST_OBJECT) library->release(result.pointer);
+    snprintf(why, FAULT_BYTES, "the library returned a value of type %d, want a bool or nothing", result.type);
+    return -1;
+}
+
+static int accept(const matcher_library *self, void *matcher, int64_t token, char *why) {
+    const xgrammar_library *library = (const xgrammar_library *)self;
+    tvm_any arguments[] = {object(library, matcher), integer(token), boolean(0)};
+    return call(library, library->accept_token, arguments, 3, "accept_token", why);
+}
+
+static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why) {
+    const xgrammar_library *library = (const xgrammar_library *)self;
+    int64_t shape[] = {1, count}, strides[] = {count, 1};
+    dl_tensor masks = {
+        .data = words, .device = {DL_CPU, 0}, .dimensions = 2, .dtype = {DL_INT, 32, 1}, .shape = shape, .strides = strides,
+    };
+    tvm_any tensor = {.type = TVM_TENSOR_POINTER, .pointer = &masks};
+    tvm_any arguments[] = {object(library, matcher), tensor, integer(0), boolean(0)};
+    return call(library, library->fill_next_token_bitmask, arguments, 4, "fill_next_token_bitmask", why) < 0 ? -1 : 0;
+}
+
+static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *why) {
+    const xgrammar_library *library = (const xgrammar_library *)self;
+    tvm_any arguments[] = {object(library, matcher), integer(tokens)};
+    return call(library, library->rollback, arguments, 2, NULL, why);
+}
+
+static int is_terminated(const matcher_library *self, void *matcher, char *why) {
+    const xgrammar_library *library = (const xgrammar_library *)self;
+    tvm_any arguments[] = {object(library, matcher)};
+    return call(library, library->is_terminated, arguments, 1, NULL, why);
+}
+
+void stepgraph_bind_xgrammar(xgrammar_library *library) {
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated};
+}

@@ -1,0 +1,122 @@
+"""xgrammar's methods as C functions: looked up by name in tvm-ffi's type table, and bound only where each is as expected.
+
+None of this is a documented C API of xgrammar. So the versions, the names and the signatures are compared first, and a
+difference is a reason to stay in Python, told by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import re
+from typing import Any
+
+from stepgraph.sampling.grammar.native.layout import XGrammarStruct
+
+MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
+SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
+    "accept_token": ("bool", MATCHER, "int", "bool"),
+    "fill_next_token_bitmask": ("bool", MATCHER, "Any", "int", "bool"),
+    "rollback": ("None", MATCHER, "int"),
+    "is_terminated": ("bool", MATCHER),
+}
+SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
+TVM_FUNCTION = 68  # type number of a function object
+
+
+class Unavailable(Exception):
+    """Why host nodes cannot run natively here."""
+
+
+class XGrammarBinding:
+    """The bound methods; keeps the function objects alive that the struct points to."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        _check_xgrammar_version(importlib.metadata.version("xgrammar"))
+        tvm = _loaded_tvm_ffi()
+        info = _matcher_type()
+        self.matcher_type = int(info.type_index)
+        self._functions = {name: _method(info, name) for name in SIGNATURES}
+        self.struct = XGrammarStruct(matcher_type=self.matcher_type)
+        library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
+        for field, symbol in (
+            ("call", "TVMFFIFunctionCall"),
+            ("take_error", "TVMFFIErrorMoveFromRaised"),
+            ("release", "TVMFFIObjectDecRef"),
+        ):
+            setattr(self.struct, field, _address(tvm, symbol))
+        for name, function in self._functions.items():
+            setattr(self.struct, name, function.__chandle__())
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+    def handle_of(self, matcher: Any) -> int:
+        """The object behind an xgrammar.GrammarMatcher, borrowed."""
+        handle = int(matcher._handle.__chandle__())
+        assert _type_number(handle) == self.matcher_type
+        return handle
+
+
+def _check_xgrammar_version(version: str) -> None:
+    numbers = re.match(r"0\.2\.(\d+)", version)
+    if numbers is None or int(numbers.group(1)) < 8:
+        raise Unavailable(f"xgrammar is {version}, want 0.2.8 or a later 0.2")
+
+
+def _loaded_tvm_ffi() -> ctypes.CDLL:
+    try:
+        from tvm_ffi import libinfo
+
+        path = libinfo.find_libtvm_ffi()
+        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)  # the one that xgrammar uses, or none
+    except Exception as error:
+        raise Unavailable(f"tvm-ffi's library is not at hand: {error}") from error
+    version = (ctypes.c_uint32 * 3)()
+    library.TVMFFIGetVersion(version)
+    if tuple(version[:2]) != (0, 1):
+        raise Unavailable(f"tvm-ffi is {'.'.join(map(str, version))}, want 0.1")
+    return library
+
+
+def _matcher_type() -> Any:
+    try:
+        from xgrammar.tvm_ffi_binding import _ffi_api
+
+        matcher_class: Any = _ffi_api.GrammarMatcher
+        info = matcher_class.__tvm_ffi_type_info__
+    except Exception as error:
+        raise Unavailable(f"xgrammar's matcher is not in tvm-ffi's type table: {error}") from error
+    if info.type_key != MATCHER:
+        raise Unavailable(f"xgrammar's matcher is called {info.type_key!r}, want {MATCHER!r}")
+    return info
+
+
+def _method(info: Any, name: str) -> Any:
+    found = [method for method in info.methods if method.name == name]
+    if not found:
+        raise Unavailable(f"xgrammar's matcher has no method {name!r}")
+    try:
+        schema = json.loads(found[0].metadata["type_schema"])
+        signature = tuple(argument["type"] for argument in schema["args"])
+        number = _type_number(found[0].func.__chandle__())
+    except Exception as error:
+        raise Unavailable(f"xgrammar's {name} does not tell its signature: {error!r}") from error
+    if signature != SIGNATURES[name] or number != TVM_FUNCTION:
+        raise Unavailable(f"xgrammar's {name} is {' '.join(signature)}, want {' '.join(SIGNATURES[name])}")
+    return found[0].func
+
+
+def _address(library: ctypes.CDLL, symbol: str) -> int:
+    try:
+        return int(ctypes.cast(library[symbol], ctypes.c_void_p).value or 0)
+    except AttributeError as error:
+        raise Unavailable(f"tvm-ffi has no {symbol}") from error
+
+
+def _type_number(handle: int) -> int:
+    """The type of a tvm-ffi object: the word behind its reference counts."""
+    return ctypes.c_int32.from_address(handle + 8).value

@@ -1,0 +1,136 @@
+"""The host side of a round in Python: the reference, and what runs where the native link cannot.
+
+Called from host nodes of consecutive rounds. A row's fault stays in that row: nothing here raises for it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from stepgraph.sampling.grammar.host_link import HostAction, HostStats, HostStep, MatcherRow
+from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
+
+
+@dataclass
+class PythonRow:
+    owner: int
+    matcher: Matcher
+    committed: int = 0  # tokens of the history that the matcher has accepted for good
+    walked: int = 0  # drafts accepted on top of them
+    chain: MaskStatus = MaskStatus.NONE  # status of the newest mask row; drafts go on only after OK
+    fills: int = 0
+    fault: str = ""
+
+
+class PythonLink:
+    """Every step is done for all rows, one after another, under the GIL. `why` there is no native link, where one was wanted."""
+
+    def __init__(self, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor, why: str = "") -> None:
+        self.name = f"python, under the GIL: {why}" if why else "python, under the GIL"
+        self._masks = masks_host  # [stages, B, words] int32
+        self._state_np: npt.NDArray[np.int64] = state_host.numpy()  # [B, HOST_COLUMNS]
+        self._drafts_np: npt.NDArray[np.int64] = drafts_host.numpy()  # [K, B], -1 where there is none
+        self._tags_np: npt.NDArray[np.int64] = tags_host.numpy()  # [stages, B, TAG_FIELDS]
+        self._announced: collections.deque[tuple[PythonRow | None, ...]] = collections.deque()
+        self._batch: tuple[PythonRow | None, ...] = ()
+        self._fills = self._accepts = self._rollbacks = 0
+
+    @property
+    def stats(self) -> HostStats:
+        return HostStats(self._fills, self._accepts, self._rollbacks)
+
+    def row(self, owner: int, matcher: Matcher, committed: int = 0) -> PythonRow:
+        return PythonRow(owner, matcher, committed)
+
+    def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
+        def run() -> None:
+            for step in steps:
+                self._run(step)
+
+        return run
+
+    def announce(self, batch: Sequence[MatcherRow | None]) -> None:
+        rows = tuple(row for row in batch if row is None or isinstance(row, PythonRow))
+        assert len(rows) == len(batch), "rows of another link"
+        self._announced.append(rows)
+
+    def let_go(self) -> None:
+        """The rounds' own END does."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _run(self, step: HostStep) -> None:
+        if step.action == HostAction.BEGIN:
+            self._batch = self._announced.popleft()
+            self._tags_np[:] = 0
+            self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
+        elif step.action == HostAction.START:
+            self._each_row(lambda slot, row: self._start_row(slot, row, step.place))
+        elif step.action == HostAction.COMMIT:
+            self._each_row(self._commit_row)
+        elif step.action == HostAction.ADVANCE:
+            self._each_row(lambda slot, row: self._advance_row(slot, row, step.place))
+        else:
+            self._batch = ()
+
+    def _each_row(self, work: Callable[[int, PythonRow], None]) -> None:
+        for slot, row in enumerate(self._batch):
+            state = self._state_np[slot]
+            if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != ROW_RUNNING:
+                continue
+            try:
+                work(slot, row)
+            except Exception as error:  # one row's fault is that row's error: without a tag the device uses no mask of it
+                row.fault = f"{type(error).__name__}: {error}"
+            row.fault = row.matcher.fault or row.fault
+
+    def _start_row(self, slot: int, row: PythonRow, stage: int) -> None:
+        if row.chain == MaskStatus.NONE:
+            self._fill(slot, row, 0, stage)
+
+    def _commit_row(self, slot: int, row: PythonRow) -> None:
+        state = self._state_np[slot]
+        generated = int(state[HostColumn.GENERATED])
+        fresh = generated == row.committed
+        accepted = 0 if fresh else int(state[HostColumn.ACCEPTED])
+        if accepted > row.walked or not (fresh or generated == row.committed + accepted + 1):
+            raise RuntimeError(
+                f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.walked}"
+            )
+        if row.walked > accepted:
+            row.matcher.rollback(row.walked - accepted)
+            self._rollbacks += 1
+        row.walked = 0
+        if not fresh:
+            token = int(state[HostColumn.LAST_TOKEN])
+            self._accepts += 1
+            if not row.matcher.accept_token(token):
+                raise RuntimeError(f"token {token} was sampled under a mask of this grammar, and the matcher does not accept it")
+            row.committed = generated
+        self._fill(slot, row, 0, 0)
+
+    def _advance_row(self, slot: int, row: PythonRow, index: int) -> None:
+        token = int(self._drafts_np[index - 1, slot])
+        if token < 0 or row.walked != index - 1 or row.chain != MaskStatus.OK:
+            return  # the walk ended at an earlier draft
+        self._accepts += 1
+        if not row.matcher.accept_token(token):
+            row.chain = MaskStatus.ILLEGAL
+            self._tags_np[index, slot] = (row.owner, row.committed, index, row.chain)
+            return
+        row.walked = index
+        self._fill(slot, row, index, index)
+
+    def _fill(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
+        self._fills += 1
+        row.fills += 1
+        row.chain = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
+        self._tags_np[stage, slot] = (row.owner, row.committed, index, row.chain)

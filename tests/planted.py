@@ -1,0 +1,53 @@
+"""Bugs and faults planted in a grammar library, below either host link."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_void_p
+from typing import Any
+
+from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.native.layout import XGrammarStruct
+from stepgraph.sampling.grammar.native_link import NativeRow
+
+SIGNATURES = {
+    "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
+    "fill": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
+    "rollback": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
+    "is_terminated": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p),
+}
+
+
+def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
+    """Put `bug(real, *arguments)` in the place of one of the four functions that a native row calls."""
+    library = XGrammarStruct.from_buffer_copy(row._library.xgrammar.struct)
+    real = SIGNATURES[name](getattr(library.functions, name))
+    entry = SIGNATURES[name](lambda *arguments: bug(real, *arguments))
+    setattr(library.functions, name, ctypes.cast(entry, c_void_p).value)
+    row.struct.library = ctypes.addressof(library)
+    row.planted = library, entry, real  # type: ignore[attr-defined]  # as long as the row lives
+
+
+def fail(why: int, message: bytes) -> int:
+    """What a function of the library does that fails: its text into `why`, and -1."""
+    ctypes.memmove(why, message + b"\0", len(message) + 1)
+    return -1
+
+
+def break_fill(row: MatcherRow, message: str) -> None:
+    if isinstance(row, NativeRow):
+        plant(row, "fill", lambda real, *arguments: fail(arguments[-1], message.encode()))
+        return
+
+    def explode(*_: Any) -> Any:
+        raise RuntimeError(message)
+
+    row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign]
+
+
+def take_fuel(row: MatcherRow) -> None:
+    if isinstance(row, NativeRow):
+        row.struct.fuel_seconds = -1.0
+    else:
+        row.matcher._fuel_seconds = -1.0
