@@ -1,4 +1,4 @@
-"""Measure the round: variants interleaved in one run, medians and ratios, one JSON document last. Never fails on time.
+"""Measure the round, sampling and the kernels: variants interleaved, medians and ratios, one JSON document last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
@@ -10,14 +10,19 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 import torch
 from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tools import bench_kernels, bench_sampling
+from tools.checks.context import Context
 
 SCHEMA = {
     "type": "object",
@@ -98,8 +103,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--backend", default="auto", choices=("auto", "tape", "cuda"))
+    parser.add_argument("--only", choices=("round", "sampling", "kernels"), help="one of the three parts (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+    parts: dict[str, Callable[[], dict[str, object]]] = {
+        "round": lambda: measure_rounds(options),
+        "sampling": lambda: bench_sampling.report(context, bench_sampling.SHAPES, bench_sampling.SECONDS),
+        "kernels": lambda: bench_kernels.report(context),
+    }
+    found = {name: part() for name, part in parts.items() if options.only in (None, name)}
+    if "sampling" in found:
+        print(bench_sampling.table(found["sampling"]))
+    print(json.dumps(found, indent=2))
+    return 0
+
+
+def measure_rounds(options: argparse.Namespace) -> dict[str, object]:
+    """Whole rounds of the toy pair: grammars, eager, unmasked drafts and no drafts against each other."""
     variants = [
         Variant("free", False, options.drafts),
         Variant("constrained", True, options.drafts),
@@ -118,22 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios[f"{rows} rows"] = _ratios(cases)
         for case in cases:
             case.engine.close()
-    print(
-        json.dumps(
-            {
-                "benchmark": "round",
-                "models": "toy pair",
-                "backend": "cuda" if torch.cuda.is_available() and options.backend != "tape" else "tape",
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "drafts": options.drafts,
-                "ratios_of_paired_rounds": ratios,
-                "variants": results,
-            },
-            indent=2,
-        )
-    )
-    return 0
+    return {
+        "models": "toy pair",
+        "backend": "cuda" if torch.cuda.is_available() and options.backend != "tape" else "tape",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "drafts": options.drafts,
+        "ratios_of_paired_rounds": ratios,
+        "variants": results,
+    }
 
 
 def _ratios(cases: Sequence[Case]) -> dict[str, dict[str, float]]:

@@ -65,7 +65,7 @@ def choice_figures(context: Context, batch: int, positions: int, width: int) -> 
     marked = int((masks != 0).sum())  # a word without a bit spares its 32 logits
     least = lines * (words * 4 + 12) + marked * WORD * 2
     scratch = lines * -(-width // CHOICE_TILE) * 16
-    arguments = (logits, masks, rows, ruled, None, best, token)
+    arguments = (logits, masks, rows, ruled, None, None, best, token)
     return {
         "op": "masked_argmax",
         "shape": f"B={batch} Q={positions} V={width} bfloat16",
@@ -127,21 +127,24 @@ def registers() -> object:
     return json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]
 
 
-def main() -> int:
-    context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+def report(context: Context) -> dict[str, object]:
     found = [choice_figures(context, *shape) for shape in SHAPES]
     found += [race_figures(context, batch, width) for batch, _, width in SHAPES]
     found += [chain_figures(context, batch, k) for batch, k in ((1, 4), (64, 8))]
-    for entry in found:
-        print(f"{entry['op']:<15}{entry['shape']:<32}", *(f"{name}={value}" for name, value in list(entry.items())[2:]))
-    report = {
+    return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
         "implementation": kernels.implementation(context.device),
         "torch": torch.__version__,
         "operations": found,
-        "ahead_of_time": registers(),
     }
-    print(json.dumps(report))
+
+
+def main() -> int:
+    found = report(Context(rehearsal=not torch.cuda.is_available(), quick=False))
+    operations: Any = found["operations"]
+    for entry in operations:
+        print(f"{entry['op']:<15}{entry['shape']:<32}", *(f"{name}={value}" for name, value in list(entry.items())[2:]))
+    print(json.dumps({**found, "ahead_of_time": registers()}))
     return 0
 
 

@@ -104,10 +104,15 @@ def _times(context: Context, kernel: Call, reference: Call) -> Figures:
 
 
 def device_us(context: Context, call: Call) -> dict[str, float]:
-    """Time of one call: on a GPU as one of many in a CUDA graph, in rehearsal by the clock."""
-    repeats = context.count(20, 3)
+    """Time of one call."""
+    watch = stopwatch(context, call)
+    return summary([watch() for _ in range(2 if context.rehearsal else context.count(20, 3))])
+
+
+def stopwatch(context: Context, call: Call) -> Callable[[], float]:
+    """Times one call whenever it is asked to, in microseconds: on a GPU as one of ten in a CUDA graph, in rehearsal by the clock."""
     if context.rehearsal:
-        return summary([_clock(call) for _ in range(2)])
+        return partial(_clock, call)
     inside = 10
     call()
     torch.cuda.synchronize()
@@ -115,15 +120,16 @@ def device_us(context: Context, call: Call) -> dict[str, float]:
     with torch.cuda.graph(graph):
         for _ in range(inside):
             call()
-    times = []
-    for _ in range(repeats):
+
+    def watch() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / inside)
-    return summary(times)
+        return float(begin.elapsed_time(end)) * 1000 / inside
+
+    return watch
 
 
 def _clock(call: Call) -> float:

@@ -1,0 +1,262 @@
+"""What sampling costs: each operation of a sampled round by the call and by the row, and the accept stage against plain torch.
+
+The plain pipeline is what a decoding loop has without this library: at every place it unpacks the mask, fills, divides by the
+temperature, sorts for top-k and top-p, and draws with torch.multinomial or tests the ratio of a draft. The stage does that and
+also penalties, biases, log-probabilities, finish reasons and the rows' next state.
+
+All variants take turns; a ratio is of turns that followed each other. Times on a shared machine are noise: what can be trusted
+are the counts, of operations that would each be at least one launch on a GPU. On a CPU every operation of ours runs as its
+plain torch reference. Prints a table and, last, one JSON document.
+
+    python tools/bench_sampling.py --rows 1 8 --drafts 4 --vocabulary 32000
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import pkgutil
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
+
+from stepgraph.graphs import Limits, StaticBuffers, stages
+from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.sampling import bitmask, kernels, sampler
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.sampler import Param
+from tools.checks.context import Context
+from tools.checks.kernels import stopwatch
+from tools.plain_sampling import plain_sampling
+
+SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
+ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
+SECONDS = 8.0  # for the turns of one shape
+LEGAL = 0.3  # share of the vocabulary that a mask allows
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+Call = Callable[[], object]
+
+
+class Operations(TorchDispatchMode):
+    """What is called that would do work on a device: no views, no allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func._schema.name.removeprefix("aten::") not in ALLOCATIONS:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def ours(self) -> Iterator[tuple[str, Call]]:
+        """Name of each operation of the library that was called, and the same call again."""
+        for func, args, kwargs in self.calls:
+            if func.namespace == "stepgraph":
+                yield func._schema.name.removeprefix("stepgraph::"), partial(func, *args, **kwargs)
+
+
+def seen(call: Call) -> Operations:
+    operations = Operations()
+    with operations:
+        call()
+    return operations
+
+
+class Scene:
+    """Rows in the middle of their texts, each with a grammar, settings and drafts near what the target wants."""
+
+    def __init__(self, device: torch.device, rows: int, k: int, width: int) -> None:
+        made = torch.Generator().manual_seed(width + k)
+        limits = Limits(rows, k, max_length=1024, page_size=64, num_pages=16 * rows, vocab_size=width, num_tokens=width, feature_size=0)
+        self.rows, self.k = rows, k
+        self.buffers = b = StaticBuffers(round_specs(limits), device)
+        logits = torch.randn(rows, k + 1, width, generator=made) * 3
+        allowed = torch.rand(rows, k + 1, width, generator=made) < LEGAL
+        params = torch.zeros(rows, len(Param))
+        params[:, list(ASKED)] = torch.tensor(list(ASKED.values()))
+        near = (logits + torch.randn(logits.shape, generator=made)).masked_fill(~allowed, float("-inf"))
+        offered = sampler.distribution(near[:, :k], params)
+        drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=made))
+        state = {Column.GENERATED: 10, Column.FINISH: int(FinishCode.RUNNING), Column.LENGTH: 100, Column.MAX_LENGTH: 1000}
+        state |= {Column.CONSTRAINED: 1, Column.DRAFT_COUNT: k, Column.DRAFT_LIMIT: k}
+        for column, number in state.items():
+            b.row_state[:rows, column] = number
+        b.row_state[:rows, Column.OWNER] = b.row_state[:rows, Column.SEED] = torch.arange(1, rows + 1, device=device)
+        b.batch_rows.copy_(torch.arange(rows))
+        tags = torch.tensor([[[row + 1, 10, place, int(MaskStatus.OK)] for place in range(k + 1)] for row in range(rows)])
+        for name, value in (("row_params", params), ("row_draft_probs", offered), ("row_drafts", drafts), ("row_tags", tags)):
+            b[name][:rows].copy_(value)
+        b.row_masks[:rows].copy_(bitmask.pack(allowed))
+        b.batch_masks.copy_(b.row_masks[:rows].transpose(0, 1))
+        b.batch_tags.copy_(b.row_tags[:rows].transpose(0, 1))
+        b.batch_drafts.copy_(b.row_drafts[:rows].T)
+        self.logits = logits.to(device=device, dtype=torch.bfloat16)
+        self.batch = stages.read_batch(b, rows)  # a copy: however often a stage runs, it finds the rows as they are now
+
+    def accept(self, sampled: bool) -> Call:
+        return partial(stages.accept, self.buffers, self.batch, self.logits, constrained=True, sampled=sampled)
+
+    def choose_draft(self, sampled: bool) -> Call:
+        """The last draft of a round."""
+        alive = torch.ones_like(self.batch.rows, dtype=torch.bool)
+        return partial(stages.choose_draft, self.buffers, self.batch, self.k, self.logits[:, 0], alive, masked=True, sampled=sampled)
+
+    def plain(self) -> Call:
+        """A decoding loop's own sampling over the same logits, masks and drafts."""
+        b, size = self.buffers, self.rows
+        temperature, top_k, top_p = (b.row_params[:size, column, None] for column in (Param.TEMPERATURE, Param.TOP_K, Param.TOP_P))
+        offered = b.row_drafts[:size], b.row_draft_probs[:size]
+        return partial(plain_sampling, self.logits, b.row_masks[:size], temperature, top_k, top_p, *offered)
+
+
+class Entry(NamedTuple):
+    """One thing that is timed."""
+
+    stage: str
+    name: str
+    call: Call
+    operations: int  # as it runs here
+    plain_operations: int  # of its plain torch version
+    reference: Call | None = None  # timed beside it, where it is not the same code
+
+
+@torch.no_grad()
+def measure_shape(context: Context, rows: int, k: int, width: int, seconds: float) -> dict[str, object]:
+    """Everything at one shape, in turns."""
+    scene = Scene(context.device, rows, k, width)
+    steps = {"accept sampled": scene.accept(True), "accept greedy": scene.accept(False)}
+    if k:
+        steps |= {"draft sampled": scene.choose_draft(True), "draft greedy": scene.choose_draft(False)}
+    entries: list[Entry] = []
+    for stage, call in steps.items():
+        operations = seen(call)
+        inner = [_entry(context, stage, *named) for named in operations.ours()]
+        total = len(operations.calls)
+        entries += [Entry(stage, "whole stage", call, total, total - len(inner) + sum(each.plain_operations for each in inner)), *inner]
+    plain = scene.plain()
+    count = len(seen(plain).calls)
+    # multinomial asks the host whether its weights are sound: no graph can hold it, so it runs as such a loop runs it
+    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(_until_done, context, plain)}
+    for place, entry in enumerate(entries):
+        watches[f"{place}"] = stopwatch(context, entry.call)
+        if entry.reference is not None:
+            watches[f"{place} reference"] = stopwatch(context, entry.reference)
+    times = take_turns(watches, seconds, f"{rows} rows, {k} drafts, {width} tokens")
+    return {
+        "rows": rows,
+        "drafts": k,
+        "vocabulary": width,
+        "turns": len(times["plain pipeline"]),
+        "accept_over_plain": _ratio(times["0"], times["plain pipeline"]),
+        "plain_pipeline": {"operations": count, **_cost(times["plain pipeline"], rows)},
+        "operations": [_told(entry, f"{place}", times, rows) for place, entry in enumerate(entries)],
+    }
+
+
+def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
+    """An operation of ours beside its reference, which takes the same arguments."""
+    assert isinstance(call, partial)
+    modules = (importlib.import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__))
+    reference = next(getattr(module, f"{name}_reference") for module in modules if hasattr(module, f"{name}_reference"))
+    plain = partial(reference, *call.args, **call.keywords)
+    return Entry(stage, name, call, 1, len(seen(plain).calls), None if context.rehearsal else plain)
+
+
+def _until_done(context: Context, call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    if not context.rehearsal:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def take_turns(watches: Mapping[str, Callable[[], float]], seconds: float, title: str) -> dict[str, list[float]]:
+    """Every variant once per turn, three turns at least; one before them warms up."""
+    times: dict[str, list[float]] = {name: [] for name in watches}
+    for watch in watches.values():
+        watch()
+    end = time.perf_counter() + seconds
+    with tqdm(desc=title, unit="turn", disable=not sys.stderr.isatty(), leave=False) as bar:
+        while len(times["plain pipeline"]) < 3 or time.perf_counter() < end:
+            for name, watch in watches.items():
+                times[name].append(watch())
+            bar.update()
+    return times
+
+
+def _cost(times: Sequence[float], rows: int) -> dict[str, float]:
+    median = statistics.median(times)
+    return {"us": round(median, 1), "us_per_row": round(median / rows, 1)}
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles([over / under for over, under in zip(above, below, strict=True)], method="inclusive")
+    return {"p25": round(low, 3), "p50": round(middle, 3), "p75": round(high, 3)}
+
+
+def _told(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: int) -> dict[str, object]:
+    told: dict[str, object] = {"stage": entry.stage, "name": entry.name, **_cost(times[key], rows)}
+    told |= {"operations": entry.operations, "plain_operations": entry.plain_operations}
+    if entry.reference is not None:
+        told["over_plain"] = _ratio(times[key], times[f"{key} reference"])
+    return told
+
+
+def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: float) -> dict[str, object]:
+    return {
+        "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
+        "implementation": kernels.implementation(context.device),
+        "torch": torch.__version__,
+        "asked_of_every_row": {column.name.lower(): value for column, value in ASKED.items()},
+        "legal_share": LEGAL,
+        "shapes": [measure_shape(context, *shape, seconds) for shape in shapes],
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = []
+    for shape in found["shapes"]:
+        plain, ratio = shape["plain_pipeline"], shape["accept_over_plain"]
+        lines.append(f"{shape['rows']} rows, {shape['drafts']} drafts, {shape['vocabulary']} tokens ({shape['turns']} turns)")
+        lines.append(f"  {'':<32}{'us':>12}{'us per row':>12}{'operations':>12}{'in torch':>10}")
+        for entry in (*shape["operations"], {"stage": "plain pipeline", "name": "", **plain, "plain_operations": plain["operations"]}):
+            name = f"{entry['stage']}" if entry["name"] in ("", "whole stage") else f"  {entry['name']}"
+            lines.append(f"  {name:<32}{entry['us']:>12}{entry['us_per_row']:>12}{entry['operations']:>12}{entry['plain_operations']:>10}")
+        lines.append(f"  accept sampled / plain pipeline: {ratio['p50']} (p25 {ratio['p25']}, p75 {ratio['p75']})")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", help="batch sizes (default: a few shapes that tell the most)")
+    parser.add_argument("-k", "--drafts", type=int, nargs="+", default=[4], help="drafts per round, with --rows (default: 4)")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000], help="tokens, with --rows (default: 32000)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for the turns of one shape (default: {SECONDS:g})")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+    shapes = list(itertools.product(options.rows, options.drafts, options.vocabulary)) if options.rows else SHAPES
+    found = report(context, shapes, options.seconds)
+    print(table(found))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Sampling as a decoding loop without this library writes it, in plain torch: what the benchmark compares the accept stage with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 32
+
+
+def plain_sampling(
+    logits: Tensor, masks: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, drafts: Tensor, draft_probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens [B, K + 1] and how many drafts hold [B], place by place.
+
+    logits [B, K + 1, V]; masks [B, K + 1, ceil(V / 32)] int32; temperature, top_k, top_p [B, 1]; drafts [B, K] and what they
+    were drawn from, draft_probs [B, K, V].
+    """
+    rows, places, width = logits.shape
+    bits = torch.arange(WORD, device=logits.device)
+    tokens, running = [], torch.ones(rows, dtype=torch.bool, device=logits.device)
+    accepted = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    for place in range(places):
+        allowed = ((masks[:, place, :, None] >> bits) & 1).bool().flatten(1)[:, :width]
+        scores = logits[:, place].float().masked_fill(~allowed, float("-inf")) / temperature
+        probs = plain_filters(scores, top_k, top_p)
+        if place == places - 1:
+            tokens.append(torch.multinomial(probs, 1).squeeze(1))
+            break
+        draft, offered = drafts[:, place], draft_probs[:, place]
+        ratio = (probs.gather(1, draft[:, None]) / offered.gather(1, draft[:, None])).squeeze(1)
+        holds = torch.rand(rows, device=logits.device) < ratio
+        rest = (probs - offered).clamp(min=0)
+        rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)
+        tokens.append(torch.where(holds, draft, torch.multinomial(rest, 1).squeeze(1)))
+        running = running & holds
+        accepted += running
+    return torch.stack(tokens, 1), accepted
+
+
+def plain_filters(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Probabilities [B, V] of what top-k and top-p leave, by sorting."""
+    ordered, ids = scores.sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= top_k, float("-inf"))
+    probs = ordered.softmax(-1)
+    probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
+    return torch.zeros_like(scores).scatter_(1, ids, probs / probs.sum(-1, keepdim=True))
