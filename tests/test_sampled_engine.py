@@ -173,9 +173,12 @@ def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
 
 @pytest.mark.parametrize("k", range(7))
 def test_greedy_requests_do_not_depend_on_how_much_is_drafted(k: int) -> None:
-    """Penalties, biases and min_new_tokens included, and beside sampled requests, which do depend on it."""
-    with make_engine(Setup(k=k, greedy_only=False, max_rows=2, eager=True)) as engine:
+    """Nor on sampled ones beside them, which do. Few tokens compete in the first, so that every count decides."""
+    few = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={40: 50.0, 41: 50.0, 42: 50.0})
+    with make_engine(Setup(k=k, greedy_only=False, max_rows=2, drafter="perfect", eager=True)) as engine:
+        job = engine.submit([3], sampling=few, max_new_tokens=60)
         tokens = run(engine, [12, 1, 10, 0, 13], together=True)
+    assert job.tokens == plain([3], 60, sampling=few).tokens
     for place in (0, 10, 12):
         assert tokens[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
 
