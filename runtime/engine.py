@@ -10,12 +10,14 @@ import collections
 import contextlib
 import secrets
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from stepgraph.graphs.buffers import RESULT_FIELDS
-from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.round import Round
@@ -24,40 +26,25 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.placement import backend_for, check_device, check_mode, check_vocabularies, make_buffers, make_host_link
+from stepgraph.runtime.models.pretrained import load_target
+from stepgraph.runtime.placement import (
+    backend_for,
+    check_device,
+    check_draft,
+    check_mode,
+    check_vocabularies,
+    make_buffers,
+    make_host_link,
+)
 from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.rows import Flight
+from stepgraph.runtime.stats import EngineStats
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
-
-
-class Flight(NamedTuple):
-    """A launched round whose results have not been read."""
-
-    event: Event
-    slot: int  # of the results ring
-    seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
-    logprobs: bool  # some seat wants them, and they are on their way too
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    rounds: int
-    replays: int
-    host_syncs: int  # waits for the whole device on the launching thread; rounds make none
-    event_waits: int  # reads of a round's results
-    tokens: int
-    accepted_drafts: int
-    mask_fills: int
-    matcher_accepts: int
-    matcher_rollbacks: int
-    running: int
-    waiting: int
-    free_pages: int
 
 
 class Engine:
@@ -76,18 +63,9 @@ class Engine:
         backend: Backend | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        drafts = self.config.num_speculative_tokens
-        if drafts and draft is None:
-            raise ValueError(
-                f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0"
-            )
-        if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
-            raise ValueError(
-                f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want the target's vocab_size {target.vocab_size}"
-            )
+        drafts = check_draft(self.config, draft)
         models = ModelPair(target, draft if drafts else None)
-        num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
-        check_vocabularies(models, num_tokens)
+        num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models)
         check_device(models, self.backend)
@@ -103,6 +81,27 @@ class Engine:
         self._round = 0
         self._step_lock = threading.Lock()
         self._closed = ""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        draft: DraftModel | None = None,
+        *,
+        config: EngineConfig | None = None,
+        dtype: torch.dtype | None = None,
+        feature_layers: Sequence[int] = (),
+        progress: bool = False,
+    ) -> Engine:
+        """An engine around a Llama, Mistral, Qwen2 or Qwen3 in a local Hugging Face folder or .gguf file, which is checked first.
+
+        dtype: None takes the model's own. feature_layers: whose inputs the draft is fed with. progress: tell how much memory
+        it will take, and show a bar. ValueError names the file, field or tensor that is wrong; nothing is downloaded or run.
+        """
+        config = config or EngineConfig(num_speculative_tokens=EngineConfig.num_speculative_tokens if draft is not None else 0)
+        check_draft(config, draft)
+        target, vocabulary = load_target(path, config, dtype=dtype, feature_layers=feature_layers, progress=progress)
+        return cls(target, draft, vocabulary=vocabulary, config=config)
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record one graph per batch size, with and without grammars. Once, before the first step."""

@@ -8,10 +8,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.buffers import StaticBuffers, round_specs
 from stepgraph.graphs.capture import Backend, make_backend
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import DraftModel, ModelPair
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.config import EngineConfig
 from stepgraph.sampling.grammar.host_link import HostLink
 from stepgraph.sampling.grammar.native_link import open_host_link
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
 def backend_for(name: str, models: ModelPair) -> Backend:
@@ -39,21 +41,34 @@ def check_mode(models: ModelPair) -> None:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
 
 
-def check_vocabularies(models: ModelPair, num_tokens: int) -> None:
-    """A draft shares the target's vocabulary, or tells which of the target's tokens each of its own stands for."""
+def check_draft(config: EngineConfig, draft: DraftModel | None) -> int:
+    """The drafts of a round; ValueError where nobody would make them."""
+    drafts = config.num_speculative_tokens
+    if drafts and draft is None:
+        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0")
+    return drafts
+
+
+def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
+    """The number of tokens. A draft shares the target's vocabulary, or tells which of its tokens each of its own stands for."""
     target, draft = models
+    if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
+        wanted = f"the target's vocab_size {target.vocab_size}"
+        raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want {wanted}")
+    num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
     if draft is None:
-        return
+        return num_tokens
     if draft.d2t is None:
         if draft.vocab_size != target.vocab_size:
             wanted = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
             raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, want {wanted}")
-        return
+        return num_tokens
     ids = draft.d2t.tolist()
     if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
         raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, want {draft.vocab_size} of torch.int64")
     if len(set(ids)) != len(ids) or not all(0 <= token < num_tokens for token in ids):
         raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, want distinct ids from 0 to {num_tokens - 1}")
+    return num_tokens
 
 
 def make_buffers(limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool) -> StaticBuffers:

@@ -1,0 +1,142 @@
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and what else has their layers.
+
+One module for all: grouped queries, rotary positions, sliding windows, biases and norms of heads where the config says so.
+Queries, keys and values are one product, gate and up another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepgraph.graphs.attention import LEAST_ROWS, attention, cache_specs, write_cache
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.rope import angles, rotate
+
+
+class Llama(nn.Module):
+    """A target of the family, with weights yet to be filled in: by a loader, or by `randomise`.
+
+    feature_layers: the draft is fed with the states that enter these layers, side by side (num_layers: what leaves the last
+    one); none: with the normalised state that the logits are taken from. `name` is that of its cache.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        feature_layers: Sequence[int] = (),
+        name: str = "target",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        super().__init__()
+        for layer in feature_layers:
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= config.num_layers:
+                raise ValueError(f"Llama.feature_layers: got {layer!r}, want whole numbers from 0 to {config.num_layers}")
+        self.config, self.name, self.feature_layers = config, name, tuple(feature_layers)
+        self.vocab_size = config.vocab_size
+        self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
+        self.feature_dtype = config.dtype
+        like = torch.empty(0, dtype=config.dtype, device=device)
+        self.embedding = _weight(like, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
+        self.norm = _weight(like, config.hidden_size)
+        self.head = None if config.tied else _weight(like, config.vocab_size, config.hidden_size)
+        frequencies = config.rope.frequencies(config.head_size).to(device)
+        # As bits: a later .to(bfloat16) rounds every floating point buffer, and positions with it.
+        self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
+        self.frequency_bits: Tensor
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        config = self.config
+        if limits.max_length > config.max_positions:
+            raise ValueError(f"Limits.max_length: got {limits.max_length}, want at most the model's {config.max_positions} positions")
+        return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
+        states = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        turns = angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
+        kept = []
+        for index, layer in enumerate(self.layers):
+            kept += [states] * self.feature_layers.count(index)
+            states = layer(states, turns, inputs, keys[index], values[index])
+        kept += [states] * self.feature_layers.count(self.config.num_layers)
+        shape = inputs.tokens.shape
+        hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
+        return ModelOutput(hidden, torch.cat(kept, -1).view(*shape, -1) if kept else hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weight = self.embedding if self.head is None else self.head
+        return product(hidden.reshape(-1, hidden.shape[-1]), weight).view(*hidden.shape[:-1], -1)
+
+    @torch.no_grad()
+    def randomise(self, seed: int = 0, scale: float = 1.0) -> Llama:
+        """Weights of a model that was never trained: products keep the size of what goes in, times `scale`."""
+        made = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            spread = scale * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+            values = torch.randn(parameter.shape, generator=made) * spread + float(parameter.dim() == 1)
+            parameter.copy_(values)
+        return self
+
+
+class LlamaLayer(nn.Module):
+    """Attention and a gated perceptron, each around a shortcut."""
+
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
+        super().__init__()
+        self.config, self.window = config, config.windows[index]
+        hidden, attended, middle = config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
+        self.attention_norm = _weight(like, hidden)
+        self.qkv = _weight(like, config.qkv_size, hidden)
+        self.qkv_bias = _weight(like, config.qkv_size) if config.qkv_bias else None
+        self.query_norm = _weight(like, config.head_size) if config.head_norms else None
+        self.key_norm = _weight(like, config.head_size) if config.head_norms else None
+        self.output = _weight(like, hidden, attended)
+        self.output_bias = _weight(like, hidden) if config.output_bias else None
+        self.mlp_norm = _weight(like, hidden)
+        self.gate_up = _weight(like, 2 * middle, hidden)
+        self.down = _weight(like, hidden, middle)
+
+    def forward(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+        epsilon = self.config.norm_epsilon
+        states = states + self.attend(rms_norm(states, self.attention_norm, epsilon), turns, inputs, keys, values)
+        gate, up = product(rms_norm(states, self.mlp_norm, epsilon), self.gate_up).chunk(2, -1)
+        return states + product(functional.silu(gate) * up, self.down)
+
+    def attend(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+        heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
+        mixed = product(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
+        query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
+        query, key = rotate(query, *turns), rotate(key, *turns)
+        shape = inputs.tokens.shape
+        write_cache(keys, values, key.view(*shape, kv_heads, size), value.reshape(*shape, kv_heads, size), inputs.slots)
+        attended = attention(query.view(*shape, heads, size), keys, values, inputs, self.window)
+        return product(attended.view(len(states), -1), self.output, self.output_bias)
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Scale the last dimension to a mean square of one, in float32, and by `weight`."""
+    wide = states.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N, in] by [out, in] -> [N, out]. On the CPU a row's result has the same bits whatever rows come with it."""
+    rows = len(states)
+    if rows < LEAST_ROWS and states.device.type == "cpu":
+        states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
+    return functional.linear(states, weight, bias)[:rows]
+
+
+def _weight(like: Tensor, *shape: int) -> nn.Parameter:
+    return nn.Parameter(like.new_empty(shape), requires_grad=False)

@@ -1,0 +1,21 @@
+"""What an engine has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    rounds: int
+    replays: int
+    host_syncs: int  # waits for the whole device on the launching thread; rounds make none
+    event_waits: int  # reads of a round's results
+    tokens: int
+    accepted_drafts: int
+    mask_fills: int
+    matcher_accepts: int
+    matcher_rollbacks: int
+    running: int
+    waiting: int
+    free_pages: int
