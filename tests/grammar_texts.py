@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import numpy as np
 import torch
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary, XGrammarMatcher
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary, XGrammarMatcher
+from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 
 CONTROL = b"<|im_start|>"
 PRINTABLE = Vocabulary.printable([b"abc", b"\xc3\xa9"])
 STOP = PRINTABLE.stop_token_ids[0]
-COMPILER = GrammarCompiler(PRINTABLE, max_threads=1)
+COMPILER = GrammarCompiler(PRINTABLE, max_threads=1, backend="xgrammar")  # for constraints that name none
+AnyMatcher = XGrammarMatcher | LLGuidanceMatcher
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
     "required": ["name", "age"],
+}
+TAGS = {
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "array", "items": {"type": "null"}}, "end": "</f>"},
+    ],
 }
 EXAMPLES = {
     "json_schema": (Constraint.json_schema(PERSON), b'{"name": "abc", "age": 10}', b'{"age": 10}'),
@@ -22,7 +34,11 @@ EXAMPLES = {
     "regex": (Constraint.regex("[a-c]{2}-[0-9]+"), b"ab-10", b"a-1"),
     "choice": (Constraint.choice(["yes", "no", 'a "quoted" \\ é\n']), b'a "quoted" \\ \xc3\xa9\n', b"maybe"),
     "ebnf": (Constraint.ebnf('start ::= "(" start ")" | "x"', root="start"), b"((x))", b"(x"),
+    "structural_tag": (Constraint.structural_tag(TAGS), b"so <f=a>10</f> < <f=b>[null]</f>.", b"so <f=a>null</f>"),
 }
+_BY_OTHERS = [kind for kind in EXAMPLES if kind != "ebnf"]
+EXAMPLES |= {f"{kind}, llguidance": (replace(EXAMPLES[kind][0], backend="llguidance"), *EXAMPLES[kind][1:]) for kind in _BY_OTHERS}
+EXAMPLES["lark"] = (replace(Constraint.lark('start: "(" start ")" | "x"'), backend="llguidance"), b"((x))", b"(x")
 
 
 def encode(text: bytes, vocabulary: Vocabulary = PRINTABLE) -> list[int]:
@@ -38,8 +54,8 @@ def encode(text: bytes, vocabulary: Vocabulary = PRINTABLE) -> list[int]:
     return ids
 
 
-def matcher_of(constraint: Constraint) -> XGrammarMatcher:
-    return COMPILER.compile(constraint).matcher()
+def matcher_of(constraint: Constraint) -> AnyMatcher:
+    return cast(AnyMatcher, COMPILER.compile(constraint).matcher())
 
 
 def accepts(constraint: Constraint, text: bytes) -> bool:
@@ -47,7 +63,7 @@ def accepts(constraint: Constraint, text: bytes) -> bool:
     return all(matcher.accept_token(token_id) for token_id in encode(text)) and matcher.accept_token(STOP)
 
 
-def filled(matcher: XGrammarMatcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
+def filled(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskStatus, list[int]]:
     masks = torch.full((3, words), 0x5A5A5A5A, dtype=torch.int32)
     status = matcher.fill_next_token_bitmask(masks, 1)
     assert masks[0].eq(0x5A5A5A5A).all() and masks[2].eq(0x5A5A5A5A).all()

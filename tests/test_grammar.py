@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.backends import BACKENDS, Grammar
+from stepgraph.sampling.grammar.constraint import BackendChoice
 from tests.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, filled, matcher_of
 
 
@@ -33,8 +34,9 @@ def test_every_token_of_a_legal_text_is_in_the_mask_in_front_of_it(kind: str) ->
     assert filled(matcher) == (MaskStatus.TERMINATED, [])
 
 
-def test_status_at_each_place_of_a_text() -> None:
-    matcher = matcher_of(Constraint.regex("ab?"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_status_at_each_place_of_a_text(backend: BackendChoice) -> None:
+    matcher = matcher_of(Constraint.regex("ab?", backend))
     a, b = encode(b"a")[0], encode(b"b")[0]
     assert filled(matcher) == (MaskStatus.OK, [a])
     assert matcher.accept_token(a)
@@ -51,11 +53,17 @@ def test_status_at_each_place_of_a_text() -> None:
     assert filled(matcher) == (MaskStatus.OK, [a]) and matcher.num_accepted == 0
 
 
-def test_a_place_that_no_token_continues_is_a_dead_end() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_place_that_no_token_continues_is_a_dead_end(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([b"a", b"b", b""], stop_token_ids=[2])
-    matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("a(b|ac)")).matcher()
+    matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("a(b|ac)", backend)).matcher()
     assert matcher.accept_token(0) and matcher.accept_token(0)
-    assert filled(matcher, 1) == (MaskStatus.DEAD_END, [])
+    for _ in range(2):
+        assert filled(matcher, 1) == (MaskStatus.DEAD_END, [])
+        assert not any(matcher.accept_token(token_id) for token_id in range(3)) and not matcher.fault
+        matcher.rollback(1)
+        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1])
+        assert matcher.accept_token(0)
 
 
 def test_a_failing_library_is_a_fault_of_this_matcher_and_the_row_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,17 +89,19 @@ def test_a_step_that_takes_too_long_is_the_last_one() -> None:
     assert "one step of the grammar took" in matcher.fault
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token_id", [-1, len(PRINTABLE.tokens), 2**31, 2**32 + 65, 10**20])
-def test_ids_out_of_range_are_not_accepted(token_id: int) -> None:
-    matcher = matcher_of(Constraint.regex("[ -~]*"))
+def test_ids_out_of_range_are_not_accepted(token_id: int, backend: BackendChoice) -> None:
+    matcher = matcher_of(Constraint.regex("[ -~]*", backend))
     before = filled(matcher)
     assert matcher.accept_token(token_id) is False
     assert filled(matcher) == before
 
 
-def test_padding_and_control_tokens_are_never_legal() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([b'"', b"a", b"<", CONTROL, b"", b"</s>"], stop_token_ids=[5], logits_width=71, control_token_ids=[3])
-    matcher = GrammarCompiler(vocabulary).compile(Constraint.json_schema({"type": "string"})).matcher()
+    matcher = GrammarCompiler(vocabulary).compile(Constraint.json_schema({"type": "string"}, backend=backend)).matcher()
     for token_id, legal in [(0, [0]), (1, [0, 1, 2]), (2, [0, 1, 2]), (0, [0, 1, 2])]:
         assert filled(matcher, 3) == (MaskStatus.OK, legal)
         assert not any(matcher.accept_token(never) for never in (3, 4, 6, 70))
@@ -100,9 +110,10 @@ def test_padding_and_control_tokens_are_never_legal() -> None:
     assert vocabulary.decode([0, 3, 1, 5]) == b'"a'
 
 
-def test_bits_beyond_the_vocabulary_are_clear_even_where_everything_is_legal() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_beyond_the_vocabulary_are_clear_even_where_everything_is_legal(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([bytes([65 + index]) for index in range(26)], stop_token_ids=[25])
-    matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("[A-Z]*")).matcher()
+    matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("[A-Z]*", backend)).matcher()
     assert filled(matcher, 1) == (MaskStatus.OK, list(range(26)))
 
 
@@ -112,8 +123,8 @@ walks = st.lists(st.tuples(st.sampled_from(["accept", "accept", "accept", "illeg
 @pytest.mark.parametrize("kind", EXAMPLES)
 @given(walk=walks)
 def test_a_walk_of_accepts_and_rollbacks_leaves_the_masks_of_a_fresh_matcher(kind: str, walk: list[tuple[str, int]]) -> None:
-    compiled = COMPILER.compile(EXAMPLES[kind][0])
-    matcher, history = compiled.matcher(), list[int]()
+    constraint, history = EXAMPLES[kind][0], list[int]()
+    matcher = matcher_of(constraint)
     for action, number in walk:
         legal = filled(matcher)[1]
         if action == "rollback":
@@ -127,14 +138,15 @@ def test_a_walk_of_accepts_and_rollbacks_leaves_the_masks_of_a_fresh_matcher(kin
         elif legal:
             assert matcher.accept_token(legal[number % len(legal)])
             history.append(legal[number % len(legal)])
-        fresh = compiled.matcher()
+        fresh = matcher_of(constraint)
         assert all(fresh.accept_token(token_id) for token_id in history)
         assert filled(matcher) == filled(fresh)
         assert matcher.is_terminated() == fresh.is_terminated() and matcher.num_accepted == len(history)
 
 
-def test_rollback_is_not_limited_to_a_window() -> None:
-    matcher = matcher_of(Constraint.regex("a*"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rollback_is_not_limited_to_a_window(backend: BackendChoice) -> None:
+    matcher = matcher_of(Constraint.regex("a*", backend))
     start = filled(matcher)
     assert all(matcher.accept_token(encode(b"a")[0]) for _ in range(500))
     with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, want 0\.\.500"):
@@ -143,6 +155,7 @@ def test_rollback_is_not_limited_to_a_window() -> None:
     assert filled(matcher) == start
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("masks", "index"),
     [
@@ -154,23 +167,25 @@ def test_rollback_is_not_limited_to_a_window() -> None:
         (torch.zeros(PRINTABLE.mask_words, 2, dtype=torch.int32).t(), 0),
     ],
 )
-def test_a_mask_of_another_layout_is_refused(masks: torch.Tensor, index: int) -> None:
+def test_a_mask_of_another_layout_is_refused(masks: torch.Tensor, index: int, backend: BackendChoice) -> None:
     with pytest.raises(ValueError, match=r"(masks|index): got"):
-        matcher_of(Constraint.regex("a")).fill_next_token_bitmask(masks, index)
+        matcher_of(Constraint.regex("a", backend)).fill_next_token_bitmask(masks, index)
 
 
-@given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
-def test_choice_takes_any_strings(options: list[str]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(options=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
+def test_choice_takes_any_strings(backend: BackendChoice, options: list[str]) -> None:
     options = [option.encode("utf-8", "ignore").decode() or "x" for option in options]
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
-    compiled = GrammarCompiler(vocabulary, max_threads=1).compile(Constraint.choice(options))
+    compiled = GrammarCompiler(vocabulary, max_threads=1).compile(Constraint.choice(options, backend))
     for option in options:
         matcher = compiled.matcher()
         assert all(matcher.accept_token(byte) for byte in option.encode()) and matcher.accept_token(256)
 
 
-def test_whitespace_is_free_only_on_request_and_only_within_a_bound() -> None:
-    fixed, free = Constraint.json_schema(PERSON), Constraint.json_schema(PERSON, any_whitespace=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whitespace_is_free_only_on_request_and_only_within_a_bound(backend: BackendChoice) -> None:
+    fixed, free = Constraint.json_schema(PERSON, backend=backend), Constraint.json_schema(PERSON, True, backend)
     text = '{%s"name": "a", "age": 1}'
     assert [accepts(fixed, (text % (" " * n)).encode()) for n in (0, 1)] == [True, False]
     assert [accepts(free, (text % (" " * n)).encode()) for n in (0, 32, 33)] == [True, True, False]
@@ -214,9 +229,9 @@ def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, calls, results = GrammarCompiler(PRINTABLE, max_threads=1), list[Constraint](), list[object]()
     build, gate = compiler._build, threading.Barrier(9)
 
-    def counted(constraint: Constraint) -> xgrammar.CompiledGrammar:
+    def counted(name: str, constraint: Constraint) -> Grammar:
         calls.append(constraint)
-        return build(constraint)
+        return build(name, constraint)
 
     def work() -> None:
         gate.wait()

@@ -2,8 +2,20 @@
 
 from stepgraph.sampling.grammar.compiler import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.coverage import Coverage
 from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.refusal import Refusal
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
-__all__ = ["CompiledConstraint", "Constraint", "GrammarCompiler", "MaskStatus", "Matcher", "Vocabulary", "XGrammarMatcher"]
+__all__ = [
+    "CompiledConstraint",
+    "Constraint",
+    "Coverage",
+    "GrammarCompiler",
+    "MaskStatus",
+    "Matcher",
+    "Refusal",
+    "Vocabulary",
+    "XGrammarMatcher",
+]

@@ -59,6 +59,11 @@ def spelled_open(chars: CharSet) -> str:
     return f"[^{''.join(map(_spelled, others))}]" if others else r"[\0-\U0010ffff]"
 
 
+def spelled_in_regex(chars: CharSet) -> str:
+    """The class as engines of regular expressions write it."""
+    return "[" + "".join(f"\\u{{{first:x}}}-\\u{{{last:x}}}" for first, last in chars) + "]"
+
+
 def _spelled(piece: tuple[int, int]) -> str:
     first, last = piece
     return f"\\U{first:08x}-\\U{last:08x}" if last > first else f"\\U{first:08x}"
@@ -66,3 +71,4 @@ def _spelled(piece: tuple[int, int]) -> str:
 
 EVERY = complement(())
 IN_JSON = complement(charset((0, 0x1F), '"\\'))  # what a JSON string may hold as it is
+SPELLABLE = complement(charset((0, 7), "\v", (0x0E, 0x1F), "\x7f"))  # what it may hold as it is or as a backslash and a letter

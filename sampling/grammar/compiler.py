@@ -5,8 +5,6 @@ Compiling takes from microseconds to seconds: call it from a thread that may wai
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -14,17 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-import xgrammar
 
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.json_grammar import json_grammar
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
-from stepgraph.sampling.grammar.pattern import ebnf_of
-from stepgraph.sampling.grammar.schema import check_schema
+from stepgraph.sampling.grammar.backends import Builder, Grammar, asked, builder
+from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
+from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
-
-_SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,31 +26,42 @@ class CompiledConstraint:
 
     constraint: Constraint
     vocabulary: Vocabulary
-    grammar: xgrammar.CompiledGrammar
+    grammar: Grammar
+    backend: str  # the library that enforces it
+    reason: str  # why it is not the one that would have been preferred; empty where it is
     seconds: float
-    fuel_seconds: float
 
     @property
     def nbytes(self) -> int:
-        return int(self.grammar.memory_size_bytes)
+        return self.grammar.nbytes
 
-    def matcher(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self.grammar, self.vocabulary, self.fuel_seconds)
+    def matcher(self) -> Matcher:
+        return self.grammar.matcher()
 
 
 class GrammarCompiler:
     """A bounded cache in front of the compiler; safe to call from many threads, which share the work on equal constraints."""
 
-    def __init__(self, vocabulary: Vocabulary, max_cached: int = 256, max_threads: int = 4, fuel_seconds: float = 0.5) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        max_cached: int = 256,
+        max_threads: int = 4,
+        fuel_seconds: float = 0.5,
+        backend: BackendChoice = "auto",
+    ) -> None:
         for name, value in (("max_cached", max_cached), ("max_threads", max_threads)):
             if not is_int(value) or value < 1:
                 raise ValueError(f"GrammarCompiler.{name}: got {value!r}, want an int >= 1")
         if not fuel_seconds > 0:
             raise ValueError(f"GrammarCompiler.fuel_seconds: got {fuel_seconds!r}, want a number > 0")
+        checked_backend("GrammarCompiler.backend", backend)
         self._vocabulary = vocabulary
-        self._fuel_seconds = fuel_seconds
+        self._fuel_seconds, self._max_threads = fuel_seconds, max_threads
         self._max_cached = max_cached
-        self._compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, max_threads=max_threads, cache_enabled=False)
+        self._backend = backend
+        self._builders: dict[str, Builder] = {}
+        self._builder_lock = threading.Lock()
         self._lock = threading.Lock()
         self._cache: OrderedDict[Constraint, Future[CompiledConstraint]] = OrderedDict()
 
@@ -92,37 +96,30 @@ class GrammarCompiler:
         return result.result()
 
     def _compile(self, constraint: Constraint) -> CompiledConstraint:
-        start = time.perf_counter()
-        try:
-            grammar = self._build(constraint)
-            compiled = CompiledConstraint(constraint, self._vocabulary, grammar, time.perf_counter() - start, self._fuel_seconds)
-            first = torch.zeros(1, self._vocabulary.mask_words, dtype=torch.int32)
-            matcher = compiled.matcher()
-            if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
-                raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
-            if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(self._vocabulary.stop_token_ids[0]):
-                raise ValueError("the empty text would be accepted, which is not JSON")
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # the C++ side raises RuntimeError and several types of its own
-            reason = _SOURCE_PREFIX.sub("", str(error)).strip()
-            raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {reason}") from error
-        return compiled
+        start, reasons = time.perf_counter(), dict[str, str]()
+        for name in asked(constraint, self._backend):
+            try:
+                grammar = self._build(name, constraint)
+                self._try_out(grammar, constraint)
+            except ValueError as error:
+                reasons[name] = str(error)
+                continue
+            why = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+            return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, time.perf_counter() - start)
+        told = list(dict.fromkeys(reasons.values()))
+        why = told[0] if len(told) == 1 else "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")
 
-    def _build(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        if constraint.kind == "regex":
-            return self._compiler.compile_grammar(f"root ::= {ebnf_of(constraint.payload, 'pattern')}")
-        if constraint.kind == "choice":
-            options = " | ".join(f'"{_escape(option)}"' for option in json.loads(constraint.payload))
-            return self._compiler.compile_grammar(f"root ::= {options}")
-        if constraint.kind == "ebnf":
-            root, grammar = json.loads(constraint.payload)
-            return self._compiler.compile_grammar(grammar, root_rule_name=root)
-        # The library's built-in JSON grammar forbids some legal tokens (`}]` after a string); this schema does not.
-        schema = {"type": "object"} if constraint.kind == "json_object" else json.loads(constraint.payload)
-        check_schema(schema)
-        return self._compiler.compile_grammar(json_grammar(schema, constraint.any_whitespace))
+    def _build(self, name: str, constraint: Constraint) -> Grammar:
+        with self._builder_lock:  # a token table takes a while to build, and no one needs two
+            if name not in self._builders:
+                self._builders[name] = builder(name, self._vocabulary, self._fuel_seconds, self._max_threads)
+        return self._builders[name].build(constraint)
 
-
-def _escape(text: str) -> str:
-    return "".join(char if char.isprintable() and char not in '"\\' else f"\\U{ord(char):08x}" for char in text)
+    def _try_out(self, grammar: Grammar, constraint: Constraint) -> None:
+        first = torch.zeros(1, self._vocabulary.mask_words, dtype=torch.int32)
+        matcher = grammar.matcher()
+        if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
+            raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
+        if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(self._vocabulary.stop_token_ids[0]):
+            raise ValueError("the empty text would be accepted, which is not JSON")

@@ -1,4 +1,4 @@
-"""What a caller may ask of a text: a JSON schema, any JSON object, a regular expression, one of several strings, a grammar.
+"""What a caller may ask of a text: a JSON schema, any JSON object, a regular expression, one of several strings, a grammar, tags.
 
 A constraint is a value: it is hashed as the key of the compile cache. It does not know a vocabulary; whether a grammar
 library can enforce it is found out by compiling it.
@@ -9,11 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+from stepgraph.sampling.grammar.response_format import checked_response_format
+from stepgraph.sampling.grammar.structural_tag import checked_tag
+
+if TYPE_CHECKING:
+    from stepgraph.sampling.grammar.coverage import Coverage
+
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
+BackendChoice = Literal["auto", "xgrammar", "llguidance"]
 
 MAX_PAYLOAD_CHARS = 120_000
+
+
+def checked_backend(name: str, value: object) -> None:
+    if value not in get_args(BackendChoice):
+        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(get_args(BackendChoice))}")
 
 
 @dataclass(frozen=True)
@@ -22,11 +34,14 @@ class Constraint:
 
     `any_whitespace` lets a JSON text be laid out freely, within a bound on every run of blanks. It is off by default: a
     model that is free to emit blanks may do so forever.
+
+    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce.
     """
 
     kind: ConstraintKind
     payload: str
     any_whitespace: bool = False
+    backend: BackendChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
@@ -37,58 +52,95 @@ class Constraint:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, want at most {MAX_PAYLOAD_CHARS}")
         if not isinstance(self.any_whitespace, bool):
             raise ValueError(f"Constraint.any_whitespace: got {self.any_whitespace!r}, want a bool")
-        if self.any_whitespace and self.kind not in ("json_schema", "json_object"):
-            raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for json_schema and json_object only")
+        if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
+            raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for constraints with JSON in them only")
+        checked_backend("Constraint.backend", self.backend)
 
     @classmethod
-    def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False) -> Constraint:
+    def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
         """A JSON value that the schema accepts. Objects have their declared properties, in the declared order, and no others
         unless `additionalProperties` says so, and then a key may come twice among the additional ones. A string with a length
         or a pattern is written without escapes, so it holds no quotes, backslashes or newlines; a pattern is anchored at both
-        ends, as in `regex`; a `format` is enforced by its shape (a 30th of February is a date). Keywords that cannot be
-        enforced are refused by name when compiled."""
+        ends, as in `regex`; a `format` is enforced by its shape (a 30th of February is a date). Where llguidance combines several
+        schemas for one value, undeclared properties are allowed and strings may hold escapes. Keywords that neither library
+        enforces are refused by name when compiled; `coverage` tells which."""
         if not isinstance(schema, (dict, str)):
             raise ValueError(f"Constraint.json_schema: got {type(schema).__name__}, want a dict or JSON text")
-        try:
-            # Property order is part of the constraint, so the keys are not sorted.
-            text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-            parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constants)
-            canonical = json.dumps(parsed, separators=(",", ":"))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"Constraint.json_schema: got a schema that is not JSON ({error}), want a JSON object") from error
-        if not isinstance(parsed, dict):
+        canonical = _canonical(schema, "Constraint.json_schema")
+        if not canonical.startswith("{"):
             raise ValueError(f"Constraint.json_schema: got {canonical[:40]}, want a JSON object")
-        return cls("json_schema", canonical, any_whitespace)
+        return cls("json_schema", canonical, any_whitespace, backend)
 
     @classmethod
-    def json_object(cls, any_whitespace: bool = False) -> Constraint:
+    def json_object(cls, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
         """Any JSON object."""
-        return cls("json_object", "", any_whitespace)
+        return cls("json_object", "", any_whitespace, backend)
 
     @classmethod
-    def regex(cls, pattern: str) -> Constraint:
+    def response_format(cls, value: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint | None:
+        """OpenAI's `response_format`: text (no constraint: None), json_object, json_schema, and structural_tag as other servers
+        have it. `strict` changes nothing: a schema is always enforced, or refused."""
+        kind, inner = checked_response_format(value)
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return cls.json_object(any_whitespace, backend)
+        return (cls.json_schema if kind == "json_schema" else cls.structural_tag)(inner, any_whitespace, backend)
+
+    @classmethod
+    def regex(cls, pattern: str, backend: BackendChoice = "auto") -> Constraint:
         """A text that the pattern matches from end to end, read as JavaScript reads it without flags: `.` is anything but the
         end of a line (`[^]` is anything), so `[^]a]` is two items; `\\d` and `\\w` are ASCII, `\\s` is any white space. Anchors
         are welcome at the ends; look-around, back-references, word boundaries and flags are refused."""
-        return cls("regex", pattern)
+        return cls("regex", pattern, backend=backend)
 
     @classmethod
-    def choice(cls, options: Sequence[str]) -> Constraint:
+    def choice(cls, options: Sequence[str], backend: BackendChoice = "auto") -> Constraint:
         """Exactly one of the options."""
         if isinstance(options, str) or not options:
             raise ValueError(f"Constraint.choice: got {options!r}, want a sequence of at least one string")
         for index, option in enumerate(options):
             if not isinstance(option, str) or not option:
                 raise ValueError(f"Constraint.choice[{index}]: got {option!r}, want a string that is not empty")
-        return cls("choice", json.dumps(list(dict.fromkeys(options))))
+        return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
     @classmethod
     def ebnf(cls, grammar: str, root: str = "root") -> Constraint:
-        """A text of the grammar, in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`."""
+        """A text of the grammar, in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. For xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"Constraint.ebnf.{name}: got {value!r}, want a string that is not blank")
         return cls("ebnf", json.dumps([root, grammar]))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of the grammar, in the Lark notation of llguidance: `start: "a" | "b" start`. For llguidance."""
+        if not isinstance(grammar, str) or not grammar.strip():
+            raise ValueError(f"Constraint.lark.grammar: got {grammar!r}, want a string that is not blank")
+        return cls("lark", grammar)
+
+    @classmethod
+    def structural_tag(cls, tag: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
+        """Free text in which each of the `triggers` calls for one of the `structures` that begin with it: its `begin`, a JSON value
+        of its `schema`, its `end`. Triggers are text; a control token is none."""
+        name = "Constraint.structural_tag"
+        return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
+
+    def coverage(self) -> Coverage:
+        """What each grammar library makes of this constraint, and which one would enforce it. Compiles it, so it may take seconds."""
+        from stepgraph.sampling.grammar.coverage import coverage  # builds grammars, and so needs what needs this module
+
+        return coverage(self)
+
+
+def _canonical(value: Any, name: str) -> str:
+    """JSON text of a value or of another text of it. Property order is part of a constraint, so the keys are not sorted."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constants)
+        return json.dumps(parsed, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: got a schema that is not JSON ({error}), want a JSON object") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

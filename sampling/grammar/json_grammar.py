@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.schema import types_of
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_UNROLLED = 100  # up to here an automaton is faster than a counter (130k tokens: a mask in 0.1 ms, not in 10), and has its masks cached
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
 _CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 # A character inside a JSON string for the library's automata, which read a range across the lengths of UTF-8 wrongly.
 _STRING_CHAR = r"(?:[ !#-\\[\\]-\\u007f]|[\\u0080-\\u07ff]|[\\u0800-\\ud7ff\\ue000-\\uffff]|[\\u{10000}-\\u{10ffff}])"
@@ -98,8 +98,8 @@ def _mended(line: str, patterns: list[str]) -> str:
             return f'{name} ::= "\\"" Regex("{_STRING_CHAR}{{{low},{high if high >= 0 else ""}}}", json_string=true) "\\""'
     if _EXTRA_KEY.search(name):
         rule = rule.replace(f" | {_KEY_ESCAPE}", "")
-    rule = _TOKEN.sub(_mended_token, _QUOTED_LOCAL_PART.sub("", rule))
-    if "Regex(" in _TOKEN.sub("", rule):
+    rule = TOKEN.sub(_mended_token, _QUOTED_LOCAL_PART.sub("", rule))
+    if "Regex(" in TOKEN.sub("", rule):
         raise RuntimeError("the library's JSON grammar has a pattern where none is expected")
     return f"{name} ::= {rule}" if name else ""
 

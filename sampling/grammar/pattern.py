@@ -9,9 +9,21 @@ that are no UTF-8, and ignores look-around.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from stepgraph.sampling.grammar.charset import EVERY, IN_JSON, CharSet, charset, complement, intersection, spelled_open, union
+from stepgraph.sampling.grammar.charset import (
+    EVERY,
+    IN_JSON,
+    SPELLABLE,
+    CharSet,
+    charset,
+    complement,
+    intersection,
+    spelled_in_regex,
+    spelled_open,
+    union,
+)
 
 MAX_REPEAT = 100_000
 
@@ -32,6 +44,7 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 class _Context(NamedTuple):
     where: str
     alphabet: CharSet
+    spell: Callable[[CharSet], str]
 
     def refuse(self, piece: str, position: int, want: str) -> NoReturn:
         raise ValueError(f"{self.where}: got {piece} at position {position}, want {want}")
@@ -42,8 +55,19 @@ def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
 
     Inside a JSON string, `.` and `[^...]` leave out the characters that must be escaped there; to name one is refused.
     """
-    context = _Context(where, IN_JSON if in_json else EVERY)
-    pieces, depth, before = ['""'], 0, "|"
+    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, spelled_open), "(", '""'))
+
+
+def regex_of(pattern: str, where: str, in_json: bool = False) -> str:
+    """The same for engines of regular expressions: every class is spelled out by number, so that all engines agree on it.
+
+    Inside a JSON string, characters are left out that would need an escape by number there.
+    """
+    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, spelled_in_regex), "(?:", ""))
+
+
+def _translated(pattern: str, context: _Context, opening: str, empty: str) -> list[str]:
+    pieces, depth, before = [empty], 0, "|"
     for token in _TOKEN.finditer(pattern):
         text, start = token.group(), token.start()
         if token["anchor"]:
@@ -54,7 +78,7 @@ def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
             pieces[-1] += _repeat(text, start, before, context)
         elif token["group"] or text == "|":
             _check_group(token, context)
-            pieces += [text[0], '""']  # an alternative may be empty
+            pieces += [opening if text[0] == "(" else text, empty]  # an alternative may be empty
         else:
             pieces.append(")" if text == ")" else _atom(token, context))
         depth += {"(": 1, ")": -1}.get(text[0], 0)
@@ -62,8 +86,8 @@ def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
             context.refuse(text, start, "a parenthesis that was opened")
         before = "{" if token["repeat"] else text
     if depth:
-        raise ValueError(f"{where}: the parenthesis is not closed")
-    return " ".join(pieces)
+        raise ValueError(f"{context.where}: the parenthesis is not closed")
+    return pieces
 
 
 def _repeat(text: str, start: int, before: str, context: _Context) -> str:
@@ -92,7 +116,7 @@ def _atom(token: re.Match[str], context: _Context) -> str:
     chars = intersection(chars, context.alphabet)
     if not chars:
         context.refuse(text[:40], start, "a class of at least one character")
-    return spelled_open(chars)
+    return context.spell(chars)
 
 
 def _read_set(text: str, start: int, context: _Context) -> CharSet:

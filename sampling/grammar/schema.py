@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any
 
 from stepgraph.sampling.grammar.pattern import MAX_REPEAT, ebnf_of
+from stepgraph.sampling.grammar.refusal import refuse, step
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
@@ -43,20 +44,16 @@ def check_schema(schema: Any) -> None:
     _check_node(schema, schema, "#", 0)
 
 
-def _refuse(where: str, keyword: str, reason: str) -> NoReturn:
-    raise ValueError(f"{where}: {keyword}: {reason}")
-
-
 def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        _refuse(where, "nesting", f"got more than {MAX_DEPTH} levels, want fewer")
+        refuse(where, "nesting", f"got more than {MAX_DEPTH} levels, want fewer")
     if node is True:
         return
     if not isinstance(node, dict):
-        _refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object or true")
+        refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object or true")
     for table in ("$defs", "definitions"):
         for name, child in _table(node, table, where):
-            _check_node(child, root, f"{where}/{table}/{name}", depth + 1)
+            _check_node(child, root, step(where, table, name), depth + 1)
     asserted = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")}
     sovereign = next((key for key in SOVEREIGN if key in node), None)
     if sovereign is None:
@@ -64,7 +61,7 @@ def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
         return
     allowed = {"type"} if sovereign in ("const", "enum") else set()
     if hidden := sorted(asserted - {sovereign} - allowed):
-        _refuse(where, hidden[0], f"is not enforced beside {sovereign}; want one or the other")
+        refuse(where, hidden[0], f"is not enforced beside {sovereign}; want one or the other")
     if sovereign == "$ref":
         _check_ref(node["$ref"], root, where)
     elif sovereign in ("const", "enum"):
@@ -76,7 +73,7 @@ def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
 def _table(node: dict[str, Any], keyword: str, where: str) -> Iterator[tuple[str, Any]]:
     table = node.get(keyword, {})
     if not isinstance(table, dict):
-        _refuse(where, keyword, f"got {json.dumps(table)[:40]}, want an object")
+        refuse(where, keyword, f"got {json.dumps(table)[:40]}, want an object")
     yield from table.items()
 
 
@@ -87,8 +84,8 @@ def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str
     for keyword in sorted(asserted - known):
         if keyword in every:
             wanted = " or ".join(name for name, words in KEYWORDS.items() if keyword in words)
-            _refuse(where, keyword, f"needs type {wanted}, got {' or '.join(types) or 'no type'}")
-        _refuse(where, keyword, "is not enforced; remove it or express it otherwise")
+            refuse(where, keyword, f"needs type {wanted}, got {' or '.join(types) or 'no type'}")
+        refuse(where, keyword, "is not enforced; remove it or express it otherwise")
     if "string" in types:
         _check_string(node, where)
     if "integer" in types or "number" in types:
@@ -108,7 +105,7 @@ def types_of(node: dict[str, Any], where: str) -> list[str]:
         return []
     declared = node["type"] if isinstance(node["type"], list) else [node["type"]]
     if not declared or not all(isinstance(name, str) and name in KEYWORDS for name in declared):
-        _refuse(where, "type", f"got {json.dumps(node['type'])[:60]}, want one or several of {', '.join(KEYWORDS)}")
+        refuse(where, "type", f"got {json.dumps(node['type'])[:60]}, want one or several of {', '.join(KEYWORDS)}")
     return declared
 
 
@@ -116,34 +113,37 @@ def _check_string(node: dict[str, Any], where: str) -> None:
     lengths = {"minLength", "maxLength"} & node.keys()
     _check_counts(node, "minLength", "maxLength", where)
     if "format" in node and node["format"] not in FORMATS:
-        _refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
+        refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
     if "pattern" in node:
         if not isinstance(node["pattern"], str):
-            _refuse(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, want a string")
-        ebnf_of(node["pattern"], f"{where}: pattern", in_json=True)
+            refuse(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, want a string")
+        try:
+            ebnf_of(node["pattern"], "pattern", in_json=True)
+        except ValueError as error:
+            refuse(where, "pattern", str(error).removeprefix("pattern: "))
     if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
         hidden = sorted(lengths or {"format"})[0]
-        _refuse(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
+        refuse(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
 
 
 def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
     for keyword in sorted(KEYWORDS["integer"] & node.keys()):
         value = node[keyword]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            _refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a number")
+            refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a number")
         if "integer" in types and (int(value) != value or int(value) not in INT64):
-            _refuse(where, keyword, f"got {value}, want a whole number of 64 bits for type integer")
+            refuse(where, keyword, f"got {value}, want a whole number of 64 bits for type integer")
         if "number" in types and keyword != "multipleOf" and not _is_exact(value):
             limits = f"at most {MAX_DECIMALS} decimals below {MAX_FRACTIONAL:.0e}, or a whole number below {MAX_WHOLE:.0e}"
-            _refuse(where, keyword, f"got {value}; enforced for {limits}")
+            refuse(where, keyword, f"got {value}; enforced for {limits}")
     if "multipleOf" in node:
         bounds = sorted({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & node.keys())
         if "number" in types or node["multipleOf"] < 1:
-            _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
+            refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
         if node["multipleOf"] > MAX_MULTIPLE:
-            _refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
+            refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
         if bounds:
-            _refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
+            refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
 
 
 def _is_exact(value: float) -> bool:
@@ -157,49 +157,49 @@ def _check_counts(node: dict[str, Any], low: str, high: str, where: str) -> None
     for keyword in (low, high):
         value = node.get(keyword, 0)
         if not is_int(value) or not 0 <= value <= MAX_REPEAT:
-            _refuse(where, keyword, f"got {json.dumps(value)[:40]}, want an integer in 0..{MAX_REPEAT}")
+            refuse(where, keyword, f"got {json.dumps(value)[:40]}, want an integer in 0..{MAX_REPEAT}")
     if high in node and node.get(low, 0) > node[high]:
-        _refuse(where, low, f"got {node[low]}, want at most {high}, which is {node[high]}")
+        refuse(where, low, f"got {node[low]}, want at most {high}, which is {node[high]}")
 
 
 def _check_array(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
     _check_counts(node, "minItems", "maxItems", where)
     if node.get("uniqueItems", False) is not False:
-        _refuse(where, "uniqueItems", "is not enforced")
+        refuse(where, "uniqueItems", "is not enforced")
     prefix = node.get("prefixItems", [])
     if not isinstance(prefix, list):
-        _refuse(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, want a list of schemas")
+        refuse(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, want a list of schemas")
     for index, child in enumerate(prefix):
-        _check_node(child, root, f"{where}/prefixItems/{index}", depth + 1)
+        _check_node(child, root, step(where, "prefixItems", index), depth + 1)
     if node.get("items", True) is not False:
-        _check_node(node.get("items", True), root, f"{where}/items", depth + 1)
+        _check_node(node.get("items", True), root, step(where, "items"), depth + 1)
 
 
 def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
     _check_counts(node, "minProperties", "maxProperties", where)
     properties = dict(_table(node, "properties", where))
     for name, child in properties.items():
-        _check_node(child, root, f"{where}/properties/{name}", depth + 1)
+        _check_node(child, root, step(where, "properties", name), depth + 1)
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        _refuse(where, "required", f"got {json.dumps(required)[:40]}, want a list of strings")
+        refuse(where, "required", f"got {json.dumps(required)[:40]}, want a list of strings")
     if undeclared := [name for name in required if name not in properties]:
-        _refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
+        refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
     optional = len(properties.keys() - set(required))
     limit = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
     if optional > limit:
-        _refuse(where, "properties", f"got {optional} that are not required, want at most {limit}; require more of them")
+        refuse(where, "properties", f"got {optional} that are not required, want at most {limit}; require more of them")
     # A key may come twice among additional properties. The last one counts, and it fits their schema as the others do: no harm
     # but to a least number of properties. That it is none of the declared names is seen character by character.
     additional = node.get("additionalProperties", "properties" not in node)
     if additional is False:
         return
-    _check_node(additional, root, f"{where}/additionalProperties", depth + 1)
+    _check_node(additional, root, step(where, "additionalProperties"), depth + 1)
     least, most = node.get("minProperties", 0), len(set(required)) + 1
     if least > most:
-        _refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
+        refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
     if odd := [name for name in properties if not all(" " <= char <= "~" and char not in '"\\' for char in name)]:
-        _refuse(where, "additionalProperties", f"is not enforced beside the name {odd[0]!r}; want false, or printable ASCII without quotes")
+        refuse(where, "additionalProperties", f"is not enforced beside the name {odd[0]!r}; want false, or printable ASCII without quotes")
 
 
 def _check_ref(reference: Any, root: Any, where: str) -> None:
@@ -208,11 +208,11 @@ def _check_ref(reference: Any, root: Any, where: str) -> None:
     while isinstance(node, dict) and "$ref" in node:
         reference = node["$ref"]
         if reference in seen:
-            _refuse(where, "$ref", f"{reference!r} refers to itself and to nothing else")
+            refuse(where, "$ref", f"{reference!r} refers to itself and to nothing else")
         seen.append(reference)
         node = _target(reference, root)
         if not isinstance(node, dict) and node is not True:
-            _refuse(where, "$ref", f"got {json.dumps(reference)[:60]}, want '#', '#/$defs/...' or '#/definitions/...' of this schema")
+            refuse(where, "$ref", f"got {json.dumps(reference)[:60]}, want '#', '#/$defs/...' or '#/definitions/...' of this schema")
 
 
 def _target(reference: Any, root: Any) -> Any:
@@ -233,13 +233,13 @@ def _followed(node: Any, root: Any) -> Any:
 def _check_values(node: dict[str, Any], keyword: str, where: str) -> None:
     values = [node["const"]] if keyword == "const" else node["enum"]
     if not isinstance(values, list) or not values:
-        _refuse(where, keyword, f"got {json.dumps(values)[:40]}, want a list of at least one value")
+        refuse(where, keyword, f"got {json.dumps(values)[:40]}, want a list of at least one value")
     types = types_of(node, where)
     for value in values:
         if types and not any(_is_of_type(value, name) for name in types):
-            _refuse(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
+            refuse(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
         if is_int(value) and value not in INT64:
-            _refuse(where, keyword, f"{value} does not fit 64 bits and would be rounded")
+            refuse(where, keyword, f"{value} does not fit 64 bits and would be rounded")
 
 
 def _is_of_type(value: Any, name: str) -> bool:
@@ -251,16 +251,16 @@ def _is_of_type(value: Any, name: str) -> bool:
 
 def _check_branches(branches: Any, keyword: str, root: Any, where: str, depth: int) -> None:
     if not isinstance(branches, list) or not branches:
-        _refuse(where, keyword, f"got {json.dumps(branches)[:40]}, want a list of at least one schema")
+        refuse(where, keyword, f"got {json.dumps(branches)[:40]}, want a list of at least one schema")
     if keyword == "allOf" and len(branches) > 1:
-        _refuse(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
+        refuse(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
     for index, child in enumerate(branches):
-        _check_node(child, root, f"{where}/{keyword}/{index}", depth + 1)
+        _check_node(child, root, step(where, keyword, index), depth + 1)
     if keyword == "oneOf":
         followed = [_followed(child, root) for child in branches]
         for index, left in enumerate(followed):
             if not all(_disjoint(left, right) for right in followed[index + 1 :]):
-                _refuse(where, keyword, "is enforced as anyOf; want branches that differ by type, const, or a required property's const")
+                refuse(where, keyword, "is enforced as anyOf; want branches that differ by type, const, or a required property's const")
 
 
 def _disjoint(left: Any, right: Any) -> bool:

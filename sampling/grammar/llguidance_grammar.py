@@ -1,0 +1,130 @@
+"""From a constraint to a grammar of llguidance. Imported where that library is installed only; see backends.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llguidance
+
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
+from stepgraph.sampling.grammar.pattern import regex_of
+from stepgraph.sampling.grammar.refusal import refuse
+from stepgraph.sampling.grammar.structural_tag import TagGroup, tag_groups
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+_OPTIONS = re.compile(r"^%llguidance\b(.*)$", re.MULTILINE)
+_SCHEMA = re.compile(r"%json\s*")
+# Where bytes are forced, the library would allow one tokenization of them only, by a tokenizer that it calls under the GIL.
+_HEAD = '%llguidance {"no_forcing": true}\n'
+
+
+@dataclass(frozen=True, eq=False)
+class LLGuidanceGrammar:
+    """Compiled once, copied by every matcher."""
+
+    pristine: llguidance.LLMatcher
+    vocabulary: Vocabulary
+    fuel_seconds: float
+    nbytes: int
+
+    def matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self.pristine, self.vocabulary, self.fuel_seconds)
+
+
+class _Tokens:
+    """The token table as the library wants it; marked ids are text nowhere."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        padding = vocabulary.logits_width - len(vocabulary.tokens)
+        self.tokens = [b"" if index in vocabulary.silent_ids else token for index, token in enumerate(vocabulary.tokens)] + [b""] * padding
+        self.eos_token_id = vocabulary.stop_token_ids[0]
+        self.special_token_ids = sorted(vocabulary.silent_ids)
+
+    def __call__(self, text: str) -> Sequence[int]:
+        raise RuntimeError("no grammar here has tokens of its own")
+
+
+class LLGuidanceBuilder:
+    """Builds grammars over one vocabulary; from any thread."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        self._vocabulary, self._fuel_seconds = vocabulary, fuel_seconds
+        self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.stop_token_ids))  # type: ignore[arg-type]
+        # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def build(self, constraint: Constraint) -> LLGuidanceGrammar:
+        grammar = lark_of(constraint)
+        pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if pristine.is_error():
+            refuse("#", constraint.kind, pristine.get_error().split("<state>")[0].split("<non-verbose")[0].strip())
+        return LLGuidanceGrammar(pristine, self._vocabulary, self._fuel_seconds, len(grammar))
+
+
+def lark_of(constraint: Constraint) -> str:
+    """The constraint in the library's language; RefusedError where it would not be enforced."""
+    kind, payload = constraint.kind, constraint.payload
+    if kind == "lark":
+        return _checked_lark(payload)
+    if kind == "ebnf":
+        refuse("#", "ebnf", "is xgrammar's notation; llguidance wants lark")
+    if kind == "regex":
+        return f"{_HEAD}start: TEXT\nTEXT: /(?:{regex_of(payload, 'pattern')})/\n"
+    if kind == "choice":
+        return f"{_HEAD}start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
+    if kind == "structural_tag":
+        return _tagged(tag_groups(payload), constraint.any_whitespace)
+    schema = {"type": "object"} if kind == "json_object" else json.loads(payload)
+    return f"{_HEAD}start: %json {llguidance_schema(schema, constraint.any_whitespace)}\n"
+
+
+def _checked_lark(grammar: str) -> str:
+    """The grammar under the options that are needed here, with its JSON schemas checked as all others are."""
+    options = _OPTIONS.search(grammar)
+    try:
+        told = json.loads(options[1]) if options else {}
+        head = f"%llguidance {json.dumps({**told, 'no_forcing': True})}\n"
+    except (ValueError, TypeError) as error:
+        refuse("#", "lark", f"its %llguidance line is not a JSON object ({error})")
+    pieces, start = [head], 0
+    rest = _OPTIONS.sub("", grammar)
+    for place in _SCHEMA.finditer(rest):
+        if place.start() < start:
+            continue  # inside a schema
+        try:
+            schema, end = json.JSONDecoder().raw_decode(rest, place.end())
+        except ValueError as error:
+            refuse("#", "lark", f"what follows %json is not JSON ({error})")
+        pieces += [rest[start : place.end()], llguidance_schema(schema, any_whitespace=False)]
+        start = end
+    return "".join([*pieces, rest[start:]])
+
+
+def _tagged(groups: Sequence[TagGroup], any_whitespace: bool) -> str:
+    """Free text, and a tag behind each trigger. The text behind the last tag holds no trigger, whose tag could be left out."""
+    rules, triggers = list[str](), list[str]()
+    for index, group in enumerate(groups):
+        trigger = regex_of(_quoted(group.trigger), "trigger")
+        triggers.append(trigger)
+        tags = [f"{_literal(tag.begin)} %json {llguidance_schema(tag.schema, any_whitespace)} {_literal(tag.end)}" for tag in group.tags]
+        rules.append(f"tag_{index}: trigger_{index} ({' | '.join(tags)})\ntrigger_{index}[lazy]: /(?s:.*){trigger}/\n")
+    names = " | ".join(f"tag_{index}" for index in range(len(rules)))
+    return f"{_HEAD}start: ({names})* TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(triggers)})(?s:.*)/\n{''.join(rules)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return "".join(f"\\u{{{ord(char):x}}}" for char in text)

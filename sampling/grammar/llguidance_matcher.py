@@ -1,0 +1,126 @@
+"""llguidance behind the interface of a matcher. Its errors do not raise, and some of its states cannot be left again."""
+
+from __future__ import annotations
+
+import time
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from stepgraph.sampling.grammar.mask_row import checked_row, classify
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+
+class LLGuidanceMatcher:
+    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: whatever goes wrong, the row is zero.
+
+    Stop tokens are kept from the library, whose rollback miscounts them. `pristine` is copied, never moved.
+    """
+
+    def __init__(self, pristine: llguidance.LLMatcher, vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        self._pristine = pristine
+        self._matcher = pristine.deep_copy()
+        self._vocabulary = vocabulary
+        self._fuel_seconds = fuel_seconds
+        self._stop_ids = frozenset(vocabulary.stop_token_ids)
+        self._scratch: npt.NDArray[np.int32] = np.zeros(vocabulary.mask_words, dtype=np.int32)
+        self._history = list[int]()  # text tokens that the library has taken
+        self._filled = 0  # how many of them there were when a mask was last computed
+        self._ended = False
+        self._dead_end = False
+        self._fault = ""
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens accepted and not taken back, a stop token included."""
+        return len(self._history) + self._ended
+
+    @property
+    def fault(self) -> str:
+        """Why this matcher is of no further use; empty while it works."""
+        return self._fault
+
+    def accept_token(self, token_id: int) -> bool:
+        """Take one token; False, and no change, where the grammar does not allow it here."""
+        vocabulary = self._vocabulary
+        if not 0 <= token_id < len(vocabulary.tokens) or self._ended or self._dead_end or self._fault:
+            return False
+        if token_id in self._stop_ids:
+            self._ended = bool(self._matcher.is_accepting())
+            return self._ended
+        if token_id in vocabulary.silent_ids:
+            return False
+        start = time.thread_time()
+        accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        self._burn(start, "accept_token")
+        if accepted and not self._fault:
+            self._history.append(token_id)
+        return accepted and not self._fault
+
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
+        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
+        row = checked_row(masks, index, self._vocabulary.mask_words)
+        row.fill(0)
+        if self._fault:
+            return MaskStatus.FAULT
+        if self._ended:
+            return MaskStatus.TERMINATED
+        if not self._dead_end:
+            start = time.thread_time()
+            self._compute(row)
+            self._burn(start, "fill_next_token_bitmask")
+        if self._fault or self._dead_end:
+            row.fill(0)  # an error leaves the stop tokens' bits set
+            return MaskStatus.FAULT if self._fault else MaskStatus.DEAD_END
+        return classify(row, self._vocabulary)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted, a stop token included."""
+        if not 0 <= num_tokens <= self.num_accepted:
+            raise ValueError(f"rollback.num_tokens: got {num_tokens}, want 0..{self.num_accepted}, the number of accepted tokens")
+        count = num_tokens - self._ended if num_tokens else 0
+        self._ended = self._ended and num_tokens == 0
+        if count == 0 or self._fault:
+            return
+        del self._history[len(self._history) - count :]
+        if self._dead_end:
+            self._begin_again()
+            return
+        start = time.thread_time()
+        self._matcher.rollback(count)
+        if len(self._history) < self._filled:
+            # The library keeps its latest mask by the number of items and the state of its lexer. Along another path both may come
+            # up again over other items: only a mask computed here, where the paths part, drops the old one.
+            self._compute(self._scratch)
+        self._burn(start, "rollback")
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted."""
+        return self._ended
+
+    def reset(self) -> None:
+        """Back to the start of the text."""
+        self._history.clear()
+        self._ended, self._fault = False, ""
+        self._begin_again()
+
+    def _compute(self, row: npt.NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._filled = len(self._history)
+        # To the library a dead end is an error, and an error is for good. It is one draft's end only.
+        self._dead_end = self._matcher.is_error() and self._matcher.get_error().startswith("NoExtensionBias")
+
+    def _begin_again(self) -> None:
+        self._matcher, self._dead_end, self._filled = self._pristine.deep_copy(), False, 0
+        if self._matcher.try_consume_tokens(self._history) != len(self._history):
+            self._fault = "rollback: the tokens that were accepted are not accepted again"
+
+    def _burn(self, start: float, call: str) -> None:
+        seconds = time.thread_time() - start
+        if self._matcher.is_error() and not self._dead_end:
+            self._fault = f"{call}: {self._matcher.get_error().splitlines()[0]}"
+        elif seconds > self._fuel_seconds:
+            self._fault = f"one step of the grammar took {seconds:.3f} s, more than the {self._fuel_seconds:g} s that it may take"

@@ -1,0 +1,44 @@
+"""OpenAI's `response_format`, taken apart strictly: a field that would be ignored is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FIELDS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "triggers", "structures"},
+}
+
+
+def checked_response_format(value: Any) -> tuple[str, Any]:
+    """The type, and the schema or the tags where it has any; ValueError naming the field that is wrong."""
+    name = "response_format"
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: got {type(value).__name__}, want a dict with a type")
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(f"{name}.type: got {kind!r}, want one of {', '.join(_FIELDS)}")
+    _check_fields(value, _FIELDS[kind], name)
+    if kind != "json_schema":
+        return kind, value if kind == "structural_tag" else None
+    inner, name = value.get("json_schema"), f"{name}.json_schema"
+    if not isinstance(inner, dict):
+        raise ValueError(f"{name}: got {inner!r}, want an object with a name and a schema")
+    _check_fields(inner, {"name", "description", "schema", "strict"}, name)
+    if not isinstance(inner.get("name"), str) or not inner["name"]:
+        raise ValueError(f"{name}.name: got {inner.get('name')!r}, want a string that is not empty")
+    if not isinstance(inner.get("description", ""), str):
+        raise ValueError(f"{name}.description: got {inner['description']!r}, want a string")
+    if not isinstance(inner.get("strict"), (bool, type(None))):
+        raise ValueError(f"{name}.strict: got {inner['strict']!r}, want true, false or null")
+    if not isinstance(inner.get("schema"), dict):
+        raise ValueError(f"{name}.schema: got {inner.get('schema')!r}, want a JSON schema")
+    return kind, inner["schema"]
+
+
+def _check_fields(value: dict[str, Any], known: set[str], name: str) -> None:
+    for field in value:
+        if field not in known:
+            raise ValueError(f"{name}.{field}: got a field that is not known, want {', '.join(sorted(known))}")
