@@ -1,15 +1,27 @@
 """From masked logits to the distribution a request asked for, and from a distribution to a token. Pure tensor functions.
 
-The order is the ecosystem's: temperature, min-p, top-k, top-p. Ties are broken by token id, so that every device keeps the
-same tokens. A row with temperature 0 is greedy: its distribution is one token.
+The order is the ecosystem's: temperature, min-p, top-k, top-p. Which tokens stay is decided by one threshold on their weights,
+so that equal ones stay or go together, whatever their ids. Weights are made of operations that every device rounds alike, and
+summed as integers: neither the device, nor the order of a sum, nor the rest of the batch has a say in the result. A row with
+temperature 0 is greedy: its distribution is one token, the lowest id among the likeliest.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+UNIT_BITS = 40  # a weight of 1 is 2**40 units; 2**22 of them fit an int64
+LOWEST = -86.0  # below, a weight is 0; it would be 2e-38
+LOG2_E = math.log2(math.e)
+LN2_HEAD = 0.693359375  # nine bits: its product with any exponent is exact
+LN2_TAIL = math.log(2) - LN2_HEAD
+# (exp(r) - 1 - r) / r**2 for |r| <= log(2) / 2, fitted at Chebyshev's points, each coefficient a float32.
+SERIES = (0.5, 0.16666576266288757, 0.04166646674275398, 0.008363181725144386, 0.0013933652080595493)
 
 
 class Param(IntEnum):
@@ -25,27 +37,78 @@ class Param(IntEnum):
     MIN_NEW_TOKENS = 7
 
 
+class Weighed(NamedTuple):
+    """Logits [B, ..., V] as weights, and what else the settings say of them, all [B, ..., 1]."""
+
+    weights: Tensor  # [B, ..., V] float32, of the likeliest token: 1; zeros in a row whose largest logit is no finite number
+    likeliest: Tensor  # int64, the lowest id among the likeliest
+    alive: Tensor  # bool: the largest logit is a finite number
+    greedy: Tensor  # bool
+    top_k: Tensor  # float32, 0 or less: all tokens
+    top_p: Tensor
+    min_p: Tensor
+
+
 def distribution(logits: Tensor, params: Tensor) -> Tensor:
     """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
-    A row without any finite logit gives zeros: nothing can be drawn from it.
+    A row whose largest logit is no finite number gives zeros: nothing can be drawn from it.
     """
+    weighed = weigh(logits, params)
+    return share(weighed, torch.where(weighed.weights >= _least_kept(weighed), weighed.weights, 0.0))
+
+
+def weigh(logits: Tensor, params: Tensor) -> Weighed:
     shape = (-1, *[1] * (logits.dim() - 1))
     temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
     scaled = logits.to(torch.float32) / torch.where(greedy, 1.0, temperature)
-    # Sorted once, stably: equal logits stay in the order of their ids.
-    ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    weights = (ordered - ordered[..., :1]).exp()  # of the likeliest token: 1
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = torch.where(weights >= min_p, weights, 0.0)
-    kept = torch.where((rank < top_k) | (top_k <= 0), kept, 0.0)
-    before = kept.cumsum(-1) - kept
-    kept = torch.where((before < top_p * kept.sum(-1, keepdim=True)) | (rank == 0), kept, 0.0)
-    kept = torch.where(greedy, (rank == 0).to(torch.float32), kept)
-    probabilities = kept / kept.sum(-1, keepdim=True)
-    probabilities = torch.where(torch.isfinite(ordered[..., :1]), probabilities, 0.0)
-    return torch.zeros_like(probabilities).scatter_(-1, tokens, probabilities)
+    best, likeliest = scaled.max(-1, keepdim=True)
+    alive = torch.isfinite(best)
+    return Weighed(torch.where(alive, portable_exp(scaled - best), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
+
+
+def share(weighed: Weighed, kept: Tensor) -> Tensor:
+    """Probabilities [B, ..., V] of the weights that stay, zeros elsewhere; of a greedy row, of the likeliest alone."""
+    probabilities = kept / from_units(units(kept).sum(-1, keepdim=True))
+    vocabulary = torch.arange(kept.shape[-1], device=kept.device)
+    probabilities = torch.where(weighed.greedy, (vocabulary == weighed.likeliest).to(torch.float32), probabilities)
+    return torch.where(weighed.alive, probabilities, 0.0)
+
+
+def _least_kept(weighed: Weighed) -> Tensor:
+    """[B, ..., 1], the least weight that stays."""
+    weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
+    ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
+    last = (top_k.to(torch.int64) - 1).clamp(0, final)
+    least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
+    least = torch.maximum(least, weighed.min_p)
+    running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
+    wanted = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
+    short = (running.to(torch.float64) < wanted).sum(-1, keepdim=True).clamp(max=final)  # tokens that are not enough
+    return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
+
+
+def portable_exp(values: Tensor) -> Tensor:
+    """exp of float32 values <= 0, within 1.1 units of the last place, 0 below LOWEST. The same bits on every device."""
+    bounded = values.clamp(min=LOWEST)
+    power = torch.floor(bounded * LOG2_E + 0.5)
+    rest = (bounded - power * LN2_HEAD) - power * LN2_TAIL
+    series = torch.full_like(rest, SERIES[-1])
+    for coefficient in SERIES[-2::-1]:
+        series = series * rest + coefficient
+    scale = ((power.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(values < LOWEST, 0.0, (series * rest * rest + rest + 1.0) * scale)
+
+
+def units(weights: Tensor) -> Tensor:
+    """Weights up to 1 as whole numbers, rounded down, whose sums are exact in any order."""
+    return (weights * 2.0**UNIT_BITS).to(torch.int64)
+
+
+def from_units(total: Tensor) -> Tensor:
+    """A sum of units as float32, rounded once."""
+    return total.to(torch.float32) * 2.0**-UNIT_BITS
 
 
 def race(weights: Tensor, noise: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def processed(
 
 
 def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:
-    """The distribution that a request asks for, in float64 and in words: temperature, min-p, top-k, top-p; ties by id."""
+    """The distribution that a request asks for, in float64 and in words: temperature, min-p, top-k, top-p; equals stay or go together."""
     order = sorted((token for token in range(len(logits)) if logits[token] > -math.inf), key=lambda token: (-logits[token], token))
     result = [0.0] * len(logits)
     if not order:
@@ -109,11 +109,16 @@ def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: f
         return result
     weight = {token: math.exp((logits[token] - logits[order[0]]) / temperature) for token in order}
     kept = [token for token in order if weight[token] >= min_p]
-    kept = kept[: int(top_k)] if top_k > 0 else kept
-    total, running, last = sum(weight[token] for token in kept), 0.0, 0
-    while last < len(kept) and (last == 0 or running < top_p * total):
-        running += weight[kept[last]]
-        last += 1
-    for token in kept[:last]:
-        result[token] = weight[token] / running
+    if 0 < top_k < len(order):
+        kept = [token for token in kept if weight[token] >= weight[order[int(top_k) - 1]]]
+    if top_p < 1:
+        total, running, least = sum(weight[token] for token in kept), 0.0, math.inf
+        for token in kept:
+            if running >= top_p * total and weight[token] < least:
+                break
+            running, least = running + weight[token], weight[token]
+        kept = [token for token in kept if weight[token] >= least]
+    total = sum(weight[token] for token in kept)
+    for token in kept:
+        result[token] = weight[token] / total
     return result
