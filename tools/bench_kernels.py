@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice
+from stepgraph.sampling.kernels import chain, choice, rejection
 from stepgraph.sampling.rng import Purpose
 from tools.checks.context import Context
 from tools.checks.kernels import choice_inputs, device_us
+from tools.checks.rejection import judgement
 
-CHOICE_TILE, RACE_TILE = 4096, 1024  # as in sampling/kernels/programs/choice.py, which needs triton
+CHOICE_TILE, RACE_TILE, REJECTION_TILE = 4096, 1024, 1024  # as in sampling/kernels/programs, which needs triton
 SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
 
@@ -102,6 +103,20 @@ def chain_figures(context: Context, batch: int, k: int) -> dict[str, object]:
     return {"op": "chain_accept", "shape": f"B={batch} K={k}", **_figures(context, least, least + batch * k * 8, kernel, plain)}
 
 
+def rejection_figures(context: Context, batch: int, k: int, width: int) -> dict[str, object]:
+    """Of all places only the one behind the drafts that hold is read, and what a draft there was drawn from."""
+    inputs = judgement(context.device, batch, k, width)
+    tokens, accepted = kernels.reject_sample(*inputs)
+    lines = batch + int(((accepted < inputs.draft_count) & ~inputs.certain).sum())
+    facts = k * (8 + 4 + 4 + 1 + 8) + 8 + 5 * 8 + 1  # of a row: drafts, p and q of each, finite, status; settings
+    tiles = -(-width // REJECTION_TILE)
+    least = lines * width * 4 + batch * (facts + (k + 2) * 8)
+    scratch = batch * (tiles * 16 + (tiles - 1) * facts)
+    kernel = partial(rejection.reject_sample_operation, *inputs, tokens, accepted)
+    plain = partial(rejection.reject_sample_reference, *inputs, tokens, accepted)
+    return {"op": "reject_sample", "shape": f"B={batch} K={k} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
+
+
 def _figures(
     context: Context, least: int, kernel_bytes: int, kernel: Callable[[], object], plain: Callable[[], object]
 ) -> dict[str, object]:
@@ -131,6 +146,7 @@ def report(context: Context) -> dict[str, object]:
     found = [choice_figures(context, *shape) for shape in SHAPES]
     found += [race_figures(context, batch, width) for batch, _, width in SHAPES]
     found += [chain_figures(context, batch, k) for batch, k in ((1, 4), (64, 8))]
+    found += [rejection_figures(context, batch, k, 151_669) for batch, k in ((1, 4), (8, 4))]
     return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
         "implementation": kernels.implementation(context.device),
