@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ class Setting(NamedTuple):
     """What the rows of one kind ask for, and what stands before them."""
 
     sampling: SamplingParams
-    density: float  # share of the tokens that a mask allows; 1: no grammar
+    masked: bool  # by a grammar that allows about half of the tokens; there are masks for the others too, which must not matter
     good: bool  # the drafter
 
 
@@ -61,7 +60,7 @@ def setting(temperature: bool, top_k: bool, top_p: bool, min_p: bool, penalties:
         min_p=0.1 if min_p else 0.0,
         **(PENALTIES if penalties else {}),  # type: ignore[arg-type]
     )
-    return Setting(asked, 0.5 if masked else 1.0, good)
+    return Setting(asked, masked, good)
 
 
 EVERY_SETTING = tuple(setting(*bits) for bits in itertools.product((False, True), repeat=7))
@@ -87,34 +86,25 @@ class Bigram:
         return self.table.flatten(0, 1)[hidden[..., 0]]
 
 
-@dataclass
-class Tally:
-    """What the rounds emitted: counts[j] [S, TOKENS ** j, TOKENS] of token j after each prefix, and drafts that held [S]."""
+class Tally(NamedTuple):
+    """What rounds emitted, of every setting S."""
 
-    counts: list[Tensor]
-    accepted: Tensor
-    rounds: int = 0
+    counts: list[Tensor]  # of place j: [S, TOKENS ** j, TOKENS], how often each token came after each prefix
+    accepted: Tensor  # [S] drafts that held
 
 
-@dataclass
 class Law:
-    """Rounds of `k` drafts for `settings`, each of which has `rows_each` rows of the batch, positions and tables of its own."""
+    """Rounds of `k` drafts for `settings`, each of which has rows, positions and logits of its own."""
 
-    k: int
-    d2t: bool
-    settings: Sequence[Setting]
-    draft_masks: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        places, kinds = self.k + 1, len(self.settings)
-        self.rows_each = BATCH // kinds
-        size, length = kinds * self.rows_each, kinds * places + 1
+    def __init__(self, k: int, d2t: bool, settings: Sequence[Setting], draft_masks: bool = True, seed: int = 0) -> None:
+        self.k, self.settings, self.draft_masks = k, settings, draft_masks
+        self.rows_each = BATCH // len(settings)
+        size, length = len(settings) * self.rows_each, len(settings) * (k + 1) + 1
         self.limits = Limits(
             max_rows=size,
-            num_speculative_tokens=self.k,
-            max_length=length + places,
-            page_size=length + places,
+            num_speculative_tokens=k,
+            max_length=length + k + 1,
+            page_size=length + k + 1,
             num_pages=1,
             vocab_size=WIDTH,
             num_tokens=TOKENS,
@@ -124,12 +114,12 @@ class Law:
             prefill_chunk=1,
         )
         self.buffers = StaticBuffers(spec for spec in round_specs(self.limits) if not spec.name.endswith("_host"))
-        self.kind = torch.arange(size) % kinds  # neighbours differ
-        self._make_tables()
-        self._admit()
+        made = torch.Generator().manual_seed(seed)
+        self._make_tables(made, d2t)
+        self._admit(torch.randperm(size, generator=made))
 
-    def _make_tables(self) -> None:
-        made, length = torch.Generator().manual_seed(self.seed), self.limits.max_length
+    def _make_tables(self, made: torch.Generator, d2t: bool) -> None:
+        length = self.limits.max_length
         target = torch.randn(length, TOKENS, WIDTH, generator=made) * 1.5
         target[..., TOKENS:] = 50.0
         noise = torch.randn(length, TOKENS, WIDTH, generator=made)
@@ -142,14 +132,14 @@ class Law:
         draft[..., TOKENS:] = 50.0
         ids = torch.tensor(OWN_VOCABULARY)
         self.target = Bigram(target)
-        self.draft = Bigram(draft[..., ids], ids) if self.d2t else Bigram(draft)
+        self.draft = Bigram(draft[..., ids], ids) if d2t else Bigram(draft)
         self.masks, self.packed = masks, bitmask.pack(masks)
 
-    def _admit(self) -> None:
-        """As admission leaves a row, some rounds later: no drafts yet."""
+    def _admit(self, order: Tensor) -> None:
+        """As a round that found no drafts leaves the rows: slot b of the batch holds row order[b], of setting kind[b]."""
         b, rows = self.buffers, self.limits.max_rows
-        b.batch_rows.copy_(torch.randperm(rows, generator=torch.Generator().manual_seed(self.seed)))
-        self.kind = self.kind[b.batch_rows]  # of the slots
+        b.batch_rows.copy_(order)
+        self.kind = order % len(self.settings)
         b.row_stop_ids[:, 1] = STOP
         b.row_prompt_seen[:, list(PROMPT)] = True
         owners = torch.arange(rows)
@@ -160,9 +150,9 @@ class Law:
         b.row_state[:rows, Column.MAX_LENGTH] = self.limits.max_length + self.k
         b.row_state[:rows, Column.DRAFT_LIMIT] = self.k
         b.row_state[:rows, Column.LENGTH] = owners % len(self.settings) * (self.k + 1) + 1
-        for number, (asked, density, _) in enumerate(self.settings):
+        for number, (asked, masked, _) in enumerate(self.settings):
             mine = slice(number, rows, len(self.settings))
-            b.row_state[mine, Column.CONSTRAINED] = int(density < 1)
+            b.row_state[mine, Column.CONSTRAINED] = int(masked)
             b.row_params[mine] = torch.tensor([float(getattr(asked, column.name.lower())) for column in Param])
             if asked.biases:
                 unused = self.limits.max_bias_ids - len(asked.biases)
@@ -214,19 +204,18 @@ class Law:
     def tally(self, rounds: int) -> Tally:
         """At least `rounds` rounds of every setting."""
         kinds = len(self.settings)
-        result = Tally([torch.zeros(kinds * TOKENS ** (place + 1), dtype=torch.int64) for place in range(self.k + 1)], torch.zeros(kinds))
+        totals = [torch.zeros(kinds * TOKENS ** (place + 1), dtype=torch.int64) for place in range(self.k + 1)]
+        held = torch.zeros(kinds, dtype=torch.int64)
         for number in range(-(-rounds // self.rows_each)):
             tokens, emitted, accepted = self.round(number)
             assert bool((emitted > 0).all())
             prefix = self.kind
-            for place, counts in enumerate(result.counts):
+            for place, counts in enumerate(totals):
                 prefix = prefix * TOKENS + tokens[:, place]
                 reached = (emitted > place).to(torch.int64)
                 counts.scatter_add_(0, torch.where(emitted > place, prefix, 0), reached)
-            result.accepted.scatter_add_(0, self.kind, accepted.to(torch.float32))
-            result.rounds += self.rows_each
-        result.counts = [counts.view(kinds, -1, TOKENS) for counts in result.counts]
-        return result
+            held.scatter_add_(0, self.kind, accepted)
+        return Tally([counts.view(kinds, -1, TOKENS) for counts in totals], held)
 
     def chances(self, tally: Tally) -> Tensor:
         """[K + 1, S]: at most how likely counts as odd as these are at each place of each setting, if rounds keep the law.
@@ -249,10 +238,10 @@ class Law:
     def _law(self, kind: int, place: int, code: int) -> list[float] | None:
         """Of the token at a place, after the prefix that `code` spells; None where float32 may put a filter's edge elsewhere."""
         prefix = [code // TOKENS**power % TOKENS for power in reversed(range(place))]
-        asked, density, _ = self.settings[kind]
+        asked, masked, _ = self.settings[kind]
         position, last = kind * (self.k + 1) + place, prefix[-1] if prefix else SAID[-1]
         logits = processed(self.target.table[position, last, :TOKENS].tolist(), asked, PROMPT, [*SAID, *prefix], [STOP])
-        if density < 1:
+        if masked:
             logits = [logit if legal else float("-inf") for logit, legal in zip(logits, self.masks[position, last].tolist(), strict=False)]
         law, *others = [self._filtered(logits, asked, near) for near in (1.0, 1 - EDGE, 1 + EDGE)]
         same = all([share > 0 for share in other] == [share > 0 for share in law] for other in others)
