@@ -16,9 +16,10 @@ from torch import Tensor
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling import acceptance, bitmask, kernels, processors, rng, sampler
+from stepgraph.sampling import acceptance, kernels, processors, rng, sampler
 from stepgraph.sampling.acceptance import Emission, FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import Ruling
 
 
 class Batch(NamedTuple):
@@ -64,12 +65,14 @@ def accept(
 
     `forced` is for benchmarks: draft j holds with that probability if the grammar allows it, whatever the models say.
     """
-    status, ruled = torch.full_like(logits[:, :, 0], int(MaskStatus.OK), dtype=torch.int64), None
+    ruling = None
     if constrained:
+        owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
         ruled = batch.column(Column.CONSTRAINED) != 0
-        status = acceptance.mask_status(buffers.row_tags[batch.rows], batch.column(Column.OWNER), batch.column(Column.GENERATED), ruled)
+        status = kernels.mask_status(buffers.row_tags, owner, generated, ruled, rows=batch.rows)
+        ruling = Ruling(buffers.row_masks, batch.rows, ruled, status)
     choose = _choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, status, ruled)
+    tokens, finite, accepted, status = choose(buffers, batch, logits, ruling)
     if forced is not None:
         owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
         accepted = acceptance.force_accepted(forced, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
@@ -100,24 +103,23 @@ class Choice(NamedTuple):
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
-def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, status: Tensor, ruled: Tensor | None) -> Choice:
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None) -> Choice:
     """The likeliest legal token of every place; a draft holds where it is that token."""
-    if ruled is None:
+    if ruling is None:
         best, tokens = logits.max(-1)
+        status = torch.full_like(tokens, int(MaskStatus.OK))
     else:
-        best, tokens = kernels.masked_argmax(logits, buffers.row_masks, batch.rows, ruled)
+        status = ruling.status
+        best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.ruled, status=status)
     return Choice(tokens, torch.isfinite(best), None, status)
 
 
-def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, status: Tensor, ruled: Tensor | None) -> Choice:
+def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None) -> Choice:
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
-    masked = logits if ruled is None else bitmask.apply(logits, buffers.row_masks[batch.rows], ruled)
-    alive = torch.isfinite(masked.amax(-1))
-    settings = _settings(buffers, batch)
-    masked = processors.process(masked, settings, batch.drafts)
-    status, finite = processors.mark_dead_ends(status, alive, masked), torch.isfinite(masked.amax(-1))
-    probs = sampler.distribution(masked, settings.params)
-    certain = settings.params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
+    masked, finite, status = kernels.process(logits, _settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
+    params = buffers.row_params[batch.rows]
+    probs = sampler.distribution(masked, params)
+    certain = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     tokens, accepted = kernels.reject_sample(
         probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
@@ -165,44 +167,42 @@ def choose_draft(
     With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
     of the target's tokens are not proposed.
     """
-    alive, ruled = alive & (after.column(Column.DRAFT_LIMIT) >= step), None
+    ruling = None
     if masked:
-        ruled = after.column(Column.CONSTRAINED) != 0
-        tags = buffers.batch_tags[step - 1, : len(after.rows), None]
-        status = acceptance.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-        alive = alive & (status[:, 0] == MaskStatus.OK)
+        ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
+        tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
+        status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
+        ruling = Ruling(masks, None, ruled, status)
     choose = _draft_sampled if sampled else _draft_greedy
-    best, tokens = choose(buffers, after, step, logits, ruled, d2t)
-    return torch.where(alive & torch.isfinite(best), tokens, -1)
+    finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruled: Tensor | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The best legal logit of every row, and the target's id of its token."""
-    if ruled is None:
+    """Whether the best legal logit of every row is a number, and the target's id of its token."""
+    if ruling is None:
         best, places = logits.max(-1)
     else:
-        masks = buffers.batch_masks[step - 1, : len(after.rows), None]
-        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, None, ruled, d2t))
-    return best, places if d2t is None else d2t[places]
+        masks, rows, ruled, status = ruling
+        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
+    return torch.isfinite(best), places if d2t is None else d2t[places]
 
 
 def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruled: Tensor | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
     size = len(after.rows)
-    if ruled is not None:
-        logits = bitmask.apply(logits, buffers.batch_masks[step - 1, :size], ruled, d2t)
-    settings = _settings(buffers, after)
-    logits = processors.process(logits[:, None], settings, buffers.batch_drafts[: step - 1, :size].T, step - 1, d2t)[:, 0]
-    probs = sampler.distribution(logits, settings.params)
+    before = buffers.batch_drafts[: step - 1, :size].T
+    masked, finite, _ = kernels.process(logits[:, None], _settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
+    probs = sampler.distribution(masked[:, 0], buffers.row_params[after.rows])
     if d2t is not None:
         probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
     buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
     position = after.column(Column.LENGTH) + (step - 1)
-    return logits.amax(-1), kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
+    return finite[:, 0], kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
 
 
 def drafting(after: Batch) -> Tensor:
@@ -235,14 +235,14 @@ def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tens
 
 
 def _settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
-    rows = batch.rows
+    """The settings of all rows, to be read at batch.rows."""
     return processors.RowSettings(
-        params=buffers.row_params[rows],
-        bias_ids=buffers.row_bias_ids[rows],
-        biases=buffers.row_biases[rows],
-        stop_ids=buffers.row_stop_ids[rows],
-        prompt_seen=buffers.row_prompt_seen[rows],
-        output_counts=buffers.row_output_counts[rows],
+        params=buffers.row_params,
+        bias_ids=buffers.row_bias_ids,
+        biases=buffers.row_biases,
+        stop_ids=buffers.row_stop_ids,
+        prompt_seen=buffers.row_prompt_seen,
+        output_counts=buffers.row_output_counts,
         generated=batch.column(Column.GENERATED),
     )
 

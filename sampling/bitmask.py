@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.grammar.status import MaskStatus
+
 WORD = 32
 
 
@@ -26,12 +28,15 @@ def pack(allowed: Tensor) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None) -> Tensor:
+def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None, status: Tensor | None = None) -> Tensor:
     """Minus infinity where a constrained row forbids a token.
 
     logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint pass unchanged.
     ids [V] int64: which bit of a mask each logit stands for, where that is not its own place (a draft's own vocabulary).
+    status [B, ...] int64: what each mask means; one that is not OK forbids every token, whatever its bits say.
     """
     free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
     allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * WORD)[..., ids]
+    if status is not None:
+        allowed = allowed & (status == int(MaskStatus.OK)).unsqueeze(-1)
     return torch.where(allowed | free, logits, float("-inf"))

@@ -20,7 +20,7 @@ class RowSettings(NamedTuple):
     """What B rows asked for, and what they have said so far. V is the target's vocabulary."""
 
     params: Tensor  # [B, len(Param)] float32
-    bias_ids: Tensor  # [B, M] int64, distinct, -1 where unused
+    bias_ids: Tensor  # [B, M] int64, distinct; the used ones first, then -1
     biases: Tensor  # [B, M] float32, minus infinity for a bad token, 0 where unused
     stop_ids: Tensor  # [B, S] int64, -1 where unused
     prompt_seen: Tensor  # [B, V] bool

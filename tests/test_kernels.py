@@ -82,9 +82,9 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
     numbers = torch.empty(2, 3, dtype=torch.int64)
     logits, masks, rows, ruled = masked_argmax_inputs()
     best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
-    for chosen in (rows, None):
-        opcheck(choice.masked_argmax_operation, (logits, masks[:3] if chosen is None else masks, chosen, ruled, None, best, token))
-    opcheck(choice.masked_argmax_operation, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, best, token))
+    for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
+        opcheck(choice.masked_argmax_operation, (logits, some, chosen, ruled, None, status, best, token))
+    opcheck(choice.masked_argmax_operation, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, None, best, token))
     opcheck(choice.race_operation, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(chain.chain_accept_operation, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))

@@ -6,6 +6,7 @@ One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be s
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -45,9 +46,9 @@ def variants() -> list[Variant]:
 
     found = []
     for dtype in ("fp32", "bf16", "fp16"):
-        types = [f"*{dtype}", "*i32", "*i64", "*i1", "*i64", "*i64", *["i32"] * 6]
+        types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, *["i32"] * 6]
         for has_bits in (False, True):
-            constants = {"HAS_ROWS": True, "HAS_BITS": has_bits, "WORDS": choice.CHOICE_TILE // 32}
+            constants = {"HAS_ROWS": True, "HAS_STATUS": True, "HAS_BITS": has_bits, "WORDS": choice.CHOICE_TILE // 32}
             label = f"{'mapped' if has_bits else 'masked'}_candidates {dtype}"
             found.append(_variant(label, choice.masked_candidates, types, constants, 8))
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
@@ -66,6 +67,25 @@ def variants() -> list[Variant]:
     found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
     types = [*["*i64"] * 4, "i32", "i32"]
     found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"PLACES": 16, "TILES": 256}, 1))
+    return found + _mask_variants()
+
+
+def _mask_variants() -> list[Variant]:
+    """Tags, and masks with all that a request asks for."""
+    from stepgraph.sampling.kernels.programs import masks, processors
+
+    types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
+    found = [_variant("tag_status", masks.tag_status, types, {"HAS_ROWS": True, "PLACES": 16}, 1)]
+    for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
+        types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
+        types += ["*fp32", "*i32", *["i32"] * 15]
+        flags = {"HAS_MASKS": has_masks, "HAS_MASK_ROWS": has_masks, "HAS_IDS": has_ids, "HAS_ROWS": True}
+        constants = {**flags, "WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
+        label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
+        found.append(_variant(label, processors.process_tile, types, constants, 4))
+    for has_status in (True, False):
+        types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
+        found.append(_variant(f"judge_places {has_status}", processors.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
     return found
 
 

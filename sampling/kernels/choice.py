@@ -9,13 +9,16 @@ from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.kernels.register import contiguous, dense, operation
 
 
-def masked_argmax(logits: Tensor, masks: Tensor, rows: Tensor | None, ruled: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def masked_argmax(
+    logits: Tensor, masks: Tensor, rows: Tensor | None, ruled: Tensor, ids: Tensor | None = None, status: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The best legal logit, float32, and its place, both [B, Q]: as bitmask.apply and max, without the masked logits.
 
     logits [B, Q, V] float32, bfloat16 or float16, of any strides; masks [R, Q, >= ceil(V / 32)] int32, of which row b of the
     logits reads row rows[b] ([B] int64; None: row b); ruled [B] bool: rows that have a mask at all; ids [V] int64: which bit
-    each logit stands for, where that is not its own place. The lowest place wins a tie, a NaN wins over everything; without
-    a legal token the best is minus infinity and the place 0.
+    each logit stands for, where that is not its own place; status [B, Q] int64 MaskStatus: where a ruled row's is not OK, no
+    token is legal, whatever its mask says. The lowest place wins a tie, a NaN wins over everything; without a legal token the
+    best is minus infinity and the place 0.
     """
     assert logits.dim() == masks.dim() == 3 and masks.shape[1] == logits.shape[1], f"logits {logits.shape}, masks {masks.shape}"
     assert masks.dtype is torch.int32, f"masks {masks.dtype}"
@@ -23,7 +26,8 @@ def masked_argmax(logits: Tensor, masks: Tensor, rows: Tensor | None, ruled: Ten
     shape = logits.shape[:2]
     best = torch.empty(shape, dtype=torch.float32, device=logits.device)
     token = torch.empty(shape, dtype=torch.int64, device=logits.device)
-    masked_argmax_operation(dense(logits), dense(masks), contiguous(rows), ruled.contiguous(), contiguous(ids), best, token)
+    arguments = (dense(logits), dense(masks), contiguous(rows), ruled.contiguous(), contiguous(ids), contiguous(status))
+    masked_argmax_operation(*arguments, best, token)
     return best, token
 
 
@@ -39,10 +43,17 @@ def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: rng.Purpose) 
 
 
 def masked_argmax_reference(
-    logits: Tensor, masks: Tensor, rows: Tensor | None, ruled: Tensor, ids: Tensor | None, best: Tensor, token: Tensor
+    logits: Tensor,
+    masks: Tensor,
+    rows: Tensor | None,
+    ruled: Tensor,
+    ids: Tensor | None,
+    status: Tensor | None,
+    best: Tensor,
+    token: Tensor,
 ) -> None:
     mine = masks if rows is None else masks[rows]
-    values, tokens = bitmask.apply(logits, mine, ruled, ids).max(-1)
+    values, tokens = bitmask.apply(logits, mine, ruled, ids, status).max(-1)
     best.copy_(values)
     token.copy_(tokens)
 
@@ -56,7 +67,7 @@ def race_reference(weights: Tensor, seed: Tensor, position: Tensor, purpose: int
 masked_argmax_operation = operation(
     "choice",
     "masked_argmax",
-    "(Tensor logits, Tensor masks, Tensor? rows, Tensor ruled, Tensor? ids, Tensor(a!) best, Tensor(b!) token) -> ()",
+    "(Tensor logits, Tensor masks, Tensor? rows, Tensor ruled, Tensor? ids, Tensor? status, Tensor(a!) best, Tensor(b!) token) -> ()",
     masked_argmax_reference,
 )
 race_operation = operation(

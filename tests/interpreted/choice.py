@@ -34,14 +34,20 @@ def _quiet() -> None:
 
 
 def compare(
-    logits: Tensor, masks: Tensor, rows: Tensor | None, ruled: Tensor, tile: int = 0, ids: Tensor | None = None
+    logits: Tensor,
+    masks: Tensor,
+    rows: Tensor | None,
+    ruled: Tensor,
+    tile: int = 0,
+    ids: Tensor | None = None,
+    status: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Kernel and reference on the same inputs, into memory full of garbage."""
     shape = logits.shape[:2]
     outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
-    choice.masked_argmax_reference(logits, masks, rows, ruled, ids, *outputs[0])
+    choice.masked_argmax_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
     tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
-    choice_programs.masked_argmax(logits, masks, rows, ruled, ids, *outputs[1], tile=tile)
+    choice_programs.masked_argmax(logits, masks, rows, ruled, ids, status, *outputs[1], tile=tile)
     torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(outputs[1][1], outputs[0][1])
     assert bool((outputs[1][1] >= 0).all()) and bool((outputs[1][1] < logits.shape[2]).all())
@@ -138,6 +144,17 @@ def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -
         masks = random_masks(3, 1, target, density, width)
         logits = padded(4, 1, width, torch.bfloat16, width, coarse=True)
         compare(logits, masks, torch.tensor([2, 0, 1, 1]), torch.tensor([True, True, False, True]), tile=4096, ids=ids)
+
+
+@pytest.mark.parametrize("status", list(MaskStatus))
+@pytest.mark.parametrize("own", [False, True])
+def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus, own: bool) -> None:
+    """Whatever its bits say; a row without a mask has no status to heed."""
+    masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
+    told = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
+    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=told)
+    assert best.tolist() == [[1.0 if status == MaskStatus.OK else -INF, 1.0], [1.0, 1.0]]
+    assert token.tolist() == [[0, 0], [0, 0]]
 
 
 @triton.jit

@@ -50,14 +50,16 @@ def choice_inputs(device: torch.device, batch: int, positions: int, width: int, 
 
 def _check_choice(context: Context, batch: int, width: int, dtype: torch.dtype) -> Figures:
     logits, masks, rows, ruled = choice_inputs(context.device, batch, 2, width, dtype)
+    status = torch.full((batch, 2), int(MaskStatus.OK), device=context.device)
+    status[batch // 3] = int(MaskStatus.COMPLETE)
     best = torch.empty(batch, 2, device=context.device)
     token = torch.empty(batch, 2, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.masked_argmax_reference, logits, masks, rows, ruled, None, best, token)
+    reference: Call = partial(choice.masked_argmax_reference, logits, masks, rows, ruled, None, status, best, token)
     reference()
-    found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled)
+    found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled, status=status)
     torch.testing.assert_close(found_best, best, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found_token, token), f"V={width} {dtype}: {int((found_token != token).sum())} tokens differ"
-    return _times(context, partial(choice.masked_argmax_operation, logits, masks, rows, ruled, None, best, token), reference)
+    return times_of(context, partial(choice.masked_argmax_operation, logits, masks, rows, ruled, None, status, best, token), reference)
 
 
 def _check_race(context: Context, batch: int, width: int) -> Figures:
@@ -73,7 +75,7 @@ def _check_race(context: Context, batch: int, width: int) -> Figures:
         choice.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
         different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
     assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
-    times = _times(context, partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    times = times_of(context, partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token), reference)
     return {"draws": repeats * batch, "different": different, **times}
 
 
@@ -94,12 +96,12 @@ def _check_chain(context: Context, batch: int, k: int) -> Figures:
     emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
     for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
         assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
-    return _times(
+    return times_of(
         context, partial(chain.chain_accept_operation, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
     )
 
 
-def _times(context: Context, kernel: Call, reference: Call) -> Figures:
+def times_of(context: Context, kernel: Call, reference: Call) -> Figures:
     return {"kernel_us": device_us(context, kernel)["median"], "reference_us": device_us(context, reference)["median"]}
 
 

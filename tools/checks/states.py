@@ -115,7 +115,7 @@ class RoundBench:
             Param.MIN_NEW_TOKENS: choice(0, 0, 5, 40),
         }
         b.row_params.copy_(torch.stack([columns[column] for column in Param], 1))
-        used = torch.rand(b.row_bias_ids.shape, generator=made) < 0.3
+        used = torch.arange(self.limits.max_bias_ids) < torch.randint(0, width, (rows, 1), generator=made)
         some = torch.rand(rows, width, generator=made).argsort(1)  # distinct ids
         ids = torch.nn.functional.pad(some, (0, self.limits.max_bias_ids), value=-1)[:, : self.limits.max_bias_ids]
         ids = torch.where(used, ids, -1)

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.rng import BELOW_ONE, GOLDEN, MIX_1, MIX_2, signed
 
 CHOICE_TILE = 4096  # tokens per program
 RACE_TILE = 1024
 
+_OK = tl.constexpr(int(MaskStatus.OK))
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
@@ -42,6 +44,7 @@ def masked_candidates(
     masks,  # [R, Q, words] int32
     rows,  # [B] int64; not read unless HAS_ROWS
     ruled,  # [B] bool
+    status,  # [B, Q] int64; not read unless HAS_STATUS
     bit_of,  # [width] int64, the mask bit of each logit; not read unless HAS_BITS
     candidates,  # [B * Q, tiles] int64
     positions,
@@ -51,6 +54,7 @@ def masked_candidates(
     masks_row_stride,
     masks_position_stride,
     HAS_ROWS: tl.constexpr,
+    HAS_STATUS: tl.constexpr,
     HAS_BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -58,6 +62,9 @@ def masked_candidates(
     line = tl.program_id(0)
     row, position = line // positions, line % positions
     masked = tl.load(ruled + row).to(tl.int32) * width  # where the mask ends: at once, in a row that has none
+    shut = False
+    if HAS_STATUS:
+        shut = (masked > 0) & (tl.load(status + line) != _OK)
     mask_row = row.to(tl.int64)
     if HAS_ROWS:
         mask_row = tl.load(rows + row)
@@ -68,11 +75,11 @@ def masked_candidates(
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
     if HAS_BITS:
         bit = tl.load(bit_of + ids, mask=ids < width, other=0)
-        bits = tl.load(source + (bit >> 5), mask=ids < masked, other=-1)
+        bits = tl.where(shut, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
         legal = (((bits >> (bit & 31).to(tl.int32)) & 1) != 0) & (ids < width)
         values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
     else:
-        bits = tl.load(source + words, mask=words * 32 < masked, other=-1)
+        bits = tl.where(shut, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
         legal = (((bits[:, None] >> place[None, :]) & 1) != 0) & (ids < width)
         if (tl.program_id(1) + 1) * WORDS * 32 <= width:  # whole words at a time: wide loads
             values = tl.load(line_logits + ids, mask=(bits != 0)[:, None], other=float("-inf")).to(tl.float32)
@@ -150,6 +157,7 @@ def masked_argmax(
     rows: Tensor | None,
     ruled: Tensor,
     ids: Tensor | None,
+    status: Tensor | None,
     best: Tensor,
     token: Tensor,
     *,
@@ -162,6 +170,7 @@ def masked_argmax(
         masks,
         ruled if rows is None else rows,
         ruled,
+        ruled if status is None else status,
         ruled if ids is None else ids,
         candidates,
         positions,
@@ -169,6 +178,7 @@ def masked_argmax(
         *logits.stride()[:2],
         *masks.stride()[:2],
         HAS_ROWS=rows is not None,
+        HAS_STATUS=status is not None,
         HAS_BITS=ids is not None,
         WORDS=tile // 32,
         num_warps=8,
