@@ -8,6 +8,7 @@ from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 from stepgraph.sampling.grammar.native.layout import XGrammarStruct
 from stepgraph.sampling.grammar.native_link import NativeRow
 
@@ -43,11 +44,12 @@ def break_fill(row: MatcherRow, message: str) -> None:
     def explode(*_: Any) -> Any:
         raise RuntimeError(message)
 
-    row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign]
+    row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign, assignment]
 
 
 def take_fuel(row: MatcherRow) -> None:
     if isinstance(row, NativeRow):
         row.struct.fuel_seconds = -1.0
     else:
+        assert isinstance(row.matcher, XGrammarMatcher)
         row.matcher._fuel_seconds = -1.0

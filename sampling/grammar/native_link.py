@@ -106,10 +106,20 @@ class NativeNode:
 
 
 class NativeLink:
-    """Drives the matchers of a batch in C. Announced by one thread; its nodes may be called by any, one at a time."""
+    """Drives the matchers of a batch in C. Announced by one thread; its nodes may be called by any, one at a time.
+
+    `threads` is how many work on the rows at most, the calling one among them; None: as many as there are processors.
+    """
 
     def __init__(
-        self, library: NativeLibrary, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor, depth: int
+        self,
+        library: NativeLibrary,
+        state_host: Tensor,
+        drafts_host: Tensor,
+        masks_host: Tensor,
+        tags_host: Tensor,
+        depth: int,
+        threads: int | None = None,
     ) -> None:
         stages, slots, words = masks_host.shape
         self._tensors = {  # the C side holds their addresses
@@ -124,7 +134,7 @@ class NativeLink:
                 raise ValueError(f"NativeLink.{name}: got {got}, want contiguous {dtype} {shape} on cpu")
         if not 1 <= slots <= MAX_SLOTS or depth < 1:
             raise ValueError(f"NativeLink: got {slots} slots and depth {depth}, want 1 to {MAX_SLOTS} slots and a depth of at least 1")
-        threads = min(slots, available_processors())
+        threads = min(slots, threads or available_processors())
         self.name = f"native, {threads} threads, no GIL" if threads > 1 else "native, no GIL"
         self._library, self._slots, self._stages, self._words = library, slots, stages, words
         pointers = [tensor.data_ptr() for tensor, _, _ in self._tensors.values()]
@@ -199,4 +209,4 @@ def available_processors() -> int:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)  # who made the engine

@@ -8,7 +8,6 @@
 
 #include <stddef.h>
 #include <stdio.h>
-#include <string.h>
 
 enum { TVM_NONE = 0, TVM_INT = 1, TVM_BOOL = 2, TVM_TENSOR_POINTER = 7, TVM_FIRST_OBJECT = 64 };
 enum { DL_CPU = 1, DL_INT = 0 };
@@ -55,17 +54,16 @@ static tvm_any object(const xgrammar_library *library, void *matcher) {
     return (tvm_any){.type = library->matcher_type, .pointer = matcher};
 }
 
-/* The text of the error that this thread has just been left with, behind `what` failed: a call, or the kind of error. */
+/* The text of the error that this thread has just been left with, behind the name of what failed. */
 static void explain(const xgrammar_library *library, const char *what, char *why) {
     void *taken = NULL;
     library->take_error(&taken);
     const tvm_error *error = taken;
     if (!error) {
-        snprintf(why, FAULT_BYTES, "%s: the library failed without an error", what ? what : "RuntimeError");
+        snprintf(why, FAULT_BYTES, "%s: the library failed without an error", what);
         return;
     }
-    int length = what ? (int)strlen(what) : (int)error->kind.size;
-    snprintf(why, FAULT_BYTES, "%.*s: %.*s", length, what ? what : error->kind.data, (int)error->message.size, error->message.data);
+    snprintf(why, FAULT_BYTES, "%s: %.*s", what, (int)error->message.size, error->message.data);
     library->release(taken);
 }
 
@@ -102,13 +100,13 @@ static int fill(const matcher_library *self, void *matcher, int32_t *words, int6
 static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *why) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any arguments[] = {object(library, matcher), integer(tokens)};
-    return call(library, library->rollback, arguments, 2, NULL, why);
+    return call(library, library->rollback, arguments, 2, "RuntimeError", why);
 }
 
 static int is_terminated(const matcher_library *self, void *matcher, char *why) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any arguments[] = {object(library, matcher)};
-    return call(library, library->is_terminated, arguments, 1, NULL, why);
+    return call(library, library->is_terminated, arguments, 1, "RuntimeError", why);
 }
 
 void stepgraph_bind_xgrammar(xgrammar_library *library) {

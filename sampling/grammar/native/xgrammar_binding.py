@@ -23,6 +23,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
     "is_terminated": ("bool", MATCHER),
 }
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
+TVM_VERSION = (0, 1)
 TVM_FUNCTION = 68  # type number of a function object
 
 
@@ -41,11 +42,7 @@ class XGrammarBinding:
         self._functions = {name: _method(info, name) for name in SIGNATURES}
         self.struct = XGrammarStruct(matcher_type=self.matcher_type)
         library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
-        for field, symbol in (
-            ("call", "TVMFFIFunctionCall"),
-            ("take_error", "TVMFFIErrorMoveFromRaised"),
-            ("release", "TVMFFIObjectDecRef"),
-        ):
+        for field, symbol in SYMBOLS.items():
             setattr(self.struct, field, _address(tvm, symbol))
         for name, function in self._functions.items():
             setattr(self.struct, name, function.__chandle__())
@@ -77,8 +74,8 @@ def _loaded_tvm_ffi() -> ctypes.CDLL:
         raise Unavailable(f"tvm-ffi's library is not at hand: {error}") from error
     version = (ctypes.c_uint32 * 3)()
     library.TVMFFIGetVersion(version)
-    if tuple(version[:2]) != (0, 1):
-        raise Unavailable(f"tvm-ffi is {'.'.join(map(str, version))}, want 0.1")
+    if tuple(version[:2]) != TVM_VERSION:
+        raise Unavailable(f"tvm-ffi is {'.'.join(map(str, version))}, want {'.'.join(map(str, TVM_VERSION))}")
     return library
 
 

@@ -1,0 +1,210 @@
+"""A round's host side without a device: two links over memory of their own, the same requests, and what a device would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, MaskStatus, Matcher
+from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
+from stepgraph.sampling.grammar.native import load
+from stepgraph.sampling.grammar.native_link import NativeLink
+from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
+from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, VOCABULARY
+
+WORDS = VOCABULARY.mask_words
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a round pins."""
+
+    state: Tensor
+    drafts: Tensor
+    masks: Tensor
+    tags: Tensor
+
+    @classmethod
+    def make(cls, slots: int, drafts: int, words: int = WORDS) -> Memory:
+        return cls(
+            torch.zeros(slots, len(HostColumn), dtype=torch.int64),
+            torch.full((drafts, slots), -1, dtype=torch.int64),
+            torch.full((drafts + 1, slots, words), 0x5A5A5A5A, dtype=torch.int32),
+            torch.full((drafts + 1, slots, TAG_FIELDS), 77, dtype=torch.int64),
+        )
+
+    @property
+    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.state, self.drafts, self.masks, self.tags
+
+
+def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> NativeLink:
+    return NativeLink(load(), *memory.all, depth=depth, threads=threads)
+
+
+class Foreign:
+    """A matcher that no native link knows: any other's, behind the bare protocol."""
+
+    def __init__(self, inner: Matcher) -> None:
+        self._inner = inner
+
+    def accept_token(self, token_id: int) -> bool:
+        return self._inner.accept_token(token_id)
+
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
+        return self._inner.fill_next_token_bitmask(masks, index)
+
+    def rollback(self, num_tokens: int) -> None:
+        self._inner.rollback(num_tokens)
+
+    @property
+    def fault(self) -> str:
+        return self._inner.fault
+
+
+@dataclass
+class Guest:
+    """A request in its slot, as the device knows it, with a row of each link."""
+
+    owner: int
+    grammar: CompiledConstraint
+    rows: tuple[MatcherRow, MatcherRow]
+    history: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    accepted: int = 0
+    finish: int = ROW_RUNNING
+
+
+class Twins:
+    """The Python link and the native one through the same schedule; `check` compares all that they wrote."""
+
+    def __init__(self, slots: int, drafts: int, random: Random, threads: int | None = None) -> None:
+        self.slots, self.drafts, self.random = slots, drafts, random
+        self.memories = Memory.make(slots, drafts), Memory.make(slots, drafts)
+        self.links: tuple[HostLink, HostLink] = PythonLink(*self.memories[0].all), native_link(self.memories[1], threads=threads)
+        self.guests: list[Guest | None] = [None] * slots
+        self.owners = 0
+
+    def seat(self, slot: int) -> None:
+        constraint = self.random.choice([one for one in CONSTRAINTS if one] + [Constraint.regex("(ab|ac)+")])
+        grammar = COMPILER.compile(constraint)
+        foreign = self.random.random() < 0.2
+        self.owners += 1
+        matchers = [Foreign(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links]
+        first, second = (link.row(self.owners, matcher) for link, matcher in zip(self.links, matchers, strict=True))
+        self.guests[slot] = Guest(self.owners, grammar, (first, second))
+
+    def announce(self) -> None:
+        for place, link in enumerate(self.links):
+            link.announce([guest.rows[place] if guest else None for guest in self.guests])
+
+    def node(self, *steps: HostStep) -> None:
+        for link in self.links:
+            link.node(steps)()
+
+    def show_state(self) -> None:
+        for memory in self.memories:
+            for slot, guest in enumerate(self.guests):
+                if guest:
+                    last = guest.history[-1] if guest.history else 0
+                    values = [guest.owner, len(guest.history), last, guest.accepted, guest.finish]
+                    memory.state[slot] = torch.tensor(values)
+
+    def show_draft(self, index: int) -> None:
+        for memory in self.memories:
+            for slot, guest in enumerate(self.guests):
+                drafts = guest.drafts if guest else []
+                memory.drafts[index - 1, slot] = drafts[index - 1] if index <= len(drafts) else -1
+
+    def round(self, masked: bool) -> None:
+        """One round as `graphs/round.py` makes it."""
+        self.turnover()
+        self.announce()
+        self.show_state()
+        if not masked or not self.drafts:
+            for guest in filter(None, self.guests):
+                guest.drafts.clear()
+                self.draft(guest, self.drafts)
+            for index in range(1, self.drafts + 1):
+                self.show_draft(index)
+            self.node(BEGIN, COMMIT, *(advance(index) for index in range(1, self.drafts + 1)), END)
+            self.accept()
+            self.check()
+            return
+        self.show_draft(self.drafts)
+        self.node(BEGIN, start(self.drafts), advance(self.drafts))
+        self.accept()
+        self.show_state()
+        for guest in filter(None, self.guests):
+            guest.drafts.clear()
+        for index in range(self.drafts):
+            if index:
+                self.show_draft(index)
+            steps = [advance(index) if index else COMMIT]
+            self.node(*steps, *([END] if index == self.drafts - 1 else []))
+            self.check()
+            for guest in filter(None, self.guests):
+                self.draft(guest, index + 1)
+
+    def turnover(self) -> None:
+        """Requests end and others take their slots; a slot may be shown before its row is, as a stale one."""
+        for slot, guest in enumerate(self.guests):
+            if guest is None or guest.finish != ROW_RUNNING or self.random.random() < 0.03:
+                self.guests[slot] = None
+                if self.random.random() < 0.8:
+                    self.seat(slot)
+            elif self.random.random() < 0.02:
+                guest.finish = ROW_RUNNING + 1  # cancelled: the row is inert while its rounds are still on their way
+
+    def legal(self, guest: Guest, drafts: int) -> list[int]:
+        """What a fresh matcher allows behind the history and so many drafts."""
+        matcher, mask = guest.grammar.matcher(), torch.zeros(1, WORDS, dtype=torch.int32)
+        if not all(matcher.accept_token(token) for token in [*guest.history, *guest.drafts[:drafts]]):
+            return []
+        matcher.fill_next_token_bitmask(mask, 0)
+        return [token for token in range(VOCABULARY.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
+
+    def draft(self, guest: Guest, count: int) -> None:
+        """Extend the drafts to `count`: mostly legal ones, and all that a drafter may get wrong."""
+        del guest.drafts[count:]
+        while len(guest.drafts) < count:
+            legal, luck = self.legal(guest, len(guest.drafts)), self.random.random()
+            if luck < 0.75 and legal:
+                guest.drafts.append(self.random.choice(legal))
+            elif luck < 0.85:
+                guest.drafts.append(STOP)
+            else:
+                wrong = [-1, self.random.randrange(VOCABULARY.logits_width), VOCABULARY.logits_width + 5, 2**32 + 5, 2**62]
+                guest.drafts.append(self.random.choice(wrong))
+
+    def accept(self) -> None:
+        """What verification makes of the drafts: some hold, one token follows; now and then a history that cannot be."""
+        for guest in filter(None, self.guests):
+            row = guest.rows[0]
+            walked = int(getattr(row, "walked", 0))
+            if guest.finish != ROW_RUNNING:
+                continue
+            guest.accepted = self.random.randint(0, min(walked, len(guest.drafts)))
+            legal = self.legal(guest, guest.accepted)
+            wrong = self.random.random() < 0.02
+            if not legal and not wrong:
+                guest.finish = ROW_RUNNING + 2
+                continue
+            guest.history += [*guest.drafts[: guest.accepted], self.random.randrange(300) if wrong else self.random.choice(legal)]
+            if self.random.random() < 0.01:
+                guest.history.append(0)
+            if self.random.random() < 0.01:
+                guest.accepted += 1
+
+    def check(self) -> None:
+        ours, theirs = self.memories
+        assert torch.equal(ours.masks, theirs.masks)
+        assert torch.equal(ours.tags, theirs.tags)
+        for guest in filter(None, self.guests):
+            first, second = ([getattr(row, name) for name in ("fault", "chain", "committed", "walked", "fills")] for row in guest.rows)
+            assert first == second
+        assert self.links[0].stats == self.links[1].stats
