@@ -37,7 +37,7 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
     for some, chosen in ((tags, rows), (tags[:5], None)):
         opcheck(masks.mask_status_operation, (some, chosen, owner, generated, ruled, 1, torch.empty(5, 3, dtype=torch.int64)))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, ruled=False, first=2)):
-        opcheck(kernel_processors.process_operation, (*case.inputs(), *case.outputs()))
+        opcheck(kernel_processors.process_operation, case.arguments(case.outputs()))
 
 
 def test_mask_status_reads_the_rows_it_is_told() -> None:
@@ -60,7 +60,7 @@ def test_process_gives_what_the_plain_functions_give(ruled: bool, own: int) -> N
             masked = bitmask.apply(masked, case.ruling.masks[case.ruling.rows], case.ruling.ruled, case.ids)
             shut = case.ruling.ruled[:, None] & (status != MaskStatus.OK)
             masked[shut] = -math.inf
-        settings = RowSettings(*(table[case.rows] for table in case.settings[:-1]), case.settings.generated)
+        settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
         logits = processors.process(masked, settings, case.before, case.first, case.ids)
         judged = processors.mark_dead_ends(status, masked.amax(-1).isfinite(), logits)
         found = kernels.process(*case)
@@ -77,8 +77,9 @@ def test_what_does_not_fit_is_refused() -> None:
         kernels.process(*case._replace(ruling=case.ruling._replace(status=case.ruling.status[:, :1])))
     with pytest.raises(AssertionError, match="output_counts"):
         kernels.process(*case._replace(logits=case.logits[..., :80]))
+    numbers = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(AssertionError, match=r"tags torch\.int32"):
-        kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), *[torch.zeros(2, dtype=torch.int64)] * 2, torch.ones(2) > 0)
+        kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers == 0)
 
 
 def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:

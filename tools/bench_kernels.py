@@ -24,13 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, rejection
+from stepgraph.sampling.kernels import chain, choice, masks, processors, rejection
 from stepgraph.sampling.rng import Purpose
+from stepgraph.sampling.sampler import Param
 from tools.checks.context import Context
 from tools.checks.kernels import choice_inputs, device_us
+from tools.checks.masks import MAX_BIASES, make_case, tag_inputs
 from tools.checks.rejection import judgement
 
-CHOICE_TILE, RACE_TILE, REJECTION_TILE = 4096, 1024, 1024  # as in sampling/kernels/programs, which needs triton
+CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/programs, which needs triton
 SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
 
@@ -117,6 +119,44 @@ def rejection_figures(context: Context, batch: int, k: int, width: int) -> dict[
     return {"op": "reject_sample", "shape": f"B={batch} K={k} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
 
 
+def tag_figures(context: Context, batch: int, places: int) -> dict[str, object]:
+    tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
+    arguments: Any = (tags, rows, owner, generated, ruled, 2, torch.empty(batch, places, dtype=torch.int64, device=context.device))
+    least = batch * (places * 5 * 8 + 3 * 8 + 1)
+    kernel, plain = partial(masks.mask_status_operation, *arguments), partial(masks.mask_status_reference, *arguments)
+    return {"op": "mask_status", "shape": f"B={batch} N={places}", **_figures(context, least, least, kernel, plain)}
+
+
+def process_figures(context: Context, batch: int, positions: int, width: int, asking: bool) -> dict[str, object]:
+    """bfloat16, every row with a mask that counts; `asking`: of every four rows three ask for biases, penalties or more stop tokens."""
+    case = make_case(batch, positions, width, torch.bfloat16).on(context.device)
+    assert case.ruling is not None and case.rows is not None
+    ruling = case.ruling._replace(ruled=torch.ones_like(case.ruling.ruled), status=torch.ones_like(case.ruling.status))
+    rows = case.rows if asking else case.rows[:1].expand(batch).contiguous()  # the first row asks for nothing
+    arguments = case._replace(ruling=ruling, rows=rows).arguments(case.outputs())
+    lines, words, row = batch * positions, -(-width // WORD), case.settings.params[rows]
+    penalised = (row[:, Param.PRESENCE_PENALTY] != 0).sum().item()
+    repeated = (row[:, Param.REPETITION_PENALTY] != 1).sum().item()
+    biased = (case.settings.bias_ids[rows, 0] >= 0).sum().item()
+    marked = int((ruling.masks != 0).sum())  # a word without a bit spares its 32 logits
+    wishes = width * (4 * penalised + repeated)  # counts and what the prompt has, once for all places of a row
+    facts = biased * MAX_BIASES * 12 + batch * (len(Param) * 4 + 24)
+    least = lines * (words * 4 + 33) + marked * WORD * 2 + lines * width * 4 + wishes + facts
+    tiles = -(-width // PROCESS_TILE)
+    again = (positions - 1) * wishes + (lines * tiles - batch) * facts // batch + lines * tiles * 16
+    return {
+        "op": "process",
+        "shape": f"B={batch} Q={positions} V={width} {'asking' if asking else 'neutral'}",
+        **_figures(
+            context,
+            int(least),
+            int(least + again),
+            partial(processors.process_operation, *arguments),
+            partial(processors.process_reference, *arguments),
+        ),
+    }
+
+
 def _figures(
     context: Context, least: int, kernel_bytes: int, kernel: Callable[[], object], plain: Callable[[], object]
 ) -> dict[str, object]:
@@ -146,6 +186,8 @@ def report(context: Context) -> dict[str, object]:
     found = [choice_figures(context, *shape) for shape in SHAPES]
     found += [race_figures(context, batch, width) for batch, _, width in SHAPES]
     found += [chain_figures(context, batch, k) for batch, k in ((1, 4), (64, 8))]
+    found += [tag_figures(context, batch, 5) for batch in (1, 64)]
+    found += [process_figures(context, batch, 5, 151_669, asking) for batch, asking in ((1, False), (8, False), (8, True))]
     found += [rejection_figures(context, batch, k, 151_669) for batch, k in ((1, 4), (8, 4))]
     return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),

@@ -102,7 +102,7 @@ def process_reference(
     if masks is not None and ruled is not None:
         masked = bitmask.apply(logits, masks if mask_rows is None else masks[mask_rows], ruled, ids, status)
     tables = (params, bias_ids, biases, stop_ids, prompt_seen, output_counts)
-    settings = RowSettings(*(table if rows is None else table[rows] for table in tables), generated)
+    settings = RowSettings._make([*(table if rows is None else table[rows] for table in tables), generated])
     processed.copy_(processors.process(masked, settings, before, first, ids))
     told = torch.full_like(judged, int(MaskStatus.OK)) if status is None else status
     judged.copy_(processors.mark_dead_ends(told, torch.isfinite(masked.amax(-1)), processed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +34,18 @@ class Case(NamedTuple):
     ids: Tensor | None
 
     def on(self, device: torch.device) -> Case:
-        def moved(value: object) -> object:
+        def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        ruling = None if self.ruling is None else kernels.Ruling(*(moved(value) for value in self.ruling))  # type: ignore[arg-type]
+        ruling = None if self.ruling is None else kernels.Ruling(*(moved(value) for value in self.ruling))
         settings = RowSettings(*(value.to(device) for value in self.settings))
-        return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)  # type: ignore[arg-type]
+        return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)
 
-    def inputs(self) -> tuple[object, ...]:
-        """The arguments of the operation but for its outputs."""
+    def arguments(self, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Of the operation."""
         *tables, generated = self.settings
         ruling = self.ruling or (None, None, None, None)
-        return (self.logits, *ruling, self.ids, self.rows, *tables, generated, self.before, self.first)
+        return (self.logits, *ruling, self.ids, self.rows, *tables, generated, self.before, self.first, *outputs)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Memory full of garbage."""
@@ -174,10 +174,12 @@ def _check_tags(context: Context, batch: int, places: int) -> Figures:
 
 def _check_process(context: Context, case: Case) -> Figures:
     case = case.on(context.device)
-    inputs, outputs = case.inputs(), case.outputs()
-    reference = partial(processors.process_reference, *inputs, *outputs)  # type: ignore[arg-type]
+    outputs = case.outputs()
+    arguments = case.arguments(outputs)
+    reference = partial(processors.process_reference, *arguments)
     reference()
     found = kernels.process(*case)
     for name, ours, expected in zip(kernels.Processed._fields, found, outputs, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True, msg=lambda told, name=name: f"{name}: {told}")
-    return times_of(context, partial(processors.process_operation, *inputs, *outputs), reference)
+        same = (ours == expected) | (ours.isnan() & expected.isnan())
+        assert bool(same.all()), f"{name} differs at {int((~same).sum())} places"
+    return times_of(context, partial(processors.process_operation, *arguments), reference)
