@@ -118,7 +118,7 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
     masked, finite, status = kernels.process(logits, _settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
     params = buffers.row_params[batch.rows]
-    probs = sampler.distribution(masked, params)
+    probs = kernels.distribution(masked, params)
     certain = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     tokens, accepted = kernels.reject_sample(
@@ -197,12 +197,11 @@ def _draft_sampled(
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
     masked, finite, _ = kernels.process(logits[:, None], _settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
-    probs = sampler.distribution(masked[:, 0], buffers.row_params[after.rows])
-    if d2t is not None:
-        probs = torch.zeros_like(buffers.row_draft_probs[:size, 0]).index_copy_(1, d2t, probs)
+    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
+    width = None if d2t is None else buffers.row_draft_probs.shape[2]
+    probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
     buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
-    position = after.column(Column.LENGTH) + (step - 1)
-    return finite[:, 0], kernels.race(probs, after.column(Column.SEED), position, rng.Purpose.DRAFT)
+    return finite[:, 0], tokens
 
 
 def drafting(after: Batch) -> Tensor:

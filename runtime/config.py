@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
 from stepgraph.sampling.grammar.native_link import HOST_LINKS
+from stepgraph.sampling.kernels.filter_choice import WISHES
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class EngineConfig:
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
+    filters: str = "auto"  # top-k, top-p and their like on a GPU: flashinfer, triton, torch, or auto: the first that proves right there
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     eager: bool = False  # True: run every round without recording it
@@ -35,6 +37,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
         if self.host_link not in HOST_LINKS:
             raise ValueError(f"EngineConfig.host_link: got {self.host_link!r}, want one of {', '.join(HOST_LINKS)}")
+        if self.filters not in WISHES:
+            raise ValueError(f"EngineConfig.filters: got {self.filters!r}, want one of {', '.join(map(repr, WISHES))}")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
         for name in ("draft_masks", "greedy_only", "eager"):

@@ -33,6 +33,7 @@ from stepgraph.runtime.placement import (
     check_draft,
     check_mode,
     check_vocabularies,
+    kernel_notes,
     make_buffers,
     make_host_link,
 )
@@ -109,7 +110,8 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            return self._graphs.capture(self.config.notes(self._host.name), self.config.eager, self.config.greedy_only, progress)
+            notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config)
+            return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
         self,

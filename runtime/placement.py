@@ -11,6 +11,7 @@ from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import DraftModel, ModelPair
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.host_link import HostLink
 from stepgraph.sampling.grammar.native_link import open_host_link
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -29,6 +30,17 @@ def check_device(models: ModelPair, backend: Backend) -> None:
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
             raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
+
+
+def kernel_notes(device: torch.device, config: EngineConfig) -> tuple[str, ...]:
+    """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
+    told = f"kernels: {kernels.implementation(device)}"
+    if config.greedy_only:
+        return (told,)
+    try:
+        return told, f"filters: {kernels.choose_filters(device, config.filters)}"
+    except ValueError as error:
+        raise ValueError(f"EngineConfig.{error}") from None
 
 
 def check_mode(models: ModelPair) -> None:

@@ -86,6 +86,25 @@ def _mask_variants() -> list[Variant]:
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         found.append(_variant(f"judge_places {has_status}", processors.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
+    return found + _filter_variants()
+
+
+def _filter_variants() -> list[Variant]:
+    """As launched for 262,144 tokens."""
+    from stepgraph.sampling.kernels.programs import filters
+    from stepgraph.sampling.rng import GOLDEN, Purpose, signed
+
+    tile = filters.FILTER_TILE
+    passes = -(-filters.WEIGHT_BITS // filters.DIGIT_BITS)
+    constants = {"PASSES": passes, "BITS": filters.DIGIT_BITS, "TILE": tile, "TILES": 262_144 // tile}
+    found = [_variant("tile_maxima fp32", filters.tile_maxima, ["*fp32", "*i64", *["i32"] * 4], {"TILE": tile}, 8)]
+    for dtype in ("fp32", "bf16"):
+        types = [f"*{dtype}", "*fp32", "*i64", "*i64", "*i64", *["i32"] * 6]
+        found.append(_variant(f"narrow {dtype}", filters.narrow, types, constants, 8))
+    for draws in (False, True):
+        flags = {"HAS_IDS": draws, "DRAWS": draws, "SALT": signed(Purpose.DRAFT * GOLDEN)}
+        types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]
+        found.append(_variant(f"keep {'and draw' if draws else 'only'}", filters.keep, types, flags | constants, 8))
     return found
 
 

@@ -29,16 +29,18 @@ def implementation(device: torch.device | str) -> str:
     return "triton" if has_triton() else "torch reference (triton is not installed)"
 
 
-def operation(programs: str, name: str, schema: str, reference: Callable[..., None]) -> CustomOpDef:
+def operation(programs: str | Callable[[torch.device], str], name: str, schema: str, reference: Callable[..., None]) -> CustomOpDef:
     """Register `reference`, and for CUDA the function `name` of programs/`programs`.py, which takes the same arguments.
 
     The first argument is a tensor. What the schema marks as written is all that the operation gives: it returns nothing.
+    `programs` may be a function of the device, which gives "" where the reference is meant.
     """
 
     def on_cuda(first: torch.Tensor, *others: Any) -> None:
-        if not has_triton():
+        module = programs(first.device) if callable(programs) else programs if has_triton() else ""
+        if not module:
             return reference(first, *others)
-        program = getattr(importlib.import_module(f"stepgraph.sampling.kernels.programs.{programs}"), name)
+        program = getattr(importlib.import_module(module if "." in module else f"stepgraph.sampling.kernels.programs.{module}"), name)
         with torch.cuda.device(first.device):
             program(first, *others)
 

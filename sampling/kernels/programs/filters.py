@@ -1,0 +1,298 @@
+"""The Triton programs of the filters, and how they are launched. Imported only where Triton is: `register.py` decides.
+
+Which tokens stay is decided by one number, the least weight that stays, and nothing is sorted to find it. Weights from 0 to 1
+order like their bits, so the number is found digit by digit: first the k-th largest weight by counting, then the least weight
+of the top-p set by summing units. A pass is one launch with a program per line and tile of the vocabulary. It sums up, for
+each value of one digit, the tokens of its tile that are at least that great; the next pass adds up the tiles of its line, each
+of its programs for itself, and goes on from there. Sums are whole numbers: their order does not matter. How many passes there
+are does not depend on the numbers in them; a tile with nothing to add, or of a row that asks for no such filter, is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling import sampler
+from stepgraph.sampling.kernels.programs.choice import exponential, ordered, take_best
+from stepgraph.sampling.kernels.programs.weights import portable_exp
+from stepgraph.sampling.rng import GOLDEN, signed
+from stepgraph.sampling.sampler import Param
+
+FILTER_TILE = 2048  # tokens per program
+DIGIT_BITS = 3
+WEIGHT_BITS = 30  # of a float32 from 0 to 1: sign and highest exponent bit are 0
+
+_TEMPERATURE = tl.constexpr(int(Param.TEMPERATURE))
+_TOP_K = tl.constexpr(int(Param.TOP_K))
+_TOP_P = tl.constexpr(int(Param.TOP_P))
+_MIN_P = tl.constexpr(int(Param.MIN_P))
+_UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
+_FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
+_LOW = tl.constexpr(0)  # columns of the state: the least weight that may stay, as bits
+_HELD = tl.constexpr(1)  # the units at or above it
+_TOTAL = tl.constexpr(2)  # the units before top-p
+_COLUMNS = tl.constexpr(3)
+
+
+@triton.jit
+def _value_of(candidate):
+    rising = (candidate >> 32).to(tl.int32)
+    return (rising ^ ((rising >> 31) & _LAST_ID)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _line_maximum(maxima, TILES: tl.constexpr):
+    """The greatest candidate of this program's line."""
+    tiles = tl.num_programs(1)
+    return tl.max(tl.load(maxima + tl.program_id(0).to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)), 0)
+
+
+@triton.jit
+def _tile_maximum(maxima):
+    return _value_of(tl.load(maxima + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)))
+
+
+@triton.jit
+def _weight(logit, temperature, best):
+    """The weight's bits. `best` is scaled already."""
+    return portable_exp(tl.math.div_rn(logit, temperature) - best).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _logits(logits, positions, width, row_stride, position_stride, TILE: tl.constexpr):
+    """This program's tile of its line, as float32; minus infinity beyond the width."""
+    line = tl.program_id(0)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    source = logits + (line // positions).to(tl.int64) * row_stride + (line % positions).to(tl.int64) * position_stride
+    if (tl.program_id(1) + 1) * TILE <= width:  # without a mask: wide loads
+        values = tl.load(source + ids).to(tl.float32)
+    else:
+        values = tl.load(source + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _asks(own, place, width, PASSES: tl.constexpr):
+    """Whether a row has the filter that pass `place` works on."""
+    top_k = tl.load(own + _TOP_K)
+    counts = (top_k > 0) & (top_k < width)
+    return ((place < PASSES) & counts) | ((place >= PASSES) & (tl.load(own + _TOP_P) < 1))
+
+
+@triton.jit
+def _state(state, sums, own, line, lines, place, width, PASSES: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
+    """What is known of a line when pass `place` begins: low, held, total. Follows from the state and the sums of the pass before."""
+    BINS: tl.constexpr = 1 << BITS
+    tiles = tl.num_programs(1)
+    if place == 0:
+        least = tl.load(own + _MIN_P)
+        low, held, total = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    else:
+        before = place - 1
+        earlier = state + (before.to(tl.int64) * lines + line) * _COLUMNS
+        low, held, total = tl.load(earlier + _LOW).to(tl.int32), tl.load(earlier + _HELD), tl.load(earlier + _TOTAL)
+        asks, first = _asks(own, before, width, PASSES), before == PASSES
+        bins, tile = tl.arange(0, BINS), tl.arange(0, TILES)
+        places = ((before & 1).to(tl.int64) * lines + line) * tiles + tile
+        written = tl.where(asks | first, tiles, 0)
+        found = tl.load(sums + places[:, None] * BINS + bins[None, :], mask=(tile < written)[:, None], other=0)
+        found = tl.sum(found, 0)
+        if first:
+            total = tl.sum(tl.where(bins == 0, found, 0), 0)
+            held = total
+        wanted = tl.load(own + _TOP_K).to(tl.float64)
+        if before >= PASSES:
+            wanted = tl.load(own + _TOP_P).to(tl.float64) * total.to(tl.float64)
+        enough = (bins > 0) & (found.to(tl.float64) >= tl.where(asks, wanted, float("inf")))
+        digit = tl.sum(enough.to(tl.int32), 0)  # sums fall with the digit: the greatest that is enough
+        low += digit << (BITS * (PASSES - 1 - before % PASSES))
+        held = tl.where(digit > 0, tl.sum(tl.where(bins == digit, found, 0), 0), held)
+    return low, held, total
+
+
+@triton.jit
+def tile_maxima(
+    logits,  # [B, Q, >= width]
+    maxima,  # [B * Q, tiles] int64, written
+    positions,
+    width,
+    row_stride,
+    position_stride,
+    TILE: tl.constexpr,
+):
+    """The greatest logit of each tile and its place, as a candidate of choice.py."""
+    line = tl.program_id(0)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    best = tl.max(ordered(_logits(logits, positions, width, row_stride, position_stride, TILE), ids), 0)
+    tl.store(maxima + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
+
+
+@triton.jit(do_not_specialize=["place"])
+def narrow(
+    logits,  # [B, Q, >= width]
+    params,  # [B, >= 4] float32
+    maxima,  # [B * Q, tiles] int64
+    state,  # [passes + 1, B * Q, 3] int64, line `place` written
+    sums,  # [2, B * Q, tiles, 2 ** BITS] int64, half of them written
+    place,  # of this pass: the first PASSES count, the others sum units
+    positions,
+    width,
+    row_stride,
+    position_stride,
+    params_stride,
+    PASSES: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One digit of the least weight that stays: what each of its values would keep of one tile. TILES is a power of two >= tiles."""
+    BINS: tl.constexpr = 1 << BITS
+    line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
+    own = params + (line // positions) * params_stride
+    low, held, total = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
+    if tl.program_id(1) == 0:
+        kept = state + (place.to(tl.int64) * lines + line) * _COLUMNS
+        tl.store(kept + _LOW, low.to(tl.int64))
+        tl.store(kept + _HELD, held)
+        tl.store(kept + _TOTAL, total)
+
+    first, temperature = place == PASSES, tl.load(own + _TEMPERATURE)
+    if (_asks(own, place, width, PASSES) | first) & (temperature > 0):
+        shift = BITS * (PASSES - 1 - place % PASSES)
+        best = tl.math.div_rn(_value_of(_line_maximum(maxima, TILES)), temperature)
+        top = _weight(_tile_maximum(maxima), temperature, best)
+        half = sums + (((place & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
+        if top.to(tl.int64) >= low + tl.where(first, 0, tl.full([], 1, tl.int64) << shift):
+            values = _logits(logits, positions, width, row_stride, position_stride, TILE)
+            weight = _weight(values, temperature, best)
+            units = (weight.to(tl.float32, bitcast=True) * _UNIT).to(tl.int64)
+            each = tl.where(place < PASSES, 1, units)
+            for digit in tl.static_range(BINS):
+                edge = tl.minimum(low + (tl.full([], digit, tl.int64) << shift), _LAST_ID)  # above every weight
+                tl.store(half + digit, tl.sum(tl.where(weight >= edge.to(tl.int32), each, 0), 0))
+        else:
+            tl.store(half + tl.arange(0, BINS), tl.zeros([BINS], tl.int64))
+
+
+@triton.jit
+def keep(
+    logits,  # [B, Q, >= width]
+    params,  # [B, >= 4] float32
+    maxima,  # [B * Q, tiles] int64
+    state,  # [passes + 1, B * Q, 3] int64
+    sums,  # [2, B * Q, tiles, 2 ** BITS] int64
+    token_of,  # [width] int64, where each probability goes; not read unless HAS_IDS
+    seed,  # [B * Q] int64; this and the next two only where DRAWS
+    position,  # [B * Q] int64
+    candidates,  # [B * Q, tiles] int64, written
+    probs,  # [B * Q, probs_stride] float32, written
+    positions,
+    width,
+    row_stride,
+    position_stride,
+    params_stride,
+    probs_stride,
+    HAS_IDS: tl.constexpr,
+    DRAWS: tl.constexpr,
+    SALT: tl.constexpr,
+    PASSES: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The probabilities of one tile and, if DRAWS, the winner of its exponential race. A tile of which nothing stays is not read."""
+    line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
+    own = params + (line // positions) * params_stride
+    place = tl.full([], 2 * PASSES, tl.int32)
+    low, held, _ = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
+    found, temperature = _line_maximum(maxima, TILES), tl.load(own + _TEMPERATURE)
+    best = _value_of(found)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    rates = tl.zeros([TILE], tl.float32)
+    if (best == best) & (tl.abs(best) != float("inf")):
+        if temperature <= 0:
+            rates = tl.where(ids == ((found & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
+        else:
+            best = tl.math.div_rn(best, temperature)
+            if _weight(_tile_maximum(maxima), temperature, best) >= low:
+                values = _logits(logits, positions, width, row_stride, position_stride, TILE)
+                weight = _weight(values, temperature, best)
+                kept = tl.where(weight >= low, weight.to(tl.float32, bitcast=True), 0.0)
+                rates = tl.math.div_rn(kept, held.to(tl.float32) * _FROM_UNIT)
+    tokens = tl.load(token_of + ids, mask=ids < width, other=0) if HAS_IDS else ids.to(tl.int64)
+    tl.store(probs + line * probs_stride + tokens, rates, mask=ids < width)
+    if DRAWS:
+        tokens = tl.where(rates > 0, tokens, 0)  # of a row where none can win, the winner is 0
+        if tl.max((rates > 0).to(tl.int32), 0) != 0:
+            rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens, SALT))
+        tl.store(candidates + line * tiles + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
+
+
+def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
+    _filter(logits, params, probs, None, tile, digit_bits)
+
+
+def draw(
+    logits: Tensor,
+    params: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: int,
+    ids: Tensor | None,
+    probs: Tensor,
+    token: Tensor,
+    *,
+    tile: int = FILTER_TILE,
+    digit_bits: int = DIGIT_BITS,
+) -> None:
+    if ids is not None:
+        probs.zero_()
+    candidates = _filter(logits[:, None], params, probs, (seed, position, purpose, ids), tile, digit_bits)
+    rows, tiles = candidates.shape
+    take_best[(rows,)](
+        candidates, token, token, tiles, HAS_BEST=False, TILES=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=False
+    )
+
+
+def _filter(
+    logits: Tensor, params: Tensor, probs: Tensor, race: tuple[Tensor, Tensor, int, Tensor | None] | None, tile: int, digit_bits: int
+) -> Tensor:
+    """Probabilities, and the candidates of the race if there is one."""
+    batch, positions, width = logits.shape
+    assert width <= 1 << (62 - sampler.UNIT_BITS), f"{width} weights of 2**{sampler.UNIT_BITS} units might not fit an int64"
+    lines, tiles, passes = batch * positions, triton.cdiv(width, tile), triton.cdiv(WEIGHT_BITS, digit_bits)
+    shapes = ((2, lines, tiles), (2 * passes + 1, lines, 3), (2, lines, tiles, 1 << digit_bits))
+    maxima_and_candidates, state, sums = (torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in shapes)
+    maxima, candidates = maxima_and_candidates[0], maxima_and_candidates[1]
+    sizes = (positions, width, *logits.stride()[:2])
+    digits = {"PASSES": passes, "BITS": digit_bits, "TILE": tile, "TILES": triton.next_power_of_2(tiles)}
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    tile_maxima[(lines, tiles)](logits, maxima, *sizes, TILE=tile, **options)
+    for place in range(2 * passes):
+        narrow[(lines, tiles)](logits, params, maxima, state, sums, place, *sizes, params.stride(0), **digits, **options)
+    seed, position, purpose, ids = race or (maxima, maxima, 0, None)
+    keep[(lines, tiles)](
+        logits,
+        params,
+        maxima,
+        state,
+        sums,
+        maxima if ids is None else ids,
+        seed,
+        position,
+        candidates,
+        probs,
+        *sizes,
+        params.stride(0),
+        probs.shape[-1],
+        HAS_IDS=ids is not None,
+        DRAWS=race is not None,
+        SALT=signed(purpose * GOLDEN),
+        **digits,
+        **options,
+    )
+    return candidates

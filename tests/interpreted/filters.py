@@ -1,0 +1,134 @@
+"""The Triton programs of the filters in Triton's interpreter: bit for bit the torch references. Run by test_kernels.py, as choice.py is.
+
+No near tie has to be excused: weights are made and summed alike on both sides. Only the noise of a race may differ, in its last
+bit, and none of the draws here is that close.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling import sampler
+from stepgraph.sampling.kernels import filters
+from stepgraph.sampling.kernels.programs import filters as programs
+from stepgraph.sampling.kernels.programs.weights import portable_exp
+from stepgraph.sampling.rng import Purpose
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+INF = math.inf
+GREEDY, PLAIN = [0.0, 0, 1, 0], [1.0, 0, 1, 0]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message="invalid value|overflow encountered", category=RuntimeWarning)
+
+
+def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.float32, *, coarse: bool = False) -> Tensor:
+    """Logits that are the head of wider ones, whose rest must never be seen."""
+    values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(width)) * 4
+    values = (values.round() if coarse else values).to(dtype)
+    values[..., width:] = INF
+    values[..., width + 1 :: 2] = math.nan
+    return values[..., :width]
+
+
+def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: int = 5) -> Tensor:
+    """Program and reference on the same inputs, into memory full of garbage."""
+    params = torch.tensor(rows)
+    outputs = torch.full((2, *logits.shape), -7.5)
+    expected, probs = outputs[0], outputs[1]
+    filters.distribution_reference(logits, params, expected)
+    programs.distribution(logits, params, probs, tile=tile or max(32, triton.next_power_of_2(logits.shape[2])), digit_bits=digit_bits)
+    assert torch.equal(probs, expected), f"{int((probs != expected).sum())} of {probs.numel()} differ"
+    return probs
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "coarse"),
+    [
+        (1, torch.float32, False),
+        (2, torch.bfloat16, True),
+        (33, torch.float16, True),
+        (1000, torch.float32, True),
+        (4097, torch.bfloat16, True),
+        (131_071, torch.float32, False),
+        (151_936, torch.bfloat16, True),
+        (262_144, torch.float32, True),
+    ],
+)
+def test_distribution_at_every_width(width: int, dtype: torch.dtype, coarse: bool) -> None:
+    rows = [[0.7, 50, 0.9, 0.01], [1.3, 0, 0.95, 0], [1.0, 7, 1, 0]][: 1 if width > 100_000 else 3]
+    logits = padded(len(rows), 2, width, dtype, coarse=coarse)
+    logits[:, 1, width // 3 + 1 :] = -INF
+    compare(logits, rows, digit_bits=3 if width > 100_000 else 5)
+
+
+@pytest.mark.parametrize(("tile", "digit_bits"), [(32, 3), (64, 4)])
+def test_distribution_over_many_tiles_and_digits_that_do_not_divide_thirty(tile: int, digit_bits: int) -> None:
+    logits = padded(3, 1, 3 * tile + 5, coarse=tile == 64)
+    logits[2, 0, : 2 * tile] = -INF  # tiles of which nothing is read
+    compare(logits, [[0.9, 11, 0.8, 0], [2.0, 0, 0.5, 0.02], [1.0, 40, 1, 0]], tile, digit_bits)
+
+
+def test_rows_that_cannot_be_drawn_from_and_rows_that_hold_one_token() -> None:
+    """Dead, NaN, infinite and greedy rows beside an ordinary one, with and without filters."""
+    logits = padded(6, 1, 70)
+    logits[0], logits[1, 0, 50], logits[2, 0, 3] = -INF, math.nan, INF
+    logits[3, 0, 9], logits[3, 0, 61] = 99.0, 99.0
+    logits[4] = 0.0
+    for rows in ([PLAIN] * 3 + [GREEDY, PLAIN, PLAIN], [[0.5, 3, 0.9, 0.1]] * 3 + [[0.0, 3, 0.5, 0.5], [1.0, 3, 0.2, 0], GREEDY]):
+        probs = compare(logits, rows, tile=32)
+        assert probs[:3].sum().item() == 0 and probs[3, 0].nonzero().flatten().tolist() == [9]
+        assert bool((probs[4] == torch.tensor(1 / 70)).all()), "equals stay together"
+
+
+def test_settings_at_their_ends() -> None:
+    logits = padded(6, 1, 50)
+    probs = compare(logits, [[1.0, 50, 1, 0], [1.0, 2**24, 1, 0], [1.0, 49, 1, 0], [1.0, 0, 1e-6, 0], [1.0, 1, 1, 0], [1.0, 0, 1, 1.0]])
+    assert (probs > 0).sum(-1).flatten().tolist() == [50, 50, 49, 1, 1, 1]
+    compare(
+        logits, [[1.0, 0, 1, -0.0], [0.01, 5, 0.5, 0], [100.0, 5, 0.5, 0], [1e-6, 0, 1, 0], [1.0, 0, 0.99999994, 0], [1.0, 0, 1, 1e-30]]
+    )
+
+
+def test_views_with_any_leading_strides() -> None:
+    logits = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(2)).transpose(0, 1)
+    compare(logits, [[1.0, 5, 1, 0], [0.5, 0, 0.8, 0], PLAIN])
+
+
+@pytest.mark.parametrize(("width", "target", "tile"), [(150, 150, 64), (131_071, 131_071, 131_072), (60, 4000, 32)])
+def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target: int, tile: int) -> None:
+    """Where the target's vocabulary is larger, the draft has its own and races with the noise of the tokens that it stands for."""
+    made = torch.Generator().manual_seed(width)
+    rows = [[0.7, 50, 0.9, 0.01], GREEDY, [1.3, 0, 0.95, 0], PLAIN]
+    logits, params = padded(len(rows), 1, width)[:, 0], torch.tensor(rows)
+    logits[3] = -INF
+    ids = torch.randperm(target - 1, generator=made)[:width] + 1 if target > width else None
+    seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
+    expected, probs = torch.full((2, len(rows), target), -7.5)
+    wanted, token = torch.full((2, len(rows)), -9)
+    filters.draw_reference(logits, params, seed, position, Purpose.DRAFT, ids, expected, wanted)
+    programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, probs, token, tile=tile, digit_bits=3)
+    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+    assert token[3].item() == 0 and bool((probs.gather(1, token[:, None])[:3] > 0).all())
+
+
+@triton.jit
+def _weigh(values, weights, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(weights + place, portable_exp(tl.load(values + place)))
+
+
+def test_weights_are_the_sampler_s_bit_for_bit() -> None:
+    values = torch.cat([-torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 90, -torch.logspace(-30, 2, 1 << 16)])
+    weights = torch.empty_like(values)
+    _weigh[(1,)](values, weights, COUNT=len(values))
+    assert torch.equal(weights, sampler.portable_exp(values))

@@ -1,0 +1,210 @@
+"""The filters as operations, and what they run as: functions, registration, the tape, the choice per device and its reasons."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
+from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling import kernels, rng, sampler
+from stepgraph.sampling.kernels import filter_choice, filters
+from stepgraph.sampling.rng import Purpose
+
+PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
+CPU = torch.device("cpu")
+
+
+def logits_of(*shape: int) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 3).round(decimals=1)
+
+
+def test_functions_give_what_the_plain_ones_give() -> None:
+    logits = logits_of(3, 2, 110)[..., :101]
+    assert torch.equal(kernels.distribution(logits, PARAMS), sampler.distribution(logits, PARAMS))
+    seed, position = torch.arange(3), torch.arange(3) + 5
+    ids = torch.randperm(300, generator=torch.Generator().manual_seed(2))[:101]
+    for own, width in ((None, None), (ids, 300)):
+        probs, token = kernels.draw(logits[:, 0], PARAMS, seed, position, Purpose.DRAFT, own, width)
+        expected = sampler.distribution(logits[:, 0], PARAMS)
+        if own is not None:
+            expected = torch.zeros(3, 300).index_copy(1, own, expected)
+        noise = rng.exponential(seed[:, None], position[:, None], Purpose.DRAFT, torch.arange(width or 101))
+        assert torch.equal(probs, expected) and torch.equal(token, sampler.race(expected, noise))
+    assert kernels.draw(torch.full((1, 9), -torch.inf), PARAMS[:1], seed[:1], position[:1], Purpose.DRAFT)[1].tolist() == [0]
+
+
+def test_operations_are_registered_as_torch_wants_them() -> None:
+    logits, numbers = logits_of(3, 2, 33), torch.arange(3)
+    opcheck(filters.distribution_operation, (logits, PARAMS, torch.empty(3, 2, 33)))
+    for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
+        outputs = (torch.empty(3, width), torch.empty(3, dtype=torch.int64))
+        opcheck(filters.draw_operation, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, *outputs))
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    logits, numbers = logits_of(3, 2, 33), torch.arange(3)
+    with pytest.raises(AssertionError, match="params"):
+        kernels.distribution(logits, PARAMS[:2])
+    with pytest.raises(AssertionError, match="belong together"):
+        kernels.draw(logits[:, 0], PARAMS, numbers, numbers, Purpose.DRAFT, torch.arange(33))
+
+
+def test_a_tape_repeats_the_operations_in_place() -> None:
+    specs = [
+        BufferSpec("logits", (3, 2, 101), torch.float32),
+        BufferSpec("params", (3, 4), torch.float32),
+        BufferSpec("ids", (101,), torch.int64),
+        BufferSpec("probs", (3, 3, 300), torch.float32),
+        BufferSpec("token", (3,), torch.int64),
+    ]
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers(specs, backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        b.probs[:, :2, :101].copy_(kernels.distribution(b.logits, b.params))
+        probs, token = kernels.draw(b.logits[:, 0], b.params, b.token, b.token, Purpose.DRAFT, b.ids, 300)
+        b.probs[:, 2].copy_(probs)
+        b.token.copy_(token)
+
+    buffers.ids.copy_(torch.randperm(300)[:101])
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes.get("copied", 0) == 0
+    for seed in range(3):
+        buffers.logits.normal_(generator=torch.Generator().manual_seed(seed))
+        buffers.params.copy_(PARAMS.roll(seed, 0))
+        buffers.token.fill_(seed)
+        recorded.replay()
+        replayed = buffers.probs.clone(), buffers.token.clone()
+        buffers.token.fill_(seed)
+        run_eager(step, buffers)
+        assert torch.equal(buffers.probs, replayed[0]) and torch.equal(buffers.token, replayed[1])
+    backend.close()
+
+
+@pytest.fixture
+def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filter_choice, "_chosen", {})
+
+
+@pytest.mark.usefixtures("_forgetful")
+class TestChoice:
+    def test_the_cpu_takes_plain_torch_and_says_why(self) -> None:
+        choice = kernels.choose_filters("cpu")
+        assert choice.name == "torch" and filter_choice.programs_for(CPU) == ""
+        assert str(choice) == "torch; no flashinfer: it is for CUDA devices, not for cpu; no triton: it is for CUDA devices, not for cpu"
+
+    def test_flashinfer_that_is_missing_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "flashinfer", None)
+        monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.programs.flashinfer_filters", raising=False)
+        monkeypatch.setattr(filter_choice, "has_triton", lambda: True)
+        choice = kernels.choose_filters("cuda:0")
+        assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
+        assert filter_choice.programs_for(torch.device("cuda:0")) == "filters"
+        assert filter_choice.programs_for(torch.device("cuda:1")) == "filters", "where nobody asked"
+        monkeypatch.setattr(filter_choice, "has_triton", lambda: False)
+        assert str(kernels.choose_filters("cuda:0")).endswith("no triton: triton is not installed")
+        assert filter_choice.programs_for(torch.device("cuda:0")) == "", "the reference"
+
+    def test_flashinfer_that_fails_its_probe_is_passed_over(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
+            with monkeypatch.context() as patch:
+                patch.setattr(filter_choice, "differs", lambda *_: "")
+                patch.setattr(filter_choice, "breaks_in_a_graph", lambda *_: "")
+                assert kernels.choose_filters("cuda:0").name == "flashinfer"
+                patch.setattr(filter_choice, failing, lambda *_, why=reason: why)
+                assert kernels.choose_filters("cuda:0") == ("triton", (f"no flashinfer: {reason}",))
+
+    def test_a_compiler_or_driver_that_raises_is_a_reason(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        def breaks(*_: object) -> str:
+            raise RuntimeError("nvcc: not found\nand much more")
+
+        monkeypatch.setattr(filter_choice, "differs", breaks)
+        assert kernels.choose_filters("cuda:0").passed_over == ("no flashinfer: RuntimeError: nvcc: not found",)
+
+    def test_a_wish_that_cannot_be_met_is_refused_by_name(self) -> None:
+        with pytest.raises(ValueError, match=r"filters: got 'triton', want what runs on cpu, and it does not: it is for CUDA devices"):
+            kernels.choose_filters("cpu", "triton")
+        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"):
+            EngineConfig(filters="fast")
+        target = ToyTarget(32)
+        engine = Engine(target, ToyDraft(target), config=EngineConfig(filters="flashinfer", max_length=64))
+        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'flashinfer', want what runs on cpu"):
+            engine.capture()
+        engine.close()
+
+    def test_the_capture_report_tells_the_choice(self) -> None:
+        target = ToyTarget(32)
+        for greedy_only in (False, True):
+            config = EngineConfig(max_rows=1, num_speculative_tokens=1, max_length=64, greedy_only=greedy_only)
+            engine = Engine(target, ToyDraft(target), config=config)
+            notes = engine.capture().notes
+            engine.close()
+            assert "kernels: torch reference (kernels are for CUDA devices)" in notes
+            assert any(note.startswith("filters: torch; no flashinfer: ") for note in notes) != greedy_only
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A flashinfer.sampling whose two functions do, in plain torch, what its documentation says of them."""
+    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
+
+    def top_k_mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
+        least = logits.sort(-1, descending=True).values.gather(1, top_k.long()[:, None] - 1)
+        return torch.where(logits >= least, logits, -torch.inf)
+
+    def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+        assert not bool(probs.isnan().any()), "NaN makes it endless"
+        ordered = probs.double().sort(-1, descending=True).values
+        short = (ordered.cumsum(-1) < top_p.double()[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[1] - 1)
+        kept = torch.where((probs >= ordered.gather(1, short)) | (top_p >= 1)[:, None], probs, 0.0)
+        return kept / kept.sum(-1, keepdim=True).clamp(min=1e-8)
+
+    module.__dict__.update(top_k_mask_logits=top_k_mask_logits, top_p_renorm_probs=top_p_renorm_probs)
+    package.__dict__["sampling"] = module
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
+    monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.programs.flashinfer_filters", raising=False)
+    return module
+
+
+def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> None:
+    """With the stand-in: dead rows, greedy rows, every setting, normalisation and d2t are ours; its own kernels wait for a GPU."""
+    programs = importlib.import_module("stepgraph.sampling.kernels.programs.flashinfer_filters")
+    assert filter_choice.differs(programs.distribution, CPU) == ""
+    ids, seed = torch.randperm(300)[:101], torch.arange(3)
+    expected, probs = torch.full((2, 3, 300), -7.5)
+    wanted, token = torch.full((2, 3), -9)
+    filters.draw_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, expected, wanted)
+    programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, probs, token)
+    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+
+
+@pytest.mark.parametrize("column", [sampler.Param.TOP_K, sampler.Param.TOP_P, sampler.Param.MIN_P, sampler.Param.TEMPERATURE])
+def test_the_probe_finds_filters_that_forget_a_setting(column: int) -> None:
+    def forgetful(logits: Tensor, params: Tensor, probs: Tensor) -> None:
+        neutral = torch.tensor([1.0, 0, 1, 0])
+        probs.copy_(sampler.distribution(logits, params.clone().index_fill_(1, torch.tensor([column]), float(neutral[column]))))
+
+    assert "it keeps other tokens than the reference" in filter_choice.differs(forgetful, CPU)
+
+
+def test_the_probe_finds_ties_broken_by_id_and_probabilities_that_do_not_sum_to_one() -> None:
+    def by_id(logits: Tensor, params: Tensor, probs: Tensor) -> None:
+        expected = sampler.distribution(logits, params)
+        rank = expected.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+        top_k = params[:, sampler.Param.TOP_K].view(-1, 1, 1)
+        probs.copy_(torch.where((rank < top_k) | (top_k == 0), expected, 0.0))
+
+    def unnormalised(logits: Tensor, params: Tensor, probs: Tensor) -> None:
+        probs.copy_(sampler.distribution(logits, params) * 0.99)
+
+    assert "it keeps other tokens than the reference" in filter_choice.differs(by_id, CPU)
+    assert "its probabilities are not the reference's" in filter_choice.differs(unnormalised, CPU)
