@@ -1,0 +1,122 @@
+"""Tiny random models of each family, made and saved by `transformers`, which is also the judge of their logits."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from stepgraph.graphs import Limits, StaticBuffers
+from stepgraph.graphs.model import ModelInput
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.pretrained import open_checkpoint
+
+PAGE, LENGTH, VOCABULARY = 16, 208, 160
+FEATURE_LAYERS = (1, 0, 3)
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-2": ("Llama", {"num_key_value_heads": 4}),
+    "llama-3.1": ("Llama", {"rope_theta": 500_000.0, "rope_scaling": _LLAMA3}),
+    "llama, linear scaling": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama, biases, head size of its own": ("Llama", {"attention_bias": True, "head_dim": 24}),
+    "smollm2": ("Llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 16}),
+    "mistral without a window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2.5, two layers slide": ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+
+def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Any:
+    """A model of `transformers` with random weights. With `lean` its logits lean towards one token, as a trained model's do: in
+    bfloat16 a tenth of a random model's choices would be near ties.
+    """
+    kind, changes = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**_BASE | changes)
+    torch.manual_seed(len(family))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(float("norm" in name), 0.3)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+        embedding = model.model.embed_tokens.weight
+        if lean:
+            embedding.mul_(9)
+        if lean and not config.tie_word_embeddings:
+            model.lm_head.weight.add_(embedding.roll(1, 0), alpha=0.5)
+    return model.to(dtype)
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer of single bytes, three markers in front, in the byte-level spelling."""
+    letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD))][: size - 4]
+    vocabulary = {letter: 4 + place for place, letter in enumerate(letters)}
+    added = [{"id": place, "content": text, "special": place < 3} for place, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    written = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}}
+    (folder / "tokenizer.json").write_text(json.dumps(written), encoding="utf-8")
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, **options)
+    save_tokenizer(folder, model.config.vocab_size)
+    return folder
+
+
+@functools.cache
+def folder_of(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Path:
+    """A Hugging Face folder of one family, written once."""
+    folder = Path(tempfile.mkdtemp(prefix="family-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save(judge(family, dtype, lean), folder)
+
+
+def load(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Llama:
+    return open_checkpoint(folder_of(family, dtype, lean)).load("cpu", FEATURE_LAYERS)
+
+
+class Cached:
+    """A model with a cache of its own for two rows whose pages lie in any order."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model = model
+        pages = LENGTH // PAGE
+        limits = Limits(2, 4, LENGTH, PAGE, 2 * pages, model.vocab_size, model.vocab_size, model.feature_size)
+        self.buffers = StaticBuffers(model.cache_specs(limits))
+        self.tables = 1 + torch.randperm(2 * pages, generator=torch.Generator().manual_seed(0)).view(2, pages)
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Logits and features of positions start .. stop - 1. tokens [B, N]."""
+        positions = torch.arange(start, stop).expand(len(tokens), -1)
+        tables = self.tables[: len(tokens)]
+        slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
+        output = self.model(ModelInput(tokens[:, start:stop], positions, slots, tables, PAGE), self.buffers)
+        return self.model.logits(output.hidden), output.features
+
+    def in_chunks(self, tokens: Tensor, size: int) -> Tensor:
+        count = tokens.shape[1]
+        return torch.cat([self.run(tokens, start, min(start + size, count))[0] for start in range(0, count, size)], 1)
