@@ -110,7 +110,7 @@ def place(group: Group) -> str:
 def outcomes() -> dict[str, dict[str, str]]:
     """What every back end makes of every group, now. The reasons of both are those of "auto"; they are not told twice."""
     compilers = {name: GrammarCompiler(BYTES, max_threads=1, backend=name) for name in BACKENDS}
-    found = {place(group): {name: classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
+    found = {place(group): {str(name): classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
     return {where: {**row, "auto": REFUSED if row["auto"].startswith(REFUSED) else row["auto"]} for where, row in found.items()}
 
 

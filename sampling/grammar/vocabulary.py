@@ -91,9 +91,28 @@ class Vocabulary:
         return self._pack(self.stop_token_ids)
 
     @cached_property
+    def swallowed_ids(self) -> frozenset[int]:
+        """Ids that xgrammar's masks are wrong about; those that other tokens can stand for.
+
+        It skips what is behind a rejected token in sorted order as long as that token is found in it, anywhere: `\\r\\r\\n` goes
+        with `\\n\\r`. A handful of any real vocabulary. A grammar that could not be written without them keeps them.
+        """
+        singles = {token for token in self.tokens if len(token) == 1}
+        ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.silent_ids)
+        open_tokens, swallowed = list[bytes](), set[int]()
+        for token, token_id in ordered:
+            while open_tokens and open_tokens[-1] not in token:
+                open_tokens.pop()
+            if not all(map(token.startswith, open_tokens)) and all(bytes([byte]) in singles for byte in token):
+                swallowed.add(token_id)
+            open_tokens.append(token)
+        return frozenset(swallowed)
+
+    @cached_property
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
         # xgrammar reads a token of no bytes as "never legal"; that is the only way to tell it that an id is a control token.
-        encoded = [b"" if token_id in self.silent_ids else token for token_id, token in enumerate(self.tokens)]
+        hidden = self.silent_ids | self.swallowed_ids
+        encoded = [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
         return xgrammar.TokenizerInfo(
             encoded,
             xgrammar.VocabType.RAW,

@@ -49,8 +49,12 @@ class XGrammarBuilder:
     def build(self, constraint: Constraint) -> XGrammar:
         """RefusedError, or ValueError in the library's words, where the constraint would not be enforced."""
         text, root = ebnf_text(constraint)
+        # In a first rule that is used by others too, the library forbids tokens that reach beyond its end.
+        first = "first"
+        while first in text:
+            first += "_"
         try:
-            compiled = self._compiler.compile_grammar(text, root_rule_name=root)
+            compiled = self._compiler.compile_grammar(f"{text}\n{first} ::= {root}\n", root_rule_name=first)
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # the C++ side raises RuntimeError and several types of its own

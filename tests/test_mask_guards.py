@@ -1,0 +1,123 @@
+"""Bugs of the grammar libraries that are worked around, each shown to be there when its guard is taken away.
+
+A mask is right where it holds what `accept_token` takes, token for token. Those of llguidance are in test_llguidance.py.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import xgrammar
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.xgrammar_grammar import XGrammarBuilder
+from tests.grammar_texts import filled
+
+
+def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
+    return GrammarCompiler(vocabulary, max_threads=1, backend="xgrammar")
+
+
+def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> list[tuple[bytes, list[int], list[int]]]:
+    """Walk at random; the texts behind which the mask and `accept_token` are of two minds, with what each holds legal."""
+    vocabulary = compiled.vocabulary
+    matcher, ids, found = compiled.matcher(), list[int](), []
+    for _ in range(steps):
+        status, legal = filled(matcher, vocabulary.mask_words)
+        taken = []
+        for token_id in range(len(vocabulary.tokens)):
+            if matcher.accept_token(token_id):
+                taken.append(token_id)
+                matcher.rollback(1)
+        if taken != legal:
+            found.append((vocabulary.decode(ids), legal, taken))
+        going_on = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
+        if status != MaskStatus.OK or not going_on:
+            break
+        ids.append(random.choice(going_on))
+        assert matcher.accept_token(ids[-1])
+    return found
+
+
+def random_vocabulary(random: Random, letters: str) -> Vocabulary:
+    tokens = {letter.encode() for letter in letters}
+    while len(tokens) < 24:
+        tokens.add("".join(random.choice(letters) for _ in range(random.randint(2, 5))).encode())
+    return Vocabulary([*sorted(tokens, key=lambda _: random.random()), b""], stop_token_ids=[24])
+
+
+GRAMMARS = [
+    (Constraint.ebnf('root ::= "(" root ")" | "a" | "\\n"'), "(a)\n"),
+    (Constraint.ebnf('root ::= x*\nx ::= "a" | "b)" | ")" ")"+ "\\n" | "(" root ")"'), "ab)(\n"),
+    (Constraint.json_schema({"type": "array", "items": {"$ref": "#"}}), "[], "),
+    (Constraint.regex("(\\)\\)\\n)*a{1,3}b?"), "ab)\n"),
+]
+
+
+def wrong_masks() -> int:
+    random, found = Random(4), 0
+    for _ in range(60):
+        for constraint, letters in GRAMMARS:
+            found += len(disagreements(compiler(random_vocabulary(random, letters)).compile(constraint), random, 10))
+    return found
+
+
+def test_masks_hold_what_is_accepted_token_for_token() -> None:
+    assert wrong_masks() == 0
+
+
+def test_the_librarys_skipping_by_substring_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vocabulary, "swallowed_ids", frozenset())
+    assert wrong_masks() > 0
+
+
+def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_can_write_them() -> None:
+    vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
+    assert vocabulary.swallowed_ids == {4}
+    matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
+    assert filled(matcher, 1)[1] == [0, 1, 2, 3, 5, 6] and not matcher.accept_token(4)
+    assert vocabulary.decode([4]) == b"xzxy"
+    assert Vocabulary([b"b", b"cb", b""], [2]).swallowed_ids == set()
+
+
+def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([b"(", b")", b"))", b"a", b"a)", b""], stop_token_ids=[5])
+    constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
+    assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
+
+    def as_it_stands(self: Any, text: str, root_rule_name: str) -> xgrammar.CompiledGrammar:
+        *rules, last = text.strip().split("\n")
+        return real(self, "\n".join(rules), root_rule_name=last.rpartition(" ")[2])
+
+    real = xgrammar.GrammarCompiler.compile_grammar
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", as_it_stands)
+    found = [disagreements(compiler(vocabulary).compile(constraint), Random(seed), 12) for seed in range(5)]
+    assert any(found)
+
+
+def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forbids `}]` behind a string that ends an object in an array."""
+    tokens = [b"{", b"}", b"[", b"]", b'"', b"a", b": ", b", ", b"}]", b""]
+    vocabulary, text = Vocabulary(tokens, stop_token_ids=[9]), [0, 4, 5, 4, 6, 2, 0, 4, 5, 4, 6, 4, 5, 4]  # {"a": [{"a": "a"
+    matcher = compiler(vocabulary).compile(Constraint.json_object()).matcher()
+    assert all(matcher.accept_token(token_id) for token_id in text)
+    assert 8 in filled(matcher, 1)[1] and matcher.accept_token(8)
+    builtin = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary.tokenizer_info).compile_builtin_json_grammar())
+    assert all(builtin.accept_token(token_id) for token_id in text)
+    mask = torch.zeros(1, 1, dtype=torch.int32)
+    builtin.fill_next_token_bitmask(mask, 0)
+    assert not int(mask[0, 0]) >> 8 & 1 and builtin.accept_token(8)
+
+
+def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
+    tokens = [b'"', b"a", b"<|im_start|>", b""]
+    in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), 1.0, 1) for ids in ([], [2])]
+    legal = []
+    for builder in in_string:
+        matcher = builder.build(Constraint.json_schema({"type": "string"})).matcher()
+        assert matcher.accept_token(0)
+        legal.append(filled(matcher, 1)[1])
+    assert legal == [[0, 1, 2], [0, 1]]
