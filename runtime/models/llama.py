@@ -63,14 +63,13 @@ class Llama(nn.Module):
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
         states = functional.embedding(inputs.tokens.flatten(), self.embedding)
         turns = angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
-        kept = []
+        entering = [states]
         for index, layer in enumerate(self.layers):
-            kept += [states] * self.feature_layers.count(index)
-            states = layer(states, turns, inputs, keys[index], values[index])
-        kept += [states] * self.feature_layers.count(self.config.num_layers)
+            entering.append(layer(entering[-1], turns, inputs, keys[index], values[index]))
         shape = inputs.tokens.shape
-        hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
-        return ModelOutput(hidden, torch.cat(kept, -1).view(*shape, -1) if kept else hidden)
+        hidden = rms_norm(entering[-1], self.norm, self.config.norm_epsilon).view(*shape, -1)
+        features = [entering[layer] for layer in self.feature_layers]
+        return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         weight = self.embedding if self.head is None else self.head
