@@ -94,7 +94,7 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("k", range(9))
 def test_tokens_and_acceptance_are_the_reference_s(k: int) -> None:
-    _, accepted = compare(make_case(20, k, 160, k), tile=128)
+    _, accepted = compare(make_case(14, k, 160, k), tile=128)
     assert len(set(accepted.tolist())) > min(k, 2), "chains of several lengths"
 
 
@@ -112,7 +112,7 @@ def test_a_view_of_wider_distributions() -> None:
 def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_raced() -> None:
     """p = q but for scraps here and there: a refusal, forced by its status, leaves the scraps, which alone may be drawn."""
     for seed, scraps in ((1, 0), (2, 1), (3, 2)):
-        case = make_case(12, 2, 300, seed, closeness=0.0, sound=True)
+        case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
         assert torch.equal(compare(case, tile=128)[1], case.draft_count)
         given = case.target_probs.clone()
         places = torch.arange(scraps) * 100 + 77
