@@ -24,15 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, masks, processors, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, masks, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import Context
+from tools.checks.filters import SETTINGS, filter_inputs
 from tools.checks.kernels import choice_inputs, device_us
 from tools.checks.masks import MAX_BIASES, make_case, tag_inputs
 from tools.checks.rejection import judgement
 
 CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/programs, which needs triton
+FILTER_TILE, FILTER_DIGIT_BITS, FILTER_PASSES = 2048, 3, 10
 SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
 
@@ -91,6 +93,24 @@ def race_figures(context: Context, rows: int, width: int) -> dict[str, object]:
     kernel = partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token)
     plain = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
     return {"op": "race", "shape": f"N={rows} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
+
+
+def filter_figures(context: Context, rows: int, width: int, filtered: bool) -> dict[str, object]:
+    """The draw of a token, by temperature alone or with top-k and top-p as well; tiles that a pass may skip are counted as read."""
+    logits = filter_inputs(rows, width)[0].to(context.device)
+    params = torch.tensor([SETTINGS[0 if filtered else 1]] * rows, device=context.device)
+    seed = position = torch.arange(rows, device=context.device)
+    probs, token = torch.empty_like(logits), torch.empty(rows, dtype=torch.int64, device=context.device)
+    arguments = (logits, params, seed, position, int(Purpose.DRAFT), None, probs, token)
+    least = logits.numel() * 8 + rows * 40
+    reads = 2 * FILTER_PASSES if filtered else 1
+    scratch = rows * -(-width // FILTER_TILE) * (16 + reads * 2**FILTER_DIGIT_BITS * 16)
+    kernel, plain = partial(filters.draw_operation, *arguments), partial(filters.draw_reference, *arguments)
+    return {
+        "op": "draw",
+        "shape": f"N={rows} V={width}{' top-k top-p' if filtered else ''}",
+        **_figures(context, least, least + logits.numel() * 4 * (1 + reads) + scratch, kernel, plain),
+    }
 
 
 def chain_figures(context: Context, batch: int, k: int) -> dict[str, object]:
@@ -185,6 +205,7 @@ def registers() -> object:
 def report(context: Context) -> dict[str, object]:
     found = [choice_figures(context, *shape) for shape in SHAPES]
     found += [race_figures(context, batch, width) for batch, _, width in SHAPES]
+    found += [filter_figures(context, batch, width, asks) for batch, _, width in SHAPES[:2] for asks in (False, True)]
     found += [chain_figures(context, batch, k) for batch, k in ((1, 4), (64, 8))]
     found += [tag_figures(context, batch, 5) for batch in (1, 64)]
     found += [process_figures(context, batch, 5, 151_669, asking) for batch, asking in ((1, False), (8, False), (8, True))]

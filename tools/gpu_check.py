@@ -46,7 +46,7 @@ def find_stepgraph() -> None:
 
 
 def load_checks() -> dict[str, Check]:
-    from tools.checks import kernels, masks, rejection, rounds, steps, timing
+    from tools.checks import filters, kernels, masks, rejection, rounds, steps, timing
 
     checks = (
         steps.capture_user_step,
@@ -64,6 +64,7 @@ def load_checks() -> dict[str, Check]:
         rounds.several_engines,
         kernels.kernels_equal_references,
         masks.masks_and_processors_equal_references,
+        filters.filters_equal_references,
         rejection.rejection_equals_reference,
         timing.gil_hold,
         timing.figures,
