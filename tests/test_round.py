@@ -131,7 +131,8 @@ def test_what_host_nodes_see_is_the_head_of_the_row_table() -> None:
 
 @pytest.mark.parametrize("wrong", ["nothing", "owner", "history", "index", "status"])
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str, index: int) -> None:
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str, index: int, sampled: bool) -> None:
     """Plant a mask that allows one poison token only, under a tag that is not this row's: the token must not come out."""
     bench = RoundBench(backend, 2)
     bench.randomise(3)
@@ -150,6 +151,8 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
     b.batch_rows[0] = 0
     b.row_state[0] = torch.tensor([state.get(column, 0) for column in Column])
     b.row_stop_ids[0] = -1
+    b.row_bias_ids[0] = -1
+    b.row_params[0, sampler.Param.MIN_NEW_TOKENS] = 0
     draft = int(stages.target_verify(b, stages.read_batch(b, 1), target, limits)[0][0, 0].argmax())
     b.row_drafts[0] = draft
     allowed = torch.zeros(3, limits.vocab_size, dtype=torch.bool)
@@ -161,7 +164,8 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
     if wrong != "nothing":
         b.row_tags[0, index, list(spoiled).index(wrong)] = spoiled[wrong]
     batch = stages.read_batch(b, 1)
-    emission, after = stages.accept(b, batch, stages.target_verify(b, batch, target, limits)[0], constrained=True)
+    emission, after = stages.accept(b, batch, stages.target_verify(b, batch, target, limits)[0], constrained=True, sampled=sampled)
+    assert (poison in emission.tokens[0].tolist()) == (wrong == "nothing"), "not even where nobody looks at the status"
     emitted, finish = emission.tokens[0, : int(emission.emitted[0])].tolist(), int(after.state[0, Column.FINISH])
     if wrong == "nothing":
         assert emitted == [draft] * index + [poison]
