@@ -25,14 +25,14 @@ class Case(NamedTuple):
     inputs: ModelInput
 
     def rows(self, rows: slice) -> Case:
-        inputs = self.inputs
-        parts = (part[rows] for part in (inputs.tokens, inputs.positions, inputs.slots, inputs.block_tables))
-        return Case(self.query[rows], self.keys, self.values, ModelInput(*parts, PAGE))
+        tokens, positions, slots, tables, *_ = self.inputs
+        inputs = ModelInput(tokens[rows], positions[rows], slots[rows], tables[rows], PAGE)
+        return Case(self.query[rows], self.keys, self.values, inputs)
 
     def queries(self, queries: slice) -> Case:
-        inputs = self.inputs
-        parts = (part[:, queries] for part in (inputs.tokens, inputs.positions, inputs.slots))
-        return Case(self.query[:, queries], self.keys, self.values, ModelInput(*parts, inputs.block_tables, PAGE))
+        tokens, positions, slots, tables, *_ = self.inputs
+        inputs = ModelInput(tokens[:, queries], positions[:, queries], slots[:, queries], tables, PAGE)
+        return Case(self.query[:, queries], self.keys, self.values, inputs)
 
     def run(self, window: int | None = None) -> Tensor:
         return attention(self.query, self.keys, self.values, self.inputs, window)

@@ -72,7 +72,8 @@ class GgufSource:
         import gguf
 
         stored = self._tensors[name]
-        tensor = torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(stored.data, stored.tensor_type)))
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))  # what is not quantised lies in the file itself
         turned = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if turned is not None and self.config["architectures"] == ["LlamaForCausalLM"]:
             # The format keeps the two numbers of a rotated pair side by side, the model half a head apart.
