@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
+from stepgraph.sampling.grammar.compiler import GrammarCompiler
+from stepgraph.sampling.grammar.constraint import BackendChoice, checked_backend
 from stepgraph.sampling.grammar.native_link import HOST_LINKS
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import WISHES
 
 
@@ -29,6 +32,8 @@ class EngineConfig:
     filters: str = "auto"  # top-k, top-p and their like on a GPU: flashinfer, triton, torch, or auto: the first that proves right there
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
+    grammar_backend: BackendChoice = "auto"  # for constraints that name none: xgrammar, llguidance, or auto
+    check_masks: bool = False  # True: every token that a grammar takes is held against its mask; a disagreement is that request's error
     eager: bool = False  # True: run every round without recording it
     host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
 
@@ -41,7 +46,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.filters: got {self.filters!r}, want one of {', '.join(map(repr, WISHES))}")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
-        for name in ("draft_masks", "greedy_only", "eager"):
+        checked_backend("EngineConfig.grammar_backend", self.grammar_backend)
+        for name in ("draft_masks", "greedy_only", "check_masks", "eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
         try:
@@ -69,6 +75,9 @@ class EngineConfig:
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
         return bucket_sizes(self.max_rows) if self.buckets is None else checked_buckets(self.buckets, self.max_rows)
+
+    def grammar_compiler(self, vocabulary: Vocabulary) -> GrammarCompiler:
+        return GrammarCompiler(vocabulary, backend=self.grammar_backend, check_masks=self.check_masks)
 
     def limits(self, vocab_size: int, num_tokens: int, feature_size: int) -> Limits:
         try:

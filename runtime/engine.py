@@ -41,7 +41,6 @@ from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import Flight
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -72,7 +71,7 @@ class Engine:
         check_device(models, self.backend)
         check_mode(models)
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only)
-        self._compiler = GrammarCompiler(vocabulary) if vocabulary is not None else None
+        self._compiler = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)

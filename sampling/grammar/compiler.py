@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from stepgraph.sampling.grammar.backends import Builder, Grammar, asked, builder
+from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
+from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
@@ -30,13 +32,19 @@ class CompiledConstraint:
     backend: str  # the library that enforces it
     reason: str  # why it is not the one that would have been preferred; empty where it is
     seconds: float
+    marker: Marker | None = None
+    check_masks: bool = False
 
     @property
     def nbytes(self) -> int:
         return self.grammar.nbytes
 
     def matcher(self) -> Matcher:
-        return self.grammar.matcher()
+        """A matcher at the start of a text, for one request."""
+        matcher = self.grammar.matcher()
+        if self.marker:
+            matcher = MarkerMatcher(matcher, self.marker, self.vocabulary)
+        return CheckedMatcher(matcher, self.backend) if self.check_masks else matcher
 
 
 class GrammarCompiler:
@@ -49,6 +57,7 @@ class GrammarCompiler:
         max_threads: int = 4,
         fuel_seconds: float = 0.5,
         backend: BackendChoice = "auto",
+        check_masks: bool = False,
     ) -> None:
         for name, value in (("max_cached", max_cached), ("max_threads", max_threads)):
             if not is_int(value) or value < 1:
@@ -59,7 +68,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._fuel_seconds, self._max_threads = fuel_seconds, max_threads
         self._max_cached = max_cached
-        self._backend = backend
+        self._backend, self._check_masks = backend, check_masks
         self._builders: dict[str, Builder] = {}
         self._builder_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -105,7 +114,9 @@ class GrammarCompiler:
                 reasons[name] = str(error)
                 continue
             why = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
-            return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, time.perf_counter() - start)
+            marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
+            seconds = time.perf_counter() - start
+            return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks)
         told = list(dict.fromkeys(reasons.values()))
         why = told[0] if len(told) == 1 else "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")

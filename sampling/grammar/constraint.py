@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from stepgraph.sampling.grammar.response_format import checked_response_format
 from stepgraph.sampling.grammar.structural_tag import checked_tag
+from stepgraph.sampling.grammar.vocabulary import is_int
 
 if TYPE_CHECKING:
     from stepgraph.sampling.grammar.coverage import Coverage
@@ -35,13 +36,15 @@ class Constraint:
     `any_whitespace` lets a JSON text be laid out freely, within a bound on every run of blanks. It is off by default: a
     model that is free to emit blanks may do so forever.
 
-    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce.
+    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce. `marker` is what
+    the text must come to before the constraint begins; see `after`.
     """
 
     kind: ConstraintKind
     payload: str
     any_whitespace: bool = False
     backend: BackendChoice = "auto"
+    marker: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
@@ -55,6 +58,9 @@ class Constraint:
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for constraints with JSON in them only")
         checked_backend("Constraint.backend", self.backend)
+        of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
+        if self.marker is not None and (not self.marker or not (of_ids or isinstance(self.marker, str))):
+            raise ValueError(f"Constraint.marker: got {self.marker!r}, want a text or token ids, at least one")
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:
@@ -125,6 +131,13 @@ class Constraint:
         of its `schema`, its `end`. Triggers are text; a control token is none."""
         name = "Constraint.structural_tag"
         return cls("structural_tag", _canonical(checked_tag(tag, name), name), any_whitespace, backend)
+
+    def after(self, marker: str | Sequence[int]) -> Constraint:
+        """The same constraint, from where the text has come to the marker: `Constraint.json_object().after("</think>")`.
+
+        In front of it any text may stand, but no stop token. A text is found in whatever tokens it comes, and no token reaches
+        beyond its end; ids are for markers that are control tokens. The grammar begins with the very next byte."""
+        return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
 
     def coverage(self) -> Coverage:
         """What each grammar library makes of this constraint, and which one would enforce it. Compiles it, so it may take seconds."""
