@@ -33,7 +33,7 @@ from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
 from tests.link_bench import Foreign, Memory, Twins, native_link
 from tests.planted import fail, plant
-from tests.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
+from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, VOCABULARY, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
 
@@ -127,6 +127,19 @@ def test_whatever_the_library_fails_at_is_this_rows_fault_alone(function: str, t
     link.announce(rows)
     link.node(WALK)()
     assert rows[1].fills <= 1 and rows[0].fills == 8, "nothing more is asked of it"
+
+
+def test_a_token_behind_the_end_is_refused_before_the_library_complains(capfd: pytest.CaptureFixture[str]) -> None:
+    memory = Memory.make(1, 0)
+    link = native_link(memory)
+    row = letters(link)
+    for history, token in ((0, 0), (1, A), (2, STOP), (3, A)):
+        running(memory, row, history=history, last=token)
+        link.announce([row])
+        link.node((BEGIN, COMMIT, END))()
+        assert bool(row.fault) == (history == 3)
+    assert f"RuntimeError: token {A} was sampled under a mask of this grammar" in row.fault
+    assert capfd.readouterr().err == ""
 
 
 def test_a_failing_rollback_is_a_fault() -> None:

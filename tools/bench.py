@@ -1,4 +1,4 @@
-"""Measure the round, sampling and the kernels: variants interleaved, medians and ratios, one JSON document last. Never fails on time.
+"""Measure rounds, grammars, sampling and kernels: variants interleaved, medians and ratios, one JSON document last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tools import bench_kernels, bench_sampling
+from tools import bench_grammar, bench_kernels, bench_sampling
 from tools.checks.context import Context
 
 SCHEMA = {
@@ -103,16 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--backend", default="auto", choices=("auto", "tape", "cuda"))
-    parser.add_argument("--only", choices=("round", "sampling", "kernels"), help="one of the three parts (default: all)")
+    parser.add_argument("--only", choices=("round", "grammar", "sampling", "kernels"), help="one of the parts (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
     parts: dict[str, Callable[[], dict[str, object]]] = {
         "round": lambda: measure_rounds(options),
+        "grammar": lambda: bench_grammar.report(rounds=400, drafts=options.drafts),
         "sampling": lambda: bench_sampling.report(context, bench_sampling.SHAPES, bench_sampling.SECONDS),
         "kernels": lambda: bench_kernels.report(context),
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
+    if "grammar" in found:
+        print("\n".join(bench_grammar.lines(found["grammar"])))
     if "sampling" in found:
         print(bench_sampling.table(found["sampling"]))
     print(json.dumps(found, indent=2))

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_void_p
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,10 +27,12 @@ from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
 from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 HOST_LINKS = ("auto", "native", "python")
 
 _warned: set[str] = set()
+_mixed: weakref.WeakKeyDictionary[Vocabulary, npt.NDArray[np.int32]] = weakref.WeakKeyDictionary()  # words with ids that are no text
 
 
 def open_host_link(choice: str, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor, depth: int) -> HostLink:
@@ -65,9 +69,12 @@ class NativeRow:
 
     def _drive_natively(self, matcher: XGrammarMatcher) -> None:
         vocabulary, struct, xgrammar = matcher.vocabulary, self.struct, self._library.xgrammar
-        self._words = vocabulary.text_words, vocabulary.stop_words
+        if vocabulary not in _mixed:
+            _mixed[vocabulary] = np.flatnonzero(vocabulary.text_words != -1).astype(np.int32)
+        self._words = vocabulary.text_words, vocabulary.stop_words, _mixed[vocabulary]
         struct.library, struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
-        struct.text_words, struct.stop_words = (words.ctypes.data for words in self._words)
+        struct.text_words, struct.stop_words, struct.mixed = (words.ctypes.data for words in self._words)
+        struct.num_mixed = len(_mixed[vocabulary])
         struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), matcher.fuel_seconds
 
     @property

@@ -16,7 +16,7 @@ from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
 from stepgraph.sampling.grammar.host_link import MatcherRow
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.native_link import open_host_link
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import VOCABULARY, compiled, toy_target
 
@@ -53,7 +53,7 @@ class RoundBench:
         specs = [*round_specs(self.limits), *target.cache_specs(self.limits), *draft.cache_specs(self.limits), *outputs]
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
-        self.host = PythonLink(b.state_host, b.drafts_host, b.masks_host, b.tags_host)
+        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=4)
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:

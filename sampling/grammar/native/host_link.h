@@ -35,6 +35,8 @@ typedef struct {
     void *matcher;
     const int32_t *text_words; /* [words] a bit per id that stands for text; NULL where the library knows such things itself */
     const int32_t *stop_words; /* [words] a bit per stop token */
+    const int32_t *mixed;      /* [num_mixed] which of text_words are not all ones */
+    int64_t num_mixed;
     int64_t num_tokens;
     int64_t owner;
     int64_t committed; /* tokens of the history that the matcher has accepted for good */

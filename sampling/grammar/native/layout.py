@@ -39,6 +39,8 @@ class RowStruct(Structure):
         ("matcher", c_void_p),
         ("text_words", c_void_p),
         ("stop_words", c_void_p),
+        ("mixed", c_void_p),
+        ("num_mixed", c_int64),
         ("num_tokens", c_int64),
         ("owner", c_int64),
         ("committed", c_int64),

@@ -74,17 +74,29 @@ int accept_token(matcher_row *row, int64_t token) {
     return accepted;
 }
 
-/* Clears what is no text and no stop token (the library also sets bits beyond the vocabulary), and says what is left. */
-static int32_t keep_legal(const matcher_row *row, int32_t *restrict mask, int64_t words) {
-    const int32_t *restrict text = row->text_words, *restrict stop = row->stop_words;
-    int32_t any_text = 0, any_stop = 0;
-    for (int64_t word = 0; word < words; word++) {
-        int32_t legal_text = mask[word] & text[word], legal_stop = mask[word] & stop[word];
-        any_text |= legal_text;
-        any_stop |= legal_stop;
-        mask[word] = legal_text | legal_stop;
+/* Most words are passed over sixty-four at a time; `text` is read only where some bit is set. */
+static int any_text(const int32_t *mask, const int32_t *text, int64_t words) {
+    for (int64_t word = 0; word < words; word += 64) {
+        int64_t end = word + 64 < words ? word + 64 : words;
+        int32_t some = 0, some_text = 0;
+        for (int64_t next = word; next < end; next++) some |= mask[next];
+        if (!some) continue;
+        for (int64_t next = word; next < end; next++) some_text |= mask[next] & text[next];
+        if (some_text) return 1;
     }
-    return any_text ? OK : any_stop ? COMPLETE : DEAD_END;
+    return 0;
+}
+
+/* Clears what is no text and no stop token (the library also sets bits beyond the vocabulary), and says what is left.
+   A word of which every id is text needs no clearing. */
+static int32_t keep_legal(const matcher_row *row, int32_t *mask, int64_t words) {
+    int32_t any_stop = 0;
+    for (int64_t place = 0; place < row->num_mixed; place++) {
+        int32_t word = row->mixed[place];
+        mask[word] &= row->text_words[word] | row->stop_words[word];
+        any_stop |= mask[word] & row->stop_words[word];
+    }
+    return any_text(mask, row->text_words, words) ? OK : any_stop ? COMPLETE : DEAD_END;
 }
 
 int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {

@@ -1,0 +1,212 @@
+"""What grammars cost the host per round: the native link against a serial Python loop and the library's own batch calls.
+
+Every variant walks the same documents through the same rounds, in turns: accept what the target added (after taking back the
+drafts that it refused), fill, then accept and fill for each draft. The masks of all variants are compared outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import torch
+from tqdm import tqdm
+
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.native_link import available_processors
+from stepgraph.sampling.grammar.python_link import PythonLink
+from tools.grammar_documents import TEXTS, Reader, Turn, encode, vocabulary
+from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_reason
+
+BATCHES = (1, 8, 32, 64)
+
+
+@dataclass
+class Figures:
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    fills: int = 0
+    accepts: int = 0
+    rounds: int = 0
+
+
+class Bench:
+    """One batch size: every variant has matchers and masks of its own."""
+
+    def __init__(self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]]) -> None:
+        words = table.mask_words
+        self.rows, self.drafts, self.documents, self.luck = rows, drafts, documents, random.Random(7)
+        self.legal = torch.from_numpy(table.text_words | table.stop_words)
+        self.loops = [PythonLoop(rows, words, drafts), LibraryBatch(rows, words, drafts)]
+        self.links = [Linked("python link", PythonLink, rows, words, drafts)]
+        if native_reason() == "":
+            self.links += [
+                Linked("native link", native, rows, words, drafts),
+                Linked("native link, called from C", native, rows, words, drafts, from_c=True),
+            ]
+        self.readers: list[Reader | None] = [None] * rows
+        self.figures = Figures({variant.name: [] for variant in self.variants})
+
+    @property
+    def variants(self) -> list[Any]:
+        return [*self.loops, *self.links]
+
+    def turns(self) -> list[Turn]:
+        """Every row's next round; a row whose document has ended begins another."""
+        result = []
+        for slot in range(self.rows):
+            reader = self.readers[slot]
+            turn = reader.turn() if reader else None
+            while turn is None:
+                grammar, tokens = self.documents[self.luck.randrange(len(self.documents))]
+                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.luck)
+                for variant in self.variants:
+                    variant.seat(slot, grammar)
+                turn = reader.turn()
+            result.append(turn)
+        return result
+
+    def round(self, keep: bool, compare: bool) -> None:
+        turns = self.turns()
+        order = self.variants
+        self.luck.shuffle(order)
+        for variant in order:
+            variant.prepare(turns)
+            spent = variant.seconds()
+            if keep:
+                self.figures.seconds[variant.name].append(spent)
+        if keep:
+            self.figures.rounds += 1
+            self.figures.fills += self.rows * (self.drafts + 1)
+            self.figures.accepts += sum((turn.token >= 0) + len(turn.drafts) for turn in turns)
+        if compare:
+            expected = self.loops[0].masks & self.legal
+            for variant in self.variants:
+                assert torch.equal(expected, variant.masks & self.legal), f"{variant.name}: another mask than the library's"
+
+    def bytecodes(self) -> dict[str, int]:
+        """How many bytecodes run inside one round's host node."""
+        counts = {}
+        for variant in self.links:
+            if variant.name != "native link, called from C":
+                counts[variant.name] = 0
+        turns = self.turns()
+        for variant in self.variants:
+            variant.prepare(turns)
+            if variant.name in counts:
+                counts[variant.name] = count_bytecodes(variant.run)
+            else:
+                variant.run()
+        return counts
+
+
+def count_bytecodes(call: Callable[[], object]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    call()
+    sys.settrace(None)
+    return count
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(second * 1e6 for second in seconds)
+    return {f"p{share}": round(ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))], 1) for share in (50, 99, 99.9)}
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median of the ratios of rounds that took turns."""
+    ratios = sorted(over / under for over, under in zip(above, below, strict=True))
+    return round(ratios[len(ratios) // 2], 3)
+
+
+def rounds_for(rows: int, rounds: int) -> int:
+    return max(rounds // max(1, rows // 8), 100)
+
+
+def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any) -> dict[str, object]:
+    bench = Bench(rows, drafts, table, documents)
+    warm_up = max(20, rounds // 10)
+    gc.collect()
+    gc.disable()
+    for place in tqdm(range(warm_up + rounds), desc=f"{rows} rows", unit="round", disable=not sys.stderr.isatty(), leave=False):
+        bench.round(keep=place >= warm_up, compare=place < warm_up)
+    gc.enable()
+    seconds, loop, link = bench.figures.seconds, bench.loops[0].name, bench.links[0].name
+    report: dict[str, object] = {
+        "rows": rows,
+        "rounds": bench.figures.rounds,
+        "fills_per_round": bench.figures.fills / bench.figures.rounds,
+        "accepts_per_round": round(bench.figures.accepts / bench.figures.rounds, 2),
+        "us_per_round": {name: summary(spent) for name, spent in seconds.items()},
+        "over_python_loop": {name: ratio(spent, seconds[loop]) for name, spent in seconds.items() if name != loop},
+        "over_python_link": {name: ratio(spent, seconds[link]) for name, spent in seconds.items() if name.startswith("native")},
+        "bytecodes_in_the_host_node": bench.bytecodes(),
+    }
+    for variant in bench.links:
+        variant.link.close()
+    return report
+
+
+def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4) -> dict[str, object]:
+    table, what = vocabulary()
+    ids = {token: token_id for token_id, token in reversed(list(enumerate(table.tokens))) if token}
+    compiler = GrammarCompiler(table)
+    documents = [(compiler.compile(constraint), encode(text, ids)) for _, constraint, text in TEXTS]
+    return {
+        "vocabulary": what,
+        "drafts": drafts,
+        "grammars": {name: len(tokens) for (name, _, _), (_, tokens) in zip(TEXTS, documents, strict=True)},
+        "processors": available_processors(),
+        "native": native_reason() or "available",
+        "python": platform.python_version(),
+        "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents) for rows in batches],
+    }
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The report for people."""
+    for batch in found["batches"]:
+        yield (
+            f"{batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
+            f"{batch['fills_per_round']:g} fills and {batch['accepts_per_round']:g} accepts"
+        )
+        yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
+        for name, figures in batch["us_per_round"].items():
+            times = batch["over_python_loop"].get(name, 1.0)
+            links = batch["over_python_link"].get(name, "")
+            codes = batch["bytecodes_in_the_host_node"].get(name, "")
+            yield f"  {name:<28}{figures['p50']:>10}{figures['p99']:>10}{figures['p99.9']:>10}{times:>15}{links:>15}{codes:>11}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
+    parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
+    parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = report(options.rows, options.rounds, options.drafts)
+    print("\n".join(lines(found)))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

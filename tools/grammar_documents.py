@@ -1,0 +1,103 @@
+"""Documents for measuring grammars: a vocabulary of 131,072 tokens, texts that grammars describe, and how rounds move through them."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, Vocabulary
+
+SIZE = 131_072
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "city": {"enum": ["Lisbon", "Oslo", "Quito"]}, "code": {"type": "integer"}},
+            "required": ["street", "city", "code"],
+            "additionalProperties": False,
+        },
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "address", "tags"],
+    "additionalProperties": False,
+}
+ADDRESS = {"street": "12 Wall Street", "city": "Lisbon", "code": 10577}
+TEXTS: tuple[tuple[str, Constraint, str], ...] = (
+    (
+        "nested schema",
+        Constraint.json_schema(PERSON),
+        json.dumps({"name": "Ada Lovelace", "age": 36, "address": ADDRESS, "tags": ["mathematics", "engines", "poetry"]}),
+    ),
+    ("any JSON", Constraint.json_object(), json.dumps({"items": [{"id": 1, "label": "first one"}, {"id": 2, "label": None}], "ok": True})),
+    ("e-mail", Constraint.regex(r"[a-z0-9._]+@[a-z0-9-]+(\.[a-z0-9-]+)+"), "ada.lovelace.countess@analytical-engine.example.org"),
+)
+
+
+def vocabulary() -> tuple[Vocabulary, str]:
+    """Tekken's 131,072 tokens where `mistral-common` is installed; else as many made up ones."""
+    found = importlib.util.find_spec("mistral_common")
+    places = [Path(place) / "data" / "tekken_240911.json" for place in (found.submodule_search_locations or [])] if found else []
+    for path in places:
+        if path.exists():
+            table = json.loads(path.read_text(encoding="utf-8"))
+            special = int(table["config"]["default_num_special_tokens"])
+            size = int(table["config"]["default_vocab_size"])
+            tokens = [b""] * special + [base64.b64decode(entry["token_bytes"]) for entry in table["vocab"][: size - special]]
+            return Vocabulary(tokens, stop_token_ids=[2]), f"tekken, {len(tokens)} tokens"
+    pick, made = random.Random(0), set[str]()
+    while len(made) < SIZE - 257:
+        word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 7)))
+        made.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
+    tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(made))]
+    return Vocabulary(tokens, stop_token_ids=[0]), f"made up, {len(tokens)} tokens"
+
+
+def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
+    """Longest tokens first: some legal way to write the text."""
+    data, result, place = text.encode(), list[int](), 0
+    while place < len(data):
+        length = next(length for length in range(min(32, len(data) - place), 0, -1) if data[place : place + length] in ids)
+        result.append(ids[data[place : place + length]])
+        place += length
+    return result
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one round asks of one row: how many drafts to take back, what the target added (-1: the text begins), the drafts."""
+
+    rollback: int
+    accepted: int
+    token: int
+    drafts: tuple[int, ...]
+
+
+@dataclass
+class Reader:
+    """A row's way through its document, round after round, with as many accepted drafts as luck gives."""
+
+    grammar: CompiledConstraint
+    tokens: list[int]
+    drafts: int
+    luck: random.Random
+    place: int = 0
+    fresh: bool = True
+
+    def turn(self) -> Turn | None:
+        """The next round; None where the document has ended."""
+        accepted = 0 if self.fresh else self.luck.randint(0, self.drafts)
+        start = 0 if self.fresh else self.place + accepted + 1
+        if start + self.drafts > len(self.tokens):
+            return None
+        token = -1 if self.fresh else self.tokens[start - 1]
+        rollback = 0 if self.fresh else self.drafts - accepted
+        self.place, self.fresh = start, False
+        return Turn(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))
