@@ -162,6 +162,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
         assert not bool(probs.isnan().any()), "NaN makes it endless"
+        assert bool(((probs.sum(-1) > 0) | (top_p >= 1)).all()), "a share of nothing"
         ordered = probs.double().sort(-1, descending=True).values
         short = (ordered.cumsum(-1) < top_p.double()[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[1] - 1)
         kept = torch.where((probs >= ordered.gather(1, short)) | (top_p >= 1)[:, None], probs, 0.0)

@@ -89,6 +89,13 @@ def test_probabilities_sum_to_one_where_float_sums_do_not() -> None:
     assert share < 0.999 and bool(kept.all()), "one of equals brings all"
 
 
+def test_a_token_lighter_than_a_unit_stays_where_nothing_is_asked() -> None:
+    logits = torch.tensor([[[0.0, -30.0, -80.0]]])
+    assert bool((sampler.distribution(logits, params(1.0)) > 0).all())
+    assert (sampler.distribution(logits, params(1.0, 2))[0, 0] > 0).tolist() == [True, True, False]
+    assert (sampler.distribution(logits, params(1.0, 0, 0.9999999))[0, 0] > 0).tolist() == [True, False, False]
+
+
 def test_portable_exp_is_close_to_exp_and_never_falls() -> None:
     """On a sample; over all floats from -86 to 0 the error is 1.05 units of the last place at most, and no step goes back."""
     spaced = torch.cat([-torch.linspace(0, 86, 1_000_000), -torch.logspace(-30, 1.93, 200_000)]).sort().values.float()
