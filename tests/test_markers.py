@@ -154,7 +154,7 @@ def _split(tokens: list[int], size: int) -> list[int]:
 
 def test_a_control_token_as_the_marker_in_the_engine() -> None:
     engine = shared_engine(Setup(k=3, drafter="illegal"))  # drafts CONTROL wherever it may
-    constraint = CONSTRAINTS[1].after([CONTROL])  # type: ignore[union-attr]
+    constraint = CONSTRAINTS[1].after([CONTROL])
     jobs = [engine.submit([place], constraint=constraint, max_new_tokens=60) for place in range(4)]
     for _ in engine.stream():
         pass
