@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -154,13 +155,15 @@ class NativeLink:
         self._announced: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
         self._gone = 0  # announced rounds whose rows were dropped
         self._last_stats = HostStats()
+        self._closing = threading.Lock()
 
     @property
     def stats(self) -> HostStats:
-        if self._finalizer.alive:
-            counts = self._library.counts(self._address)
-            self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks)
-        return self._last_stats
+        with self._closing:  # any thread may ask, also while another one closes
+            if self._finalizer.alive:
+                counts = self._library.counts(self._address)
+                self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks)
+            return self._last_stats
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:
         if isinstance(matcher, XGrammarMatcher) and matcher.vocabulary.mask_words != self._words:
@@ -200,7 +203,8 @@ class NativeLink:
 
     def close(self) -> None:
         self._last_stats = self.stats
-        self._finalizer()
+        with self._closing:
+            self._finalizer()
         self._announced.clear()
 
     def _require_open(self) -> None:

@@ -53,7 +53,7 @@ class RoundBench:
         specs = [*round_specs(self.limits), *target.cache_specs(self.limits), *draft.cache_specs(self.limits), *outputs]
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
-        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=4)
+        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256)
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import time
+from collections.abc import Iterator
+from ctypes import addressof
 
 import torch
 
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_flow, run_eager
 from stepgraph.graphs.capture import Backend, Recorded
+from stepgraph.sampling.grammar.native import Unavailable, load
+from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
 from tools.checks.context import Context, Figures, microseconds, summary
 from tools.checks.states import ROWS, RoundBench
 
@@ -29,33 +35,81 @@ def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded,
     def with_nodes(b: StaticBuffers) -> None:
         b.x.add_(1)
         for place in range(nodes):
-            current_flow().host_node(f"node {place}", lambda: times.append(time.perf_counter()))
+            current_flow().host_node(f"node {place}", lambda: times.append(time.monotonic()))
 
     return backend.capture(plain, buffers), backend.capture(with_nodes, buffers), times
 
 
+class Stamp:
+    """A native host node that notes when it has run, in seconds of `time.monotonic`; without the interpreter."""
+
+    def __init__(self) -> None:
+        library = load()
+        self._nothing = CallListStruct(None, 0)
+        self._calls = (CallStruct * 1)(CallStruct(library.run_calls_address, addressof(self._nothing)))
+        self._list = CallListStruct(self._calls, 1)
+        self.native_address, self.native_data = library.run_calls_address, addressof(self._list)
+
+    @property
+    def finished(self) -> float:
+        return float(self._calls[0].finished)
+
+    def __call__(self) -> None:
+        raise AssertionError("a native node is not called from Python")
+
+
 def gil_hold(context: Context) -> Figures:
-    """Launch to host node, in microseconds, alone and while another thread runs Python bytecode: what a native node avoids."""
+    """Launch to host node, in microseconds, alone and beside a thread that runs Python: a node in Python, and a native one."""
     repeats, figures = context.count(300, 40), dict[str, object]()
     with context.backend(asynchronous=True) as backend:
         _, recorded, times = _host_node_graphs(backend, 1)
-        for busy in (False, True):
-            stop = threading.Event()
-            burner = threading.Thread(target=_burn, args=(stop,), daemon=True)
-            if busy:
-                burner.start()
-            waits = []
-            for _ in range(repeats):
-                times.clear()
-                start = time.perf_counter()
-                _finished(backend, recorded)
-                assert len(times) == 1
-                waits.append((times[0] - start) * 1e6)
-            stop.set()
-            if busy:
-                burner.join()
-            figures["us_busy" if busy else "us_alone"] = summary(waits)
+
+        def in_python() -> float:
+            times.clear()
+            _finished(backend, recorded)
+            assert len(times) == 1
+            return times[0]
+
+        nodes = {"": in_python}
+        with contextlib.suppress(Unavailable):
+            stamp = Stamp()
+            stamped = _stamped(backend, stamp)
+
+            def natively() -> float:
+                _finished(backend, stamped)
+                return stamp.finished
+
+            nodes["native_"] = natively
+        for busy, (name, ran_at) in itertools.product((False, True), nodes.items()):
+            with _burning() if busy else contextlib.nullcontext():
+                waits = []
+                for _ in range(repeats):
+                    start = time.monotonic()
+                    waits.append((ran_at() - start) * 1e6)
+            figures[f"{name}us_busy" if busy else f"{name}us_alone"] = summary(waits)
     return figures
+
+
+def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
+    buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        b.x.add_(1)
+        current_flow().host_node("stamp", stamp)
+
+    return backend.capture(step, buffers)
+
+
+@contextlib.contextmanager
+def _burning() -> Iterator[None]:
+    stop = threading.Event()
+    burner = threading.Thread(target=_burn, args=(stop,), daemon=True)
+    burner.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        burner.join()
 
 
 def _burn(stop: threading.Event) -> None:
