@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, MaskStatus, Matcher
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
 from stepgraph.sampling.grammar.native import load
 from stepgraph.sampling.grammar.native_link import NativeLink
@@ -17,6 +22,10 @@ from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColum
 from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, VOCABULARY
 
 WORDS = VOCABULARY.mask_words
+HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
+OTHER_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
+A = VOCABULARY.tokens.index(b"a")
+WALK = (BEGIN, COMMIT, advance(1), advance(2), advance(3), END)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,9 @@ class Twins:
     def seat(self, slot: int) -> None:
         constraint = self.random.choice([one for one in CONSTRAINTS if one] + [Constraint.regex("(ab|ac)+")])
         grammar = COMPILER.compile(constraint)
-        foreign = self.random.random() < 0.2
+        if self.random.random() < 0.15 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
+            grammar = OTHER_COMPILER.compile(constraint)
+        foreign = self.random.random() < 0.1
         self.owners += 1
         matchers = [Foreign(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links]
         first, second = (link.row(self.owners, matcher) for link, matcher in zip(self.links, matchers, strict=True))
@@ -208,3 +219,16 @@ class Twins:
             first, second = ([getattr(row, name) for name in ("fault", "chain", "committed", "walked", "fills")] for row in guest.rows)
             assert first == second
         assert self.links[0].stats == self.links[1].stats
+
+
+def running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, last: int = 0, accepted: int = 0) -> None:
+    memory.state[slot] = torch.tensor([row.owner, history, last, accepted, ROW_RUNNING])
+
+
+def letters(link: HostLink, owner: int = 9) -> Any:
+    return link.row(owner, COMPILER.compile(Constraint.regex("[a-z]+")).matcher())
+
+
+def resident() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_one_walk_covers_the_legal_drafts_and_the_illegal_one_ends_it(backend: T
     b.drafts_host[:, 0] = torch.tensor([legal, illegal, legal])
     grammar = compiled(GRAMMAR)
     assert grammar is not None
-    row = bench.host.row(9, grammar.matcher())
+    row: Any = bench.host.row(9, grammar.matcher())
     bench.host.announce([row])
     bench.host.node([BEGIN, COMMIT, *(advance(index) for index in (1, 2, 3))])()
     assert b.tags_host[:, 0].tolist() == [[9, 0, 0, 1], [9, 0, 1, 1], [9, 0, 2, int(MaskStatus.ILLEGAL)], [0, 0, 3, 0]]
