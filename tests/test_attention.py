@@ -26,12 +26,12 @@ class Case(NamedTuple):
 
     def rows(self, rows: slice) -> Case:
         tokens, positions, slots, tables, *_ = self.inputs
-        inputs = ModelInput(tokens[rows], positions[rows], slots[rows], tables[rows], PAGE)
+        inputs = ModelInput(tokens[rows], positions[rows], slots[rows], tables[rows], self.inputs.page_size)
         return Case(self.query[rows], self.keys, self.values, inputs)
 
     def queries(self, queries: slice) -> Case:
         tokens, positions, slots, tables, *_ = self.inputs
-        inputs = ModelInput(tokens[:, queries], positions[:, queries], slots[:, queries], tables, PAGE)
+        inputs = ModelInput(tokens[:, queries], positions[:, queries], slots[:, queries], tables, self.inputs.page_size)
         return Case(self.query[:, queries], self.keys, self.values, inputs)
 
     def run(self, window: int | None = None) -> Tensor:
@@ -39,37 +39,38 @@ class Case(NamedTuple):
 
 
 def make_case(
-    lengths: list[int], count: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32
+    lengths: list[int], count: int, heads: int = 4, kv_heads: int = 2, size: int = 16, dtype: torch.dtype = torch.float32, page: int = PAGE
 ) -> Case:
     """Row b has entries at 0 .. lengths[b] - 1; its last live query is at the last of them, later ones are inert.
 
     A row of length 0 is inert altogether. Every second row has one inert query.
     """
     made = torch.Generator().manual_seed(sum(lengths) + count)
-    batch, pages = len(lengths), -(-(max(lengths) + count) // PAGE)
+    batch, pages = len(lengths), -(-(max(lengths) + count) // page)
     tables = (torch.randperm(pages * batch, generator=made) + 1).view(batch, pages)
     inert = torch.arange(batch) % 2
     ends = torch.tensor(lengths)
     positions = ((ends - count + inert)[:, None] + torch.arange(count)).clamp(min=0)
-    slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
-    slots = torch.where(positions < ends[:, None], slots, positions % PAGE)
-    shape = ((pages * batch + 1) * PAGE, kv_heads, size)
+    slots = tables.gather(1, positions // page) * page + positions % page
+    slots = torch.where(positions < ends[:, None], slots, positions % page)
+    shape = ((pages * batch + 1) * page, kv_heads, size)
     keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for row, end in enumerate(lengths):
         places = torch.arange(end)
-        own = tables[row, places // PAGE] * PAGE + places % PAGE
+        own = tables[row, places // page] * page + places % page
         keys[own], values[own] = (torch.randn(end, kv_heads, size, generator=made) for _ in range(2))
     query = torch.randn(batch, count, heads, size, generator=made)
-    inputs = ModelInput(torch.zeros(batch, count, dtype=torch.int64), positions, slots, tables, PAGE)
+    inputs = ModelInput(torch.zeros(batch, count, dtype=torch.int64), positions, slots, tables, page)
     return Case(query.to(dtype), keys.to(dtype), values.to(dtype), inputs)
 
 
 def plain(case: Case, row: int, place: int, window: int | None) -> Tensor:
     """[heads, size] in float64, one head at a time."""
     query, keys, values, inputs = case
+    page = inputs.page_size
     position = int(inputs.positions[row, place])
     seen = [p for p in range(position + 1) if window is None or position - p < window]
-    slots = [int(inputs.block_tables[row, p // PAGE]) * PAGE + p % PAGE for p in seen]
+    slots = [int(inputs.block_tables[row, p // page]) * page + p % page for p in seen]
     found = []
     for head in range(query.shape[2]):
         mine = head // (query.shape[2] // keys.shape[1])

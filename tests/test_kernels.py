@@ -22,7 +22,8 @@ from stepgraph.sampling.kernels import chain, choice, register, rejection
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
-MAX_REGISTERS_MAPPED = 128  # 512: a draft's own vocabulary, small and read through a table
+# Of a draft's own vocabulary, small and read through a table: 512 threads. Of attention, which keeps its sums there: 256.
+MOST_REGISTERS = {"mapped": 128, "attend": 255}
 
 
 def run(*command: str, interpret: bool) -> str:
@@ -48,7 +49,7 @@ def test_every_program_compiles_ahead_of_time_without_a_spill() -> None:
     assert {entry["arch"] for entry in table} == {80, 90, 100}
     for entry in table:
         assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
-        assert entry["registers"] <= (MAX_REGISTERS_MAPPED if entry["kernel"].startswith("mapped") else MAX_REGISTERS), entry
+        assert entry["registers"] <= MOST_REGISTERS.get(entry["kernel"].split("_")[0].split()[0], MAX_REGISTERS), entry
         if entry["kernel"].startswith("masked_candidates"):
             assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepgraph.graphs import attention
+
 ARCHS = (80, 90, 100)
 
 
@@ -86,7 +88,7 @@ def _mask_variants() -> list[Variant]:
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
         found.append(_variant(f"judge_places {has_status}", processors.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
-    return found + _filter_variants()
+    return found + _filter_variants() + attention_variants()
 
 
 def _filter_variants() -> list[Variant]:
@@ -106,6 +108,22 @@ def _filter_variants() -> list[Variant]:
         types = ["*fp32", "*fp32", *["*i64"] * 7, "*fp32", *["i32"] * 6]
         found.append(_variant(f"keep {'and draw' if draws else 'only'}", filters.keep, types, flags | constants, 8))
     return found
+
+
+def attention_variants() -> list[Variant]:
+    """A round's few rows in heads of all sizes, a prompt's many in some, as launched for pages of 16."""
+    from stepgraph.graphs.attention_kernels import split
+
+    found = []
+    shapes = [("bf16", size, 16) for size in attention.HEAD_SIZES] + [("bf16", size, 64) for size in (64, 128, 256)] + [("fp16", 128, 64)]
+    for dtype, size, rows in shapes:
+        tile = split.tile_for(rows, size)
+        types = [*[f"*{dtype}"] * 3, *["*i64"] * 3, f"*{dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
+        sizes = {"size": size, "GROUPS": 4, "PAGE": 16, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
+        constants = sizes | {"ALONE": False, "WIDE": False}
+        found.append(_variant(f"attend_part {dtype} {size}, {tile.rows} rows", split.attend_part, types, constants, tile.warps))
+    types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
+    return [*found, _variant("join_parts", split.join_parts, types, {"PARTS": split.MOST_PARTS, "SIZE": 256}, 2)]
 
 
 def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:
