@@ -214,6 +214,13 @@ def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -
         assert takes(closed, text) == (len(set(names)) == len(names) >= 2)
 
 
+@both
+def test_an_address_has_no_number_with_a_zero_in_front(backend: str) -> None:
+    address = {"type": ["string", "null"], "format": "ipv4"}
+    assert takes(address, '"10.0.255.1"', backend) and takes(address, "null", backend)
+    assert not any(takes(address, f'"{text}"', backend) for text in ("00.76.47.9", "1.2.3.04", "1.2.3.256", "1.2.3", "1.2.3.4.5"))
+
+
 def test_constants_that_json_does_not_tell_apart_are_no_branches_of_oneof() -> None:
     for left, right in ((0, -0.0), (1, 1.0), ([2], [2.0])):
         with pytest.raises(ValueError, match="oneOf: is enforced as anyOf"):

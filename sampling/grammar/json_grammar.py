@@ -25,6 +25,10 @@ _CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})
 _STRING_CHAR = r"(?:[ !#-\\[\\]-\\u007f]|[\\u0080-\\u07ff]|[\\u0800-\\ud7ff\\ue000-\\uffff]|[\\u{10000}-\\u{10ffff}])"
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
+# Formats for which the library's own shape takes what is none: numbers with zeros in front.
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_SHAPES = {"ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}"}
+
 _BASIC_ESCAPE = r'basic_escape ::= (([\"\\/bfnrt]) | ("u" [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9] [A-Fa-f0-9]))'
 _HEX = "[0-9A-Fa-f]"
 _PAIRED_ESCAPE = (
@@ -73,9 +77,11 @@ def _spelled_out(node: Any, patterns: list[str]) -> Any:
     for child in ("items", "additionalProperties"):
         if child in node:
             changed[child] = _spelled_out(node[child], patterns)
-    if "pattern" in node:
+    pattern = node.get("pattern", _SHAPES.get(node.get("format", "")))
+    if pattern is not None:
+        changed.pop("format", None)
         changed["pattern"] = f"pattern{len(patterns)}"
-        patterns.append(ebnf_of(node["pattern"], "pattern", in_json=True))
+        patterns.append(ebnf_of(pattern, "pattern", in_json=True))
     types = types_of(node, "#")
     if types and "type" not in node:
         changed["type"] = types[0]

@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _OPTIONS = re.compile(r"^%llguidance\b(.*)$", re.MULTILINE)
+_NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
 _SCHEMA = re.compile(r"%json\s*")
 # Where bytes are forced, the library would allow one tokenization of them only, by a tokenizer that it calls under the GIL.
 _HEAD = '%llguidance {"no_forcing": true}\n'
@@ -67,7 +68,7 @@ class LLGuidanceBuilder:
         grammar = lark_of(constraint)
         pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if pristine.is_error():
-            refuse("#", constraint.kind, pristine.get_error().split("<state>")[0].split("<non-verbose")[0].strip())
+            refuse("#", constraint.kind, _NOISE.sub("", pristine.get_error()).strip())
         return LLGuidanceGrammar(pristine, self._vocabulary, self._fuel_seconds, len(grammar))
 
 

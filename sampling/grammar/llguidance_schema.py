@@ -56,7 +56,8 @@ def _combines(node: Any) -> bool:
         return False
     applied = _COMBINING & node.keys()
     beside = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")} - applied
-    several = isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
+    # Of oneOf too: closed, or with a type inferred, a branch may look apart from another one and not be.
+    several = any(isinstance(node.get(word), list) and len(node[word]) > 1 for word in ("allOf", "oneOf"))
     below = [node[word] for word in (*_BRANCHES, *_CHILDREN) if word in node]
     below += [child for word in _TABLES if isinstance(node.get(word), dict) for child in node[word].values()]
     return several or len(applied) > 1 or bool(applied and beside) or any(map(_combines, below))

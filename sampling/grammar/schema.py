@@ -271,7 +271,8 @@ def _disjoint(left: Any, right: Any) -> bool:
     if ours and theirs:
         return not ours & theirs
     first, second = types_of(left, "oneOf"), types_of(right, "oneOf")
-    if first and second and not _spread(first) & _spread(second):
+    # A type that is only inferred tells nothing apart: what one branch writes, the other would take if it is of another type.
+    if "type" in left and "type" in right and not _spread(first) & _spread(second):
         return True
     shared = set(left.get("required", [])) & set(right.get("required", []))
     return first == second == ["object"] and any(_tagged(left["properties"][name], right["properties"][name]) for name in shared)
