@@ -13,7 +13,15 @@ from tools.lines import Count, count, over_budget
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("sampling", "graphs", "runtime")  # each may import those in front of it
 FOLDERS = (*LAYERS, "tools", "tests")
-DEVICE_FILES = ("graphs/stages.py", "graphs/round.py", "sampling/bitmask.py", "sampling/acceptance.py")
+DEVICE_FILES = (
+    "graphs/attention.py",
+    "graphs/stages.py",
+    "graphs/round.py",
+    "runtime/models/llama.py",
+    "runtime/models/rope.py",
+    "sampling/bitmask.py",
+    "sampling/acceptance.py",
+)
 SYNCING_METHODS = frozenset({"item", "tolist", "cpu", "nonzero", "numpy"})
 
 
