@@ -10,7 +10,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
 from tests.grammar_texts import filled
@@ -38,11 +38,13 @@ def matcher_of(constraint: Constraint) -> LLGuidanceMatcher:
     return cast(LLGuidanceMatcher, COMPILER.compile(constraint).matcher())
 
 
-def walked(matcher: LLGuidanceMatcher, random: Random, longest: int = 100) -> bytes | None:
-    """A random text of the masks, with a taste for escapes and for the end; None where it grew too long."""
+def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None:
+    """A random text of the masks, with a taste for escapes and for the end; None where it grew too long or has no end."""
     ids = list[int]()
     while len(ids) < longest:
         _, legal = filled(matcher, BYTES.mask_words)
+        if not legal:
+            return None
         wanted = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
         ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(wanted or legal))
         assert matcher.accept_token(ids[-1])
