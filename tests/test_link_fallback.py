@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
+import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 
 from stepgraph.runtime import EngineConfig
 from stepgraph.sampling.grammar import native, native_link
-from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, find_library, xgrammar_binding
+from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, find_library, load, xgrammar_binding
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
 
+COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
 GONE = "it was not built: there was no C compiler when stepgraph was installed"
 
 
@@ -60,6 +63,11 @@ def test_the_report_says_what_drives_the_matchers() -> None:
     engine = make_engine(Setup(k=1))
     assert engine._host.name.startswith("native, ") and engine._host.name.endswith("no GIL")
     engine.close()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+def test_where_there_is_a_compiler_the_link_is_built_and_its_tests_are_not_skipped() -> None:
+    assert load().node_address
 
 
 def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
