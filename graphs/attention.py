@@ -14,11 +14,18 @@ from torch.nn import functional
 from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.model import ModelInput
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling.kernels.register import operation
+from stepgraph.sampling.kernels import register
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the compiled kernel was checked for; the reference takes any
 PART = 128  # keys that the reference weighs at a time
 LEAST_ROWS = 4  # of a matrix product on the CPU: with fewer rows, MKL and oneDNN add up in another order
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """What attention runs as, for people to read."""
+    if device.type == "cuda" and dtype is torch.float32:
+        return "torch reference (the kernel is for bfloat16 and float16)"
+    return register.implementation(device)
 
 
 def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
@@ -104,7 +111,7 @@ def attention_reference(
     output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))
 
 
-attention_operation = operation(
+attention_operation = register.operation(
     "stepgraph.graphs.attention_kernels.split",
     "attention",
     "(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor slots, Tensor block_tables, int page_size, int window,"

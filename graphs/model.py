@@ -38,7 +38,10 @@ class ModelOutput(NamedTuple):
 
 
 class TargetModel(Protocol):
-    """The model whose law is kept. Works on any B and Q, allocates nothing that outlives the call, never asks the host."""
+    """The model whose law is kept. Works on any B and Q, allocates nothing that outlives the call, never asks the host.
+
+    A model may also have `notes`, a tuple of sentences that the capture report repeats.
+    """
 
     @property
     def vocab_size(self) -> int: ...

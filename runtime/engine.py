@@ -64,7 +64,7 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         drafts = check_draft(self.config, draft)
-        models = ModelPair(target, draft if drafts else None)
+        self._models = models = ModelPair(target, draft if drafts else None)
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models)
@@ -109,7 +109,7 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config)
+            notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models)
             return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(

@@ -32,13 +32,13 @@ def check_device(models: ModelPair, backend: Backend) -> None:
             raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
 
 
-def kernel_notes(device: torch.device, config: EngineConfig) -> tuple[str, ...]:
+def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair) -> tuple[str, ...]:
     """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
-    told = f"kernels: {kernels.implementation(device)}"
+    told = (f"kernels: {kernels.implementation(device)}", *(note for model in models for note in getattr(model, "notes", ())))
     if config.greedy_only:
-        return (told,)
+        return told
     try:
-        return told, f"filters: {kernels.choose_filters(device, config.filters)}"
+        return (*told, f"filters: {kernels.choose_filters(device, config.filters)}")
     except ValueError as error:
         raise ValueError(f"EngineConfig.{error}") from None
 

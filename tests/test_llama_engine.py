@@ -15,7 +15,7 @@ from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.families import folder_of, judge
 
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]), Constraint.json_object())
-CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape")
+CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape", buckets=(1, 3))
 PROMPTS = [[7, 30, 5], [9], [40 + place for place in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
 
 
@@ -122,6 +122,7 @@ def test_bfloat16_decodes_in_any_company_alike() -> None:
 
 def test_from_pretrained_decodes() -> None:
     with Engine.from_pretrained(folder_of("llama-2"), config=CONFIG) as engine:
+        assert "attention of the target: torch reference (kernels are for CUDA devices)" in engine.capture().notes
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
         assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
     with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=2"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import LEAST_ROWS, attention, cache_specs, write_cache
+from stepgraph.graphs.attention import LEAST_ROWS, attention, cache_specs, implementation, write_cache
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
@@ -52,6 +52,11 @@ class Llama(nn.Module):
         # As bits: a later .to(bfloat16) rounds every floating point buffer, and positions with it.
         self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
         self.frequency_bits: Tensor
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the capture report."""
+        return (f"attention of the {self.name}: {implementation(self.embedding.device, self.embedding.dtype)}",)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         config = self.config
