@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # on the device a temperature beyond would be infinite
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SamplingParams:
     logprobs: bool = False  # tell the log-probabilities of every emitted token
 
     def __post_init__(self) -> None:
-        self._check_number("temperature", 0.0, math.inf)
+        self._check_number("temperature", 0.0, FLOAT32_MAX)
         self._check_number("min_p", 0.0, 1.0)
         self._check_number("top_p", 0.0, 1.0, open_below=True)
         self._check_number("repetition_penalty", 0.01, 100.0)
@@ -59,8 +61,7 @@ class SamplingParams:
     def _check_number(self, name: str, low: float, high: float, open_below: bool = False) -> None:
         value = getattr(self, name)
         if not _in_range(value, low, high) or (open_below and value == low):
-            bounds = f"{'above' if open_below else 'from'} {low:g}" + (f" to {high:g}" if math.isfinite(high) else " on, finite")
-            raise ValueError(f"SamplingParams.{name}: got {value!r}, want a number {bounds}")
+            raise ValueError(f"SamplingParams.{name}: got {value!r}, want a number {'above' if open_below else 'from'} {low:g} to {high:g}")
 
     def _check_ids(self, name: str) -> None:
         ids = getattr(self, name)

@@ -62,10 +62,11 @@ def weigh(logits: Tensor, params: Tensor) -> Weighed:
     shape = (-1, *[1] * (logits.dim() - 1))
     temperature, top_k, top_p, min_p = (params[:, column].view(shape) for column in range(Param.MIN_P + 1))
     greedy = temperature <= 0
-    scaled = logits.to(torch.float32) / torch.where(greedy, 1.0, temperature)
-    best, likeliest = scaled.max(-1, keepdim=True)
+    values = logits.to(torch.float32)
+    best, likeliest = values.max(-1, keepdim=True)
     alive = torch.isfinite(best)
-    return Weighed(torch.where(alive, portable_exp(scaled - best), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
+    scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # in this order: a large quotient of a logit itself is infinite
+    return Weighed(torch.where(alive, portable_exp(scaled), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
 
 
 def share(weighed: Weighed, kept: Tensor) -> Tensor:

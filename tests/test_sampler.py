@@ -54,6 +54,19 @@ def test_distribution_of_a_large_vocabulary(width: int) -> None:
         assert float(result[-100:].sum()) == 0
 
 
+@pytest.mark.parametrize(
+    ("logits", "temperature", "expected"),
+    [
+        ([7.0, 3.0, -2.0], 1e-40, [1.0, 0.0, 0.0]),
+        ([-3.0, -7.0, -math.inf], 1e-45, [1.0, 0.0, 0.0]),
+        ([3e38, 3e38, -3e38], 0.01, [0.5, 0.5, 0.0]),
+        ([7.0, -7.0, -math.inf], 3.4e38, [0.5, 0.5, 0.0]),
+    ],
+)
+def test_logits_that_the_temperature_lifts_beyond_float32(logits: list[float], temperature: float, expected: list[float]) -> None:
+    assert sampler.distribution(torch.tensor([[logits]]), params(temperature))[0, 0].tolist() == expected
+
+
 def test_rows_keep_their_own_settings_and_a_dead_row_gives_nothing() -> None:
     logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(2))
     logits[1] = -math.inf

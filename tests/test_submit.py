@@ -114,7 +114,9 @@ def test_unknown_fields_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, want a number from 0 on, finite"),
+        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, want a number from 0 to 3.40282e\+38"),
+        ({"temperature": 3.5e38}, r"SamplingParams.temperature: got 3.5e\+38, want a number from 0 to 3.40282e\+38"),
+        ({"temperature": 10**400}, r"SamplingParams.temperature: got 1000"),
         ({"temperature": float("nan")}, r"SamplingParams.temperature: got nan"),
         ({"temperature": "hot"}, r"SamplingParams.temperature: got 'hot'"),
         ({"top_p": 0}, r"SamplingParams.top_p: got 0, want a number above 0 to 1"),
@@ -132,6 +134,7 @@ def test_unknown_fields_are_refused_by_name() -> None:
         ({"logit_bias": {"5": 1.0}}, r"SamplingParams.logit_bias: got the key '5', want token ids >= 0"),
         ({"logit_bias": {-5: 1.0}}, r"SamplingParams.logit_bias: got the key -5"),
         ({"logit_bias": {5: 101}}, r"SamplingParams.logit_bias\[5\]: got 101, want a number from -100 to 100"),
+        ({"logit_bias": {5: 10**400}}, r"SamplingParams.logit_bias\[5\]: got 1000"),
         ({"logit_bias": {5: -float("inf")}}, r"SamplingParams.logit_bias\[5\]: got -inf"),
         ({"bad_token_ids": 5}, r"SamplingParams.bad_token_ids: got int, want a tuple of token ids"),
         ({"bad_token_ids": (1, 2.0)}, r"SamplingParams.bad_token_ids\[1\]: got 2.0, want a token id >= 0"),

@@ -58,8 +58,8 @@ def _tile_maximum(maxima):
 
 @triton.jit
 def _weight(logit, temperature, best):
-    """The weight's bits. `best` is scaled already."""
-    return portable_exp(tl.math.div_rn(logit, temperature) - best).to(tl.int32, bitcast=True)
+    """The weight's bits."""
+    return portable_exp(tl.math.div_rn(logit - best, temperature)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def narrow(
     first, temperature = place == PASSES, tl.load(own + _TEMPERATURE)
     if (_asks(own, place, width, PASSES) | first) & (temperature > 0):
         shift = BITS * (PASSES - 1 - place % PASSES)
-        best = tl.math.div_rn(_value_of(_line_maximum(maxima, TILES)), temperature)
+        best = _value_of(_line_maximum(maxima, TILES))
         top = _weight(_tile_maximum(maxima), temperature, best)
         half = sums + (((place & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
         if top.to(tl.int64) >= low + tl.where(first, 0, tl.full([], 1, tl.int64) << shift):
@@ -217,7 +217,6 @@ def keep(
         if temperature <= 0:
             rates = tl.where(ids == ((found & 0xFFFFFFFF) ^ _LAST_ID), 1.0, rates)
         else:
-            best = tl.math.div_rn(best, temperature)
             if _weight(_tile_maximum(maxima), temperature, best) >= low:
                 values = _logits(logits, positions, width, row_stride, position_stride, TILE)
                 weight = _weight(values, temperature, best)
