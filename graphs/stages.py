@@ -72,13 +72,7 @@ def accept(
         status = kernels.mask_status(buffers.row_tags, owner, generated, ruled, rows=batch.rows)
         ruling = Ruling(buffers.row_masks, batch.rows, ruled, status)
     choose = _choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, ruling)
-    if forced is not None:
-        owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
-        accepted = acceptance.force_accepted(forced, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
-        index = torch.arange(batch.drafts.shape[1], device=tokens.device)
-        held = torch.where(index < accepted[:, None], batch.drafts, tokens[:, :-1])
-        tokens = torch.cat([held, tokens[:, -1:]], 1)
+    tokens, finite, accepted, status = choose(buffers, batch, logits, ruling, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     emission = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
@@ -103,7 +97,7 @@ class Choice(NamedTuple):
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
-def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None) -> Choice:
+def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None, forced: Sequence[float] | None) -> Choice:
     """The likeliest legal token of every place; a draft holds where it is that token."""
     if ruling is None:
         best, tokens = logits.max(-1)
@@ -111,10 +105,14 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling:
     else:
         status = ruling.status
         best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.ruled, status=status)
-    return Choice(tokens, torch.isfinite(best), None, status)
+    finite, accepted = torch.isfinite(best), None
+    if forced is not None:
+        accepted = _forced(batch, finite, status, forced)
+        tokens = _behind_drafts(batch, accepted, tokens)
+    return Choice(tokens, finite, accepted, status)
 
 
-def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None) -> Choice:
+def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None, forced: Sequence[float] | None) -> Choice:
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
     masked, finite, status = kernels.process(logits, _settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
     params = buffers.row_params[batch.rows]
@@ -124,8 +122,24 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling
     tokens, accepted = kernels.reject_sample(
         probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
+    if forced is not None:
+        accepted = _forced(batch, finite, status, forced)
+        place = accepted[:, None, None].expand(-1, 1, probs.shape[2])
+        drawn = kernels.race(probs.gather(1, place).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
+        tokens = _behind_drafts(batch, accepted, drawn[:, None].expand_as(tokens))
     buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
     return Choice(tokens, finite, accepted, status)
+
+
+def _forced(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
+    owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
+    return acceptance.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
+
+
+def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
+    """The drafts that hold, then `tokens`, both at their places."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
 
 
 def draft_prefill(

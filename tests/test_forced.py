@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stepgraph.runtime import Constraint, EngineConfig, FinishReason, SamplingParams
+from stepgraph.sampling.params import GREEDY
 from tests.oracles import accepts
 from tests.toy_engines import COMPILER, STOP, Setup, make_engine
 
-ENDLESS = Constraint.regex("[a-z]*[0-9]*[a-z]*")
+PAIRS = Constraint.regex("([a-z][0-9])*")
 
 
 @pytest.mark.parametrize("drafter", ["adversarial", "perfect"])
@@ -41,14 +44,16 @@ def test_a_share_is_how_often_a_draft_holds() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, logprobs=True), SamplingParams(seed=1)])
 @pytest.mark.parametrize("draft_masks", [True, False])
-def test_a_grammar_is_still_obeyed(draft_masks: bool) -> None:
-    engine = make_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, forced_acceptance=(1.0,) * 4))
-    jobs = [engine.submit([place], constraint=ENDLESS, max_new_tokens=40) for place in range(8)]
+def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) -> None:
+    """Also by the token behind the drafts that hold, which no two neighbouring places allow alike."""
+    engine = make_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
+    jobs = [engine.submit([place], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for place in range(8)]
     for _ in engine.stream():
         pass
     for job in jobs:
-        assert job.error == "" and accepts(COMPILER.compile(ENDLESS), job.tokens, finished=False)
+        assert job.error == "" and accepts(COMPILER.compile(PAIRS), job.tokens, finished=False)
     if draft_masks:
         assert sum(job.num_accepted_drafts for job in jobs) > 0.6 * sum(len(job.tokens) for job in jobs)
     engine.close()
