@@ -8,6 +8,7 @@ schema's own options, patterns that JavaScript reads otherwise, and names in esc
 from __future__ import annotations
 
 import json
+import math
 from decimal import Decimal
 from typing import Any
 
@@ -71,6 +72,7 @@ def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
     if not isinstance(node, dict):
         refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object, true or false")
     _check_words(node, where)
+    _check_exclusive(node, where, closed)
     written: dict[str, Any] = {}
     for keyword, value in node.items():
         if keyword in _TABLES:
@@ -109,6 +111,21 @@ def _check_words(node: dict[str, Any], where: str) -> None:
         refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
     if node.get("$schema", _DIALECT).rstrip("#") != _DIALECT:
         refuse(where, "$schema", f"got {json.dumps(node['$schema'])[:60]}, want {_DIALECT}")
+
+
+def _check_exclusive(node: dict[str, Any], where: str, alone: bool) -> None:
+    """An exclusive bound that is whole is taken for an inclusive one where the other bound is less than 1 away ("0" under 0 < x < 0.25).
+
+    Where schemas are combined, the other bound may be anywhere."""
+    bounds = {keyword: node[keyword] for keyword in _BOUNDS - {"multipleOf"} if isinstance(node.get(keyword), (int, float))}
+    low = max((value for keyword, value in bounds.items() if keyword in ("minimum", "exclusiveMinimum")), default=-math.inf)
+    high = min((value for keyword, value in bounds.items() if keyword in ("maximum", "exclusiveMaximum")), default=math.inf)
+    for keyword, value in sorted(bounds.items()):
+        whole = keyword.startswith("exclusive") and float(value).is_integer()
+        if whole and node.get("type") != "integer" and not (alone and high - low >= 1):
+            refuse(
+                where, keyword, f"got {value}; enforced for integers, and for numbers with the other bound at least 1 away in one schema"
+            )
 
 
 def _inexact(value: Any) -> str:
