@@ -115,7 +115,7 @@ def attention_variants() -> list[Variant]:
     from stepgraph.graphs.attention_kernels import split
 
     found = []
-    shapes = [("bf16", size, 16) for size in attention.HEAD_SIZES] + [("bf16", size, 64) for size in (64, 128, 256)] + [("fp16", 128, 64)]
+    shapes = [("bf16", size, 16) for size in attention.HEAD_SIZES] + [("bf16", size, 64) for size in (64, 256)]
     for dtype, size, rows in shapes:
         tile = split.tile_for(rows, size)
         types = [*[f"*{dtype}"] * 3, *["*i64"] * 3, f"*{dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]

@@ -15,7 +15,7 @@ from stepgraph.runtime.models.gguf_file import GgufSource
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
 from stepgraph.runtime.models.tokens import folder_vocabulary, gguf_vocabulary
-from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_tensors, load_tensors, read_json
+from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -42,6 +42,7 @@ class Checkpoint:
         return f"{self.path.name}: {made_of}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
+        check_numbers(self.outline(), self.source, self.path, progress)
         model = Llama(self.config, feature_layers=feature_layers, device=device)
         load_tensors(model, self.source, self.path, progress)
         return model.eval()

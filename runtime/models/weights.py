@@ -152,15 +152,25 @@ def check_tensors(model: Llama, source: Source, where: Path) -> None:
         raise ValueError(f"{where}: got {len(extra)} tensors that the config has no use for, such as {extra[0]}")
 
 
+def check_numbers(model: Llama, source: Source, where: Path, progress: bool) -> None:
+    """Every number is finite; ValueError names the tensor. A pass of its own, so that a bad file is found before memory is taken."""
+    for name, tensor, _ in _read(model, source, where, progress, "check"):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{where}: {name} holds NaN or infinity")
+
+
 @torch.no_grad()
 def load_tensors(model: Llama, source: Source, where: Path, progress: bool) -> None:
-    """Fill the model. ValueError names a tensor that holds something else than finite numbers."""
-    with tqdm(list(places(model)), desc="load", unit="tensor", disable=not progress) as bar:
-        for name, place in bar:
-            try:
-                tensor = source.read(name)
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{where}: {name}: {error}") from None
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{where}: {name} holds NaN or infinity")
-            model.get_parameter(place.parameter)[place.start : place.start + place.rows].copy_(tensor)
+    """Fill the model."""
+    for _, tensor, place in _read(model, source, where, progress, "load"):
+        model.get_parameter(place.parameter)[place.start : place.start + place.rows].copy_(tensor)
+
+
+def _read(model: Llama, source: Source, where: Path, progress: bool, what: str) -> Iterator[tuple[str, Tensor, Place]]:
+    """One tensor after the other, under a progress bar."""
+    for name, place in tqdm(list(places(model)), desc=what, unit="tensor", disable=not progress):
+        try:
+            tensor = source.read(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{where}: {name}: {error}") from None
+        yield name, tensor, place
