@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -96,6 +97,21 @@ def folder_of(family: str, dtype: torch.dtype = torch.float32, lean: bool = Fals
 
 def load(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Llama:
     return open_checkpoint(folder_of(family, dtype, lean)).load("cpu", FEATURE_LAYERS)
+
+
+def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, cases: int = 60) -> int:
+    """How often some changed bytes among the first `head` of a file are refused. Any error but a ValueError is raised."""
+    drawn, refused = random.Random(len(whole)), 0
+    for _ in range(cases):
+        damaged = bytearray(whole)
+        for _ in range(drawn.choice((1, 2, 8))):
+            damaged[drawn.randrange(min(head, len(whole)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
+        file.write_bytes(damaged)
+        try:
+            open_checkpoint(opened)
+        except ValueError:
+            refused += 1
+    return refused
 
 
 class Cached:

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stepgraph.runtime.models.pretrained import open_checkpoint
-from tests.families import Cached, judge
+from tests.families import Cached, judge, refused_when_damaged
 
 TOKENS = torch.arange(40)[None]
 NAMES = {
@@ -149,3 +149,8 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, ent
     writer.close()
     with pytest.raises(ValueError, match=wanted):
         open_checkpoint(tmp_path / "other.gguf")
+
+
+def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+    whole = write(tmp_path / "model.gguf", "llama-2", "llama").read_bytes()
+    assert refused_when_damaged(tmp_path / "model.gguf", whole, 6000, tmp_path / "model.gguf") > 20

@@ -18,7 +18,7 @@ from stepgraph.runtime.models import pretrained
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.models.tokens import token_bytes
-from tests.families import Cached, folder_of, judge, save
+from tests.families import Cached, folder_of, judge, refused_when_damaged, save
 
 FAMILY = "llama-3.1"
 TOKENS = torch.arange(40)[None]
@@ -185,3 +185,8 @@ def test_an_unread_tensor_of_an_old_folder_or_a_tied_one(tmp_path: Path) -> None
         tied, lambda t: t.update({"lm_head.weight": torch.zeros(160, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     )
     assert torch.equal(logits_of(tied), before)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_damaged_bytes_are_refused_or_harmless(folder: Path, name: str) -> None:
+    assert refused_when_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20
