@@ -73,6 +73,7 @@ def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
         refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object, true or false")
     _check_words(node, where)
     _check_exclusive(node, where, closed)
+    _check_least(node, where, closed)
     written: dict[str, Any] = {}
     for keyword, value in node.items():
         if keyword in _TABLES:
@@ -126,6 +127,15 @@ def _check_exclusive(node: dict[str, Any], where: str, alone: bool) -> None:
             refuse(
                 where, keyword, f"got {value}; enforced for integers, and for numbers with the other bound at least 1 away in one schema"
             )
+
+
+def _check_least(node: dict[str, Any], where: str, alone: bool) -> None:
+    """A key that is not declared may come twice, and counts twice."""
+    least, required = node.get("minProperties", 0), node.get("required", [])
+    declared_only = node.get("additionalProperties", not (alone and "properties" in node)) is False and "patternProperties" not in node
+    most = (len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0) + 1
+    if isinstance(least, (int, float)) and least > most and not declared_only:
+        refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
 
 
 def _inexact(value: Any) -> str:
