@@ -30,18 +30,18 @@ def test_logits_and_features_are_those_of_transformers(family: str) -> None:
     assert relative(features, torch.cat([answer.hidden_states[layer] for layer in FEATURE_LAYERS], -1)) < 1e-4
 
 
-def in_bfloat16(family: str, lean: bool) -> tuple[Tensor, Tensor, Tensor]:
+def in_half(family: str, lean: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of ours, of transformers, and of transformers in float32."""
-    tokens, cached = torch.cat([texts(seed) for seed in range(2)]), Cached(load(family, torch.bfloat16, lean))
+    tokens, cached = torch.cat([texts(seed) for seed in range(2)]), Cached(load(family, dtype, lean))
     ours = torch.cat([cached.run(pair, 0, LENGTH)[0] for pair in tokens.split(2)]).float()
     with torch.no_grad():
-        return ours, judge(family, torch.bfloat16, lean)(tokens).logits.float(), judge(family, lean=lean)(tokens).logits
+        return ours, judge(family, dtype, lean)(tokens).logits.float(), judge(family, lean=lean)(tokens).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_chooses_what_transformers_chooses(family: str) -> None:
     """On 99.5% of all positions; elsewhere both choices are near ties for the float32 model."""
-    ours, theirs, exact = in_bfloat16(family, lean=True)
+    ours, theirs, exact = in_half(family, lean=True)
     chosen, expected = ours.argmax(-1), theirs.argmax(-1)
     different = chosen != expected
     assert float(different.float().mean()) <= 0.005
@@ -49,9 +49,9 @@ def test_bfloat16_chooses_what_transformers_chooses(family: str) -> None:
     assert bool((gaps < 0.1 * exact.std()).all()), gaps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(family: str) -> None:
-    ours, theirs, exact = in_bfloat16(family, lean=False)
+@pytest.mark.parametrize(("family", "dtype"), [*((family, torch.bfloat16) for family in FAMILIES), ("llama-3.1", torch.float16)])
+def test_half_precision_is_as_close_to_float32_as_transformers_is(family: str, dtype: torch.dtype) -> None:
+    ours, theirs, exact = in_half(family, False, dtype)
     assert (ours - exact).pow(2).mean() <= 1.2 * (theirs - exact).pow(2).mean()
 
 

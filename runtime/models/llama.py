@@ -68,11 +68,14 @@ class Llama(nn.Module):
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
         states = functional.embedding(inputs.tokens.flatten(), self.embedding)
         turns = angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
-        entering = [states]
+        entering: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            entering.append(layer(entering[-1], turns, inputs, keys[index], values[index]))
+            if index in self.feature_layers:
+                entering[index] = states
+            states = layer(states, turns, inputs, keys[index], values[index])
+        entering[len(self.layers)] = states
         shape = inputs.tokens.shape
-        hidden = rms_norm(entering[-1], self.norm, self.config.norm_epsilon).view(*shape, -1)
+        hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
         features = [entering[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
