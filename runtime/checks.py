@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,12 +38,13 @@ def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int
     return int(value)
 
 
-def checked_sampling(sampling: Any, limits: Limits, *, greedy_only: bool, constrained: bool, max_new_tokens: int) -> SamplingParams:
+def checked_sampling(asked: Any, limits: Limits, *, greedy_only: bool, constrained: bool, max_new_tokens: int) -> SamplingParams:
     """The request's settings, GREEDY for None; ValueError names a field that the engine or the rest of the request rules out."""
-    if sampling is None:
+    if asked is None:
         return GREEDY
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(f"sampling: got {type(sampling).__name__}, want SamplingParams")
+    if not isinstance(asked, SamplingParams):
+        raise ValueError(f"sampling: got {type(asked).__name__}, want SamplingParams")
+    sampling = replace(asked)  # the request's own, checked once more: somebody may write to the dict of biases, now or later
     name = sampling.beyond_argmax
     if greedy_only and name:
         raise ValueError(f"sampling.{name}: got {getattr(sampling, name)!r}, want {getattr(GREEDY, name)!r}: the engine is greedy_only")

@@ -68,7 +68,7 @@ class EngineConfig:
         if forced is None:
             return
         shares = isinstance(forced, tuple) and len(forced) == drafts > 0
-        if not shares or not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in forced):
+        if not shares or not all(isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1 for share in forced):
             wanted = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
             raise ValueError(f"EngineConfig.forced_acceptance: got {forced!r}, want {wanted}")
 

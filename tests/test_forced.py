@@ -59,7 +59,7 @@ def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) 
     engine.close()
 
 
-@pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), [0.5] * 4, 0.5, ("a",) * 4])
+@pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), (True,) * 4, [0.5] * 4, 0.5, ("a",) * 4])
 def test_a_bad_share_is_refused_by_name(forced: object) -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, want a tuple of num_speculative_tokens=4 numbers"):
         EngineConfig(forced_acceptance=forced)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.oracles import greedy
-from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, shared_engine
+from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine
 
 SETUP = Setup(k=3)
 BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
@@ -85,6 +85,18 @@ def test_settings_that_the_request_cannot_have_are_refused_by_name(sampling: Sam
     with pytest.raises(ValueError, match=message):
         engine.submit([1, 2], sampling=sampling, constraint=CONSTRAINTS[3], max_new_tokens=4)
     assert not engine.has_work
+
+
+def test_biases_written_to_later_are_checked_again_and_change_no_request_that_is_queued() -> None:
+    sampling = SamplingParams(temperature=0, logit_bias={5: 100.0})
+    with make_engine(Setup(k=0, greedy_only=False, max_rows=1)) as engine:
+        job = engine.submit([1], sampling=sampling, max_new_tokens=3)
+        sampling.logit_bias[5] = float("nan")  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"SamplingParams.logit_bias\[5\]: got nan"):
+            engine.submit([1], sampling=sampling, max_new_tokens=3)
+        for _ in engine.stream():
+            pass
+    assert (job.tokens, job.error) == ([5, 5, 5], "")
 
 
 def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
