@@ -159,8 +159,10 @@ def test_bias_lists_are_bounded_by_name() -> None:
 def test_a_row_forgets_its_last_owner() -> None:
     """One row, owners that leave counts, prompts and biases behind."""
     asked = replace(GREEDY, frequency_penalty=2.0, repetition_penalty=1.5)
+    telling = plain([7, 8], 25, sampling=asked).tokens  # they are asked, and made to say, what the last owner is going to say
+    before = replace(asked, logit_bias=dict.fromkeys(telling, 9.0))
     with make_engine(Setup(k=2, greedy_only=False, max_rows=1)) as engine:
-        jobs = [engine.submit([7, 7, seed], sampling=replace(asked, logit_bias={seed: 9.0}), max_new_tokens=25) for seed in range(4)]
+        jobs = [engine.submit([*telling, seed], sampling=before, max_new_tokens=25) for seed in range(4)]
         last = engine.submit([7, 8], sampling=asked, max_new_tokens=25)
         engine.step()
         engine.cancel(jobs[1])
