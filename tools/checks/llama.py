@@ -97,4 +97,5 @@ def _decode(target: Llama, prompts: Sequence[list[int]], eager: bool) -> tuple[T
         jobs = [engine.submit(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=24) for prompt in prompts]
         for _ in engine.stream():
             pass
+        engine.backend.synchronize()  # a round that was launched before the last end was known may still write
         return engine.buffers.target_keys[:, PAGE:].clone(), [job.tokens for job in jobs]
