@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, register, rejection
 
 ROOT = Path(__file__).resolve().parent.parent
+SUITES = sorted(path.name for path in (ROOT / "tests/interpreted").glob("*.py"))
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
 # Of a draft's own vocabulary, small and read through a table: 512 threads. Of attention, which keeps its sums there: 256.
@@ -36,11 +39,19 @@ def run(*command: str, interpret: bool) -> str:
     return result.stdout
 
 
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, Future[str]]]:
+    """What pytest says of each suite of interpreted programs: two processes at a time, as many as the smallest machine has cores."""
+    with ThreadPoolExecutor(2) as pool:
+        command = ("pytest", "-q", "-p", "no:cacheprovider")
+        yield {suite: pool.submit(run, *command, f"tests/interpreted/{suite}", interpret=True) for suite in SUITES}
+
+
 @needs_triton
-@pytest.mark.parametrize("suite", sorted(path.name for path in (ROOT / "tests/interpreted").glob("*.py")))
-def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
-    told = run("pytest", "-q", "-p", "no:cacheprovider", f"tests/interpreted/{suite}", interpret=True)
-    assert "skipped" not in told and " passed" in told
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_programs_equal_the_references_in_the_interpreter(suite: str, told: dict[str, Future[str]]) -> None:
+    result = told[suite].result()
+    assert "skipped" not in result and " passed" in result
 
 
 @needs_triton
