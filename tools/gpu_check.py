@@ -62,6 +62,7 @@ def load_checks() -> dict[str, Check]:
         steps.capture_leaves_buffers_untouched,
         steps.illegal_step_raises,
         rounds.several_engines,
+        kernels.random_numbers_equal_the_cpus,
         kernels.kernels_equal_references,
         masks.masks_and_processors_equal_references,
         filters.filters_equal_references,
@@ -97,7 +98,7 @@ def run_check(name: str, check: Check, context: Context) -> dict[str, object]:
 def describe(rehearsal: bool) -> dict[str, object]:
     """Where and with what this ran."""
     versions = {}
-    for package in ("torch", "triton", "xgrammar", "numpy"):
+    for package in ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

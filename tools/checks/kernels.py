@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import bitmask, kernels, sampler
+from stepgraph.sampling import bitmask, kernels, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice
 from stepgraph.sampling.rng import Purpose
@@ -31,6 +31,22 @@ def kernels_equal_references(context: Context) -> Figures:
     for batch, k in itertools.product((1, 64), (0, 4, 8)):
         found[f"chain_accept B={batch} K={k}"] = _check_chain(context, batch, k)
     return found
+
+
+def random_numbers_equal_the_cpus(context: Context) -> Figures:
+    """Uniform numbers are the CPU's bit for bit, also for extreme seeds; exponential ones but for the last bits of a logarithm."""
+    made = torch.Generator().manual_seed(3)
+    seed = torch.cat([torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]), torch.randint(-(2**62), 2**62, (11,), generator=made)])[:, None]
+    position, index = torch.arange(0, 16)[:, None], torch.arange(0, 262_144, 7)
+    worst = 0.0
+    for purpose in Purpose:
+        names = [tensor.to(context.device) for tensor in (seed, position, index)]
+        chance = rng.uniform(names[0], names[1], purpose, names[2])
+        assert torch.equal(chance.cpu(), rng.uniform(seed, position, purpose, index)), f"{purpose.name}: the numbers differ"
+        found, expected = rng.exponential(names[0], names[1], purpose, names[2]).cpu(), rng.exponential(seed, position, purpose, index)
+        worst = max(worst, float(((found - expected).abs() / expected).max()))
+    assert worst < 2**-21, f"exponential numbers differ by {worst:.2e} of their size"
+    return {"exponential_relative_difference": worst}
 
 
 def choice_inputs(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
