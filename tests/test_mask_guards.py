@@ -46,7 +46,7 @@ def random_vocabulary(random: Random, letters: str) -> Vocabulary:
     tokens = {letter.encode() for letter in letters}
     while len(tokens) < 24:
         tokens.add("".join(random.choice(letters) for _ in range(random.randint(2, 5))).encode())
-    return Vocabulary([*sorted(tokens, key=lambda _: random.random()), b""], stop_token_ids=[24])
+    return Vocabulary([*random.sample(sorted(tokens), len(tokens)), b""], stop_token_ids=[24])
 
 
 GRAMMARS = [
