@@ -90,7 +90,7 @@ OTHERS: list[tuple[Any, str, Any, str]] = [
 
 
 @needs_native
-@pytest.mark.parametrize(("module", "name", "value", "told"), OTHERS, ids=[f"{name} {value}" for _, name, value, _ in OTHERS])
+@pytest.mark.parametrize(("module", "name", "value", "told"), OTHERS, ids=[f"{name}: {told}" for _, name, _, told in OTHERS])
 def test_what_is_not_as_it_was_when_this_was_written_is_not_called(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: Any, told: str
 ) -> None:
