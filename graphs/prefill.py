@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import stages
+from stepgraph.graphs.batch import cache_slots
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
 from stepgraph.graphs.shapes import Limits
@@ -23,7 +23,7 @@ def prefill(
     tokens = buffers.prompt[None, : count + 1]
     buffers.row_prompt_seen[row].scatter_(0, tokens[0], True)
     positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
-    slots = stages.cache_slots(block_tables, positions, limits)
+    slots = cache_slots(block_tables, positions, limits)
 
     def inputs(part: slice, features: Tensor | None = None) -> ModelInput:
         return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features)

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs import stages
+from stepgraph.graphs import drafting, stages
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
 from stepgraph.graphs.model import ModelPair
@@ -44,7 +45,7 @@ class Round:
         flow = current_flow()
         target, draft = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
-        batch = stages.read_batch(buffers, key.rows)
+        batch = read_batch(buffers, key.rows)
 
         masks_ready = grammar.head() if grammar else None
         logits, features = stages.target_verify(buffers, batch, target, self.limits)
@@ -55,20 +56,20 @@ class Round:
             return
 
         masked = grammar is not None and self.draft_masks
-        tokens, alive, drafts = emission.tokens, stages.drafting(after), []
+        tokens, alive, drafts = emission.tokens, drafting.going_on(after), []
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
             if step == 1:
-                logits, features = stages.draft_prefill(buffers, batch, emission, features, draft, self.limits)
+                logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
             else:
-                logits, features = stages.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
+                logits, features = drafting.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
             if mask_ready:
                 flow.wait(mask_ready)
-            tokens = stages.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
+            tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
             buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
             alive = tokens >= 0
             drafts.append(tokens)
-        stages.keep_drafts(buffers, after, drafts)
+        drafting.keep_drafts(buffers, after, drafts)
 
 
 @dataclass(frozen=True)

@@ -13,34 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
+from stepgraph.graphs.model import TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import acceptance, kernels, processors, rng, sampler
-from stepgraph.sampling.acceptance import Emission, FinishCode
+from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Ruling
-
-
-class Batch(NamedTuple):
-    """The rows of this round, as they were when it began. B slots; padding slots hold the dummy row, which is inert."""
-
-    rows: Tensor  # [B] int64
-    state: Tensor  # [B, columns] int64
-    drafts: Tensor  # [B, K] int64, -1 where there is none
-    block_tables: Tensor  # [B, pages_per_row] int64
-
-    def column(self, column: Column) -> Tensor:
-        return self.state[:, column]
-
-    @property
-    def live(self) -> Tensor:
-        return self.state[:, Column.FINISH] == FinishCode.RUNNING
-
-
-def read_batch(buffers: StaticBuffers, size: int) -> Batch:
-    rows = buffers.batch_rows[:size]
-    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows])
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -48,9 +28,9 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
     first = batch.column(Column.LENGTH)[:, None] - 1
     wanted = batch.live[:, None] & (tokens >= 0)
-    output = model.forward(_model_input(batch, limits, tokens, first, wanted), buffers)
+    output = model.forward(model_input(batch, limits, tokens, first, wanted), buffers)
     check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
-    return _logits("target", model, output.hidden, limits), output.features
+    return model_logits("target", model, output.hidden, limits), output.features
 
 
 def accept(
@@ -114,7 +94,7 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling:
 
 def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None, forced: Sequence[float] | None) -> Choice:
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
-    masked, finite, status = kernels.process(logits, _settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
+    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
     certain = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
@@ -142,97 +122,6 @@ def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
 
 
-def draft_prefill(
-    buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
-) -> tuple[Tensor, Tensor]:
-    """Run the draft over the tokens just emitted. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
-    index = torch.arange(limits.positions, device=before.rows.device)
-    wanted = index < emission.emitted[:, None]
-    inputs = _model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
-    output = model.forward(inputs, buffers)
-    last = (emission.emitted - 1).clamp(min=0)[:, None, None]
-    hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
-    features = output.features.gather(1, last.expand(-1, 1, output.features.shape[2]))
-    return _logits("draft", model, hidden[:, 0], limits), features
-
-
-def draft_decode(
-    buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
-) -> tuple[Tensor, Tensor]:
-    """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
-    first = after.column(Column.LENGTH)[:, None] + (step - 1)
-    inputs = _model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)
-    output = model.forward(inputs, buffers)
-    return _logits("draft", model, output.hidden[:, 0], limits), output.features
-
-
-def choose_draft(
-    buffers: StaticBuffers,
-    after: Batch,
-    step: int,
-    logits: Tensor,
-    alive: Tensor,
-    masked: bool,
-    sampled: bool = False,
-    d2t: Tensor | None = None,
-) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
-
-    With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
-    of the target's tokens are not proposed.
-    """
-    ruling = None
-    if masked:
-        ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
-        tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-        status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-        ruling = Ruling(masks, None, ruled, status)
-    choose = _draft_sampled if sampled else _draft_greedy
-    finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
-    return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
-
-
-def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Whether the best legal logit of every row is a number, and the target's id of its token."""
-    if ruling is None:
-        best, places = logits.max(-1)
-    else:
-        masks, rows, ruled, status = ruling
-        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
-    return torch.isfinite(best), places if d2t is None else d2t[places]
-
-
-def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
-    size = len(after.rows)
-    before = buffers.batch_drafts[: step - 1, :size].T
-    masked, finite, _ = kernels.process(logits[:, None], _settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
-    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
-    width = None if d2t is None else buffers.row_draft_probs.shape[2]
-    probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
-    buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
-    return finite[:, 0], tokens
-
-
-def drafting(after: Batch) -> Tensor:
-    """[B] bool: rows that go on after this round."""
-    return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
-
-
-def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> None:
-    """Leave the drafts in their rows for the next target_verify."""
-    chain = torch.stack(drafts, 1)
-    buffers.row_drafts.index_copy_(0, after.rows, chain)
-    state = torch.cat(
-        [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1
-    )
-    buffers.row_state.index_copy_(0, after.rows, state)
-
-
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
     rows = buffers.batch_rows[:size]
@@ -241,47 +130,12 @@ def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     buffers.row_tags.index_put_((rows, tags[:, 2]), tags)
 
 
-def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:
-    """[B, Q] cache slot of every position."""
-    pages = block_tables.gather(1, positions // limits.page_size)
-    return pages * limits.page_size + positions % limits.page_size
-
-
-def _settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
-    """The settings of all rows, to be read at batch.rows."""
-    return processors.RowSettings(
-        params=buffers.row_params,
-        bias_ids=buffers.row_bias_ids,
-        biases=buffers.row_biases,
-        stop_ids=buffers.row_stop_ids,
-        prompt_seen=buffers.row_prompt_seen,
-        output_counts=buffers.row_output_counts,
-        generated=batch.column(Column.GENERATED),
-    )
-
-
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:
     """What was emitted joins what the penalties count."""
     index = torch.arange(emission.tokens.shape[1], device=rows.device)
     emitted = (index < emission.emitted[:, None]).to(buffers.row_output_counts.dtype)
     places = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
     buffers.row_output_counts.view(-1).scatter_add_(0, places.flatten(), emitted.flatten())
-
-
-def _model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
-    """Consecutive positions from `first` [B, 1] on; what is not wanted or lies beyond the row's end writes to the scratch page."""
-    positions = first + torch.arange(tokens.shape[1], device=tokens.device)
-    wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
-    positions = positions.clamp(0, limits.max_length - 1)
-    slots = torch.where(wanted, cache_slots(batch.block_tables, positions, limits), positions % limits.page_size)
-    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features)
-
-
-def _logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
-    """The model's logits without their padding, which no row may choose, constrained or not."""
-    logits = model.logits(hidden)
-    check_shape(f"{name} logits", logits, *hidden.shape[:-1], model.vocab_size)
-    return logits[..., : limits.num_tokens]
 
 
 def _advance(batch: Batch, emission: Emission) -> Batch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,15 +17,8 @@ from stepgraph.sampling.grammar.host_link import MatcherRow
 class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
-    def __init__(self, limits: Limits, stop_token_ids: Sequence[int]) -> None:
-        if len(stop_token_ids) > limits.max_stop_ids:
-            raise ValueError(
-                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
-            )
-        self._limits = limits
-        self._stop_token_ids = tuple(stop_token_ids)
+    def __init__(self, limits: Limits) -> None:
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
         self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
         self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
@@ -38,18 +30,6 @@ class Desk:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
-    def stop_ids(self, extra: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
-        """The vocabulary's stop ids, unless they are ignored, and the request's own; ValueError where they do not fit."""
-        stops = tuple(dict.fromkeys([*(() if ignore_eos else self._stop_token_ids), *extra]))
-        if len(stops) > self._limits.max_stop_ids:
-            raise ValueError(
-                f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most {self._limits.max_stop_ids}"
-            )
-        return stops
 
     def enqueue(self, job: Job, matcher: MatcherRow | None, max_queued: int, still_open: Callable[[str], None]) -> None:
         with self._lock:

@@ -6,9 +6,7 @@ with `rounds_in_flight` rounds on their way it reads the oldest one's results fr
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,16 +14,15 @@ from typing import Any
 
 import torch
 
-from stepgraph.graphs.buffers import RESULT_FIELDS
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission
-from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.models.pretrained import load_target
 from stepgraph.runtime.placement import (
     backend_for,
@@ -37,10 +34,9 @@ from stepgraph.runtime.placement import (
     make_buffers,
     make_host_link,
 )
-from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
-from stepgraph.runtime.rows import Flight
+from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.stats import EngineStats
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.runtime.submission import Submissions
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -76,9 +72,9 @@ class Engine:
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits)
-        self._desk = Desk(self.limits, vocabulary.stop_token_ids if vocabulary else ())
-        self._flights: collections.deque[Flight] = collections.deque()
-        self._round = 0
+        self._desk = Desk(self.limits)
+        self._submissions = Submissions(self.config, self.limits, vocabulary.stop_token_ids if vocabulary else ())
+        self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits)
         self._step_lock = threading.Lock()
         self._closed = ""
 
@@ -127,19 +123,7 @@ class Engine:
         num_speculative_tokens: drafts per round for this request, 0 switches speculation off; None takes the engine's.
         """
         self._require_open("submit")
-        limits, most = self.limits, self.limits.num_speculative_tokens
-        prompt = checked_prompt(prompt_ids, limits)
-        why = f"max_length={limits.max_length} less {len(prompt)} of prompt"
-        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), why)
-        drafts = most if num_speculative_tokens is None else num_speculative_tokens
-        drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
-        sampling = checked_sampling(
-            sampling, limits, greedy_only=self.config.greedy_only, constrained=constraint is not None, max_new_tokens=new_tokens
-        )
-        extra_stops = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens)
-        stops = self._desk.stop_ids(extra_stops, sampling.ignore_eos)
-        seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
-        job = Job(self._desk.next_id(), prompt, constraint, sampling, new_tokens, drafts, stops, seed)
+        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens)
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job
@@ -157,9 +141,11 @@ class Engine:
             try:
                 events = self._cancel()
                 self._admit()
-                launched = self._launch()
-                while len(self._flights) >= (self.limits.rounds_in_flight if launched else 1):
-                    events += self._collect()
+                seats = tuple(seat for seat in self._desk.rows if seat.joined)
+                if seats:
+                    self._flights.launch(seats)
+                while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
+                    events += [self._desk.record(*outcome) for outcome in self._flights.collect()]
                 return events
             except BaseException as error:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
@@ -194,7 +180,7 @@ class Engine:
     def stats(self) -> EngineStats:
         counts, host, desk = self.backend.stats, self._host.stats, self._desk
         return EngineStats(
-            rounds=self._round,
+            rounds=self._flights.rounds,
             replays=counts.replays,
             host_syncs=counts.syncs,
             event_waits=counts.event_waits,
@@ -236,46 +222,6 @@ class Engine:
             if not seat.joined and budget > 0:
                 budget -= self._admission.prefill(seat, budget)
 
-    def _launch(self) -> bool:
-        """One round of every seat that has joined: batch in, replay, results out. Nothing here waits."""
-        seats = tuple(seat for seat in self._desk.rows if seat.joined)
-        if not seats:
-            return False
-        slot = self._round % self.limits.ring_depth
-        self._round += 1
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
-        key = self._graphs.key_for(len(seats), constrained, sampled)
-        batch_host, results_host = self.buffers.batch_rows_ring_host[slot], self.buffers.results_ring_host[slot]
-        batch_np = batch_host.numpy()
-        batch_np[:] = self.limits.dummy_row
-        batch_np[: len(seats)] = [seat.row for seat in seats]
-        if key.constrained:
-            self._host.announce([seat.matcher for seat in seats])
-        self.backend.run(lambda: self.buffers.batch_rows.copy_(batch_host, non_blocking=True))
-        self._graphs[key].replay()
-        self.backend.run(lambda: results_host.copy_(self.buffers.results, non_blocking=True))
-        logprobs = any(seat.job.sampling.logprobs for seat in seats)
-        if logprobs:
-            logprobs_host = self.buffers.logprobs_ring_host[slot]
-            self.backend.run(lambda: logprobs_host.copy_(self.buffers.results_logprobs, non_blocking=True))
-        self._flights.append(Flight(self.backend.event(), slot, seats, logprobs))
-        return True
-
-    def _collect(self) -> list[StepEvent]:
-        """Read the oldest round on its way."""
-        flight = self._flights.popleft()
-        flight.event.wait()
-        self._host.let_go()
-        results = self.buffers.results_ring_host[flight.slot].tolist()
-        logprobs = self.buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        events = []
-        for seat, (count, finish, accepted, *tokens), told in zip(flight.seats, results, logprobs, strict=False):
-            assert len(tokens) + RESULT_FIELDS == len(results[0])
-            if not seat.job.finished:  # else: launched before its end was known, and inert
-                wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                events.append(self._desk.record(seat, tokens[:count], accepted, FinishCode(finish), wanted))
-        return events
-
     def _matcher(self, job: Job) -> MatcherRow | None:
         if job.constraint is None:
             return None
@@ -291,7 +237,7 @@ class Engine:
 
     def _shut(self, why: str, reason: FinishReason) -> None:
         self._closed = why
-        self._flights.clear()
+        self._flights.forget()
         self._desk.finish_all(reason, why)
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             self.backend.synchronize()

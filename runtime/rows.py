@@ -1,4 +1,4 @@
-"""Rows: who sits where, and who sat there in rounds on their way.
+"""Rows: who sits where.
 
 A request keeps one row, its pages and its matcher from admission to finish.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from stepgraph.graphs.capture import Event
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.pages import PagePool
 from stepgraph.runtime.request import Job
@@ -32,15 +30,6 @@ class Seat:
     def to_prefill(self) -> int:
         """All but the last prompt token, which the first round takes."""
         return len(self.job.prompt_ids) - 1 - self.prefilled
-
-
-class Flight(NamedTuple):
-    """A launched round whose results have not been read."""
-
-    event: Event
-    slot: int  # of the results ring
-    seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
-    logprobs: bool  # some seat wants them, and they are on their way too
 
 
 class RowTable:

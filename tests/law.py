@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import Limits, StaticBuffers, stages
+from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
+from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import BufferSpec, Column, round_specs
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.stages import Batch
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -167,24 +167,24 @@ class Law:
         b.row_state.copy_(self.start)
         b.row_state[:rows, Column.SEED] = torch.arange(number * rows, (number + 1) * rows)
         b.row_output_counts.copy_(self.said.expand_as(b.row_output_counts))
-        batch = stages.read_batch(b, rows)
+        batch = read_batch(b, rows)
         drafts = self._drafts(batch)
         if drafts:
-            stages.keep_drafts(b, batch, drafts)
-            batch = stages.read_batch(b, rows)
+            drafting.keep_drafts(b, batch, drafts)
+            batch = read_batch(b, rows)
         logits, _ = stages.target_verify(b, batch, self.target, self.limits)
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)
         return emission.tokens, emission.emitted, emission.accepted
 
     def _drafts(self, batch: Batch) -> list[Tensor]:
         b, drafts, position = self.buffers, [], batch.column(Column.LENGTH) - 1
-        tokens, alive, features = batch.column(Column.LAST_TOKEN), stages.drafting(batch), torch.empty(len(batch.rows), 1, 0)
+        tokens, alive, features = batch.column(Column.LAST_TOKEN), drafting.going_on(batch), torch.empty(len(batch.rows), 1, 0)
         legal = batch.live
         self._fill_masks(batch, 0, tokens, legal)
         for step in range(1, self.k + 1):
             before = tokens
-            logits, features = stages.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
-            tokens = stages.choose_draft(b, batch, step, logits, alive, self.draft_masks, sampled=True, d2t=self.draft.d2t)
+            logits, features = drafting.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
+            tokens = drafting.choose_draft(b, batch, step, logits, alive, self.draft_masks, sampled=True, d2t=self.draft.d2t)
             b.batch_drafts[step - 1].copy_(tokens)
             alive = tokens >= 0
             legal = legal & alive & self.masks[position + step - 1, before.clamp(min=0), tokens.clamp(min=0)]

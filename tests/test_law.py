@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import stages
+from stepgraph.graphs import drafting
+from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, processors, rng, sampler
 from stepgraph.sampling.params import SamplingParams
@@ -131,7 +132,7 @@ class TestControls:
 
     def test_q_of_the_unmasked_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drafts are drawn under the mask, and judged as if they had not been."""
-        real = stages.choose_draft
+        real = drafting.choose_draft
 
         def choose_draft(*arguments: Any, **named: Any) -> Tensor:
             tokens = real(*arguments, **named)
@@ -139,7 +140,7 @@ class TestControls:
             real(*free, **named)
             return tokens
 
-        monkeypatch.setattr(stages, "choose_draft", choose_draft)
+        monkeypatch.setattr(drafting, "choose_draft", choose_draft)
         self.finds(Law(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
 
     def test_filters_on_the_last_row_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +170,9 @@ class TestControls:
     @pytest.mark.parametrize("places", ["first", "none"])
     def test_q_that_is_not_translated(self, monkeypatch: pytest.MonkeyPatch, places: str) -> None:
         """What the draft's own tokens were drawn with is taken for that of the target's first ones, or is not kept."""
-        real = stages.choose_draft
+        real = drafting.choose_draft
 
-        def choose_draft(buffers: Any, after: stages.Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
+        def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
             tokens = real(buffers, after, step, *arguments, **named)
             kept = buffers.row_draft_probs[:, step - 1]
             own = kept[:, list(OWN_VOCABULARY)]
@@ -180,7 +181,7 @@ class TestControls:
                 kept[:, : len(OWN_VOCABULARY)] = own
             return tokens
 
-        monkeypatch.setattr(stages, "choose_draft", choose_draft)
+        monkeypatch.setattr(drafting, "choose_draft", choose_draft)
         self.finds(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
 
     def test_a_replacement_drawn_from_all_of_p(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ LAYERS = ("sampling", "graphs", "runtime")  # each may import those in front of 
 FOLDERS = (*LAYERS, "tools", "tests")
 DEVICE_FILES = (
     "graphs/attention.py",
+    "graphs/batch.py",
+    "graphs/drafting.py",
     "graphs/stages.py",
     "graphs/round.py",
     "runtime/models/llama.py",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager, stages
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, run_eager
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
 from stepgraph.sampling.acceptance import FinishCode
@@ -154,7 +155,7 @@ def test_a_stale_mask_never_guides_a_draft(backend: TapeBackend, wrong: int | No
     if wrong is not None:
         tag[wrong] += 1  # of an OK status: COMPLETE
     bench.buffers.batch_tags[0, 0] = tag
-    batch = stages.read_batch(bench.buffers, 1)
+    batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)
-    draft = stages.choose_draft(bench.buffers, batch, 1, logits, stages.drafting(batch), masked=True, sampled=sampled)
+    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.going_on(batch), masked=True, sampled=sampled)
     assert draft.tolist() == [poison if wrong is None else -1]

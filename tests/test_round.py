@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import GraphKey, TapeBackend, run_eager, stages
+from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
@@ -94,7 +95,13 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
 
 
 def test_a_greedy_graph_is_spared_all_that_sampling_needs(backend: TapeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((processors, "process"), (sampler, "distribution"), (rng, "uniform"), (stages, "_settings")):
+    for module, name in (
+        (processors, "process"),
+        (sampler, "distribution"),
+        (rng, "uniform"),
+        (stages, "row_settings"),
+        (drafting, "row_settings"),
+    ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     bench = RoundBench(backend, 3)
     nodes = [sum(backend.capture(bench.round.step(GraphKey(2, ruled)), bench.buffers).report.nodes.values()) for ruled in (False, True)]
@@ -154,7 +161,7 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
     b.row_stop_ids[0] = -1
     b.row_bias_ids[0] = -1
     b.row_params[0, sampler.Param.MIN_NEW_TOKENS] = 0
-    draft = int(stages.target_verify(b, stages.read_batch(b, 1), target, limits)[0][0, 0].argmax())
+    draft = int(stages.target_verify(b, read_batch(b, 1), target, limits)[0][0, 0].argmax())
     b.row_drafts[0] = draft
     allowed = torch.zeros(3, limits.vocab_size, dtype=torch.bool)
     allowed[:, draft] = True
@@ -164,7 +171,7 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
     spoiled = {"owner": owner + 1, "history": generated - 1, "index": index + 1, "status": int(MaskStatus.FAULT)}
     if wrong != "nothing":
         b.row_tags[0, index, list(spoiled).index(wrong)] = spoiled[wrong]
-    batch = stages.read_batch(b, 1)
+    batch = read_batch(b, 1)
     emission, after = stages.accept(b, batch, stages.target_verify(b, batch, target, limits)[0], constrained=True, sampled=sampled)
     assert (poison in emission.tokens[0].tolist()) == (wrong == "nothing"), "not even where nobody looks at the status"
     emitted, finish = emission.tokens[0, : int(emission.emitted[0])].tolist(), int(after.state[0, Column.FINISH])

@@ -33,7 +33,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from stepgraph.graphs import Limits, StaticBuffers, stages
+from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.acceptance import FinishCode
@@ -106,7 +107,7 @@ class Scene:
         b.batch_tags.copy_(b.row_tags[:rows].transpose(0, 1))
         b.batch_drafts.copy_(b.row_drafts[:rows].T)
         self.logits = logits.to(device=device, dtype=torch.bfloat16)
-        self.batch = stages.read_batch(b, rows)  # a copy: however often a stage runs, it finds the rows as they are now
+        self.batch = read_batch(b, rows)  # a copy: however often a stage runs, it finds the rows as they are now
 
     def accept(self, sampled: bool) -> Call:
         return partial(stages.accept, self.buffers, self.batch, self.logits, constrained=True, sampled=sampled)
@@ -114,7 +115,7 @@ class Scene:
     def choose_draft(self, sampled: bool) -> Call:
         """The last draft of a round."""
         alive = torch.ones_like(self.batch.rows, dtype=torch.bool)
-        return partial(stages.choose_draft, self.buffers, self.batch, self.k, self.logits[:, 0], alive, masked=True, sampled=sampled)
+        return partial(drafting.choose_draft, self.buffers, self.batch, self.k, self.logits[:, 0], alive, masked=True, sampled=sampled)
 
     def plain(self) -> Call:
         """A decoding loop's own sampling over the same logits, masks and drafts."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, run_eager, stages
+from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, run_eager, stages
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair
@@ -146,26 +147,26 @@ class RoundBench:
             return target.logits(b.in_features)[..., : limits.num_tokens]
 
         def target_verify(b: StaticBuffers) -> None:
-            verified, features = stages.target_verify(b, stages.read_batch(b, ROWS), target, limits)
+            verified, features = stages.target_verify(b, read_batch(b, ROWS), target, limits)
             b.out_logits.copy_(verified)
             b.out_features.copy_(features)
 
         def accept(b: StaticBuffers) -> None:
-            stages.accept(b, stages.read_batch(b, ROWS), logits(b), constrained, sampled)
+            stages.accept(b, read_batch(b, ROWS), logits(b), constrained, sampled)
 
         def draft_prefill(b: StaticBuffers) -> None:
-            batch = stages.read_batch(b, ROWS)
+            batch = read_batch(b, ROWS)
             emission, _ = stages.accept(b, batch, logits(b), constrained, sampled)
-            drafted, features = stages.draft_prefill(b, batch, emission, b.in_features, draft, limits)
+            drafted, features = drafting.draft_prefill(b, batch, emission, b.in_features, draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
 
         def draft_decode(b: StaticBuffers) -> None:
-            batch = stages.read_batch(b, ROWS)
-            drafted, features = stages.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
+            batch = read_batch(b, ROWS)
+            drafted, features = drafting.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
-            b.out_tokens.copy_(stages.choose_draft(b, batch, 3, drafted, stages.drafting(batch), constrained, sampled))
+            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.going_on(batch), constrained, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)

@@ -1,0 +1,70 @@
+"""The rows of one round as its stages see them, and what they hand to a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
+from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling import processors
+from stepgraph.sampling.acceptance import FinishCode
+
+
+class Batch(NamedTuple):
+    """The rows of this round, as they were when it began. B slots; padding slots hold the dummy row, which is inert."""
+
+    rows: Tensor  # [B] int64
+    state: Tensor  # [B, columns] int64
+    drafts: Tensor  # [B, K] int64, -1 where there is none
+    block_tables: Tensor  # [B, pages_per_row] int64
+
+    def column(self, column: Column) -> Tensor:
+        return self.state[:, column]
+
+    @property
+    def live(self) -> Tensor:
+        return self.state[:, Column.FINISH] == FinishCode.RUNNING
+
+
+def read_batch(buffers: StaticBuffers, size: int) -> Batch:
+    rows = buffers.batch_rows[:size]
+    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows])
+
+
+def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:
+    """[B, Q] cache slot of every position."""
+    pages = block_tables.gather(1, positions // limits.page_size)
+    return pages * limits.page_size + positions % limits.page_size
+
+
+def model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
+    """Consecutive positions from `first` [B, 1] on; what is not wanted or lies beyond the row's end writes to the scratch page."""
+    positions = first + torch.arange(tokens.shape[1], device=tokens.device)
+    wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
+    positions = positions.clamp(0, limits.max_length - 1)
+    slots = torch.where(wanted, cache_slots(batch.block_tables, positions, limits), positions % limits.page_size)
+    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features)
+
+
+def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
+    """The model's logits without their padding, which no row may choose, constrained or not."""
+    logits = model.logits(hidden)
+    check_shape(f"{name} logits", logits, *hidden.shape[:-1], model.vocab_size)
+    return logits[..., : limits.num_tokens]
+
+
+def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
+    """The settings of all rows, to be read at batch.rows."""
+    return processors.RowSettings(
+        params=buffers.row_params,
+        bias_ids=buffers.row_bias_ids,
+        biases=buffers.row_biases,
+        stop_ids=buffers.row_stop_ids,
+        prompt_seen=buffers.row_prompt_seen,
+        output_counts=buffers.row_output_counts,
+        generated=batch.column(Column.GENERATED),
+    )

@@ -1,0 +1,105 @@
+"""The drafting half of a round: what the draft model is run over, and how its drafts are chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
+from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling import kernels, rng
+from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.kernels import Ruling
+
+
+def draft_prefill(
+    buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Run the draft over the tokens just emitted. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
+    index = torch.arange(limits.positions, device=before.rows.device)
+    wanted = index < emission.emitted[:, None]
+    inputs = model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
+    output = model.forward(inputs, buffers)
+    last = (emission.emitted - 1).clamp(min=0)[:, None, None]
+    hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
+    features = output.features.gather(1, last.expand(-1, 1, output.features.shape[2]))
+    return model_logits("draft", model, hidden[:, 0], limits), features
+
+
+def draft_decode(
+    buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
+    first = after.column(Column.LENGTH)[:, None] + (step - 1)
+    inputs = model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)
+    output = model.forward(inputs, buffers)
+    return model_logits("draft", model, output.hidden[:, 0], limits), output.features
+
+
+def choose_draft(
+    buffers: StaticBuffers,
+    after: Batch,
+    step: int,
+    logits: Tensor,
+    alive: Tensor,
+    masked: bool,
+    sampled: bool = False,
+    d2t: Tensor | None = None,
+) -> Tensor:
+    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
+
+    With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
+    of the target's tokens are not proposed.
+    """
+    ruling = None
+    if masked:
+        ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
+        tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
+        status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
+        ruling = Ruling(masks, None, ruled, status)
+    choose = _draft_sampled if sampled else _draft_greedy
+    finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
+
+
+def _draft_greedy(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Whether the best legal logit of every row is a number, and the target's id of its token."""
+    if ruling is None:
+        best, places = logits.max(-1)
+    else:
+        masks, rows, ruled, status = ruling
+        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
+    return torch.isfinite(best), places if d2t is None else d2t[places]
+
+
+def _draft_sampled(
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
+    size = len(after.rows)
+    before = buffers.batch_drafts[: step - 1, :size].T
+    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
+    params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
+    width = None if d2t is None else buffers.row_draft_probs.shape[2]
+    probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
+    buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
+    return finite[:, 0], tokens
+
+
+def going_on(after: Batch) -> Tensor:
+    """[B] bool: rows that go on after this round."""
+    return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
+
+
+def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> None:
+    """Leave the drafts in their rows for the next target_verify."""
+    chain = torch.stack(drafts, 1)
+    buffers.row_drafts.index_copy_(0, after.rows, chain)
+    state = torch.cat(
+        [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1
+    )
+    buffers.row_state.index_copy_(0, after.rows, state)

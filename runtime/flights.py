@@ -1,0 +1,84 @@
+"""Rounds on their way: launched without waiting, read from a pinned ring once the device has written it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from stepgraph.graphs.buffers import RESULT_FIELDS, StaticBuffers
+from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.request import TokenLogprob
+from stepgraph.runtime.rows import Seat
+from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.host_link import HostLink
+
+
+class Flight(NamedTuple):
+    """A launched round whose results have not been read."""
+
+    event: Event
+    slot: int  # of the results ring
+    seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
+    logprobs: bool  # some seat wants them, and they are on their way too
+
+
+class Outcome(NamedTuple):
+    """What one round says of one seat."""
+
+    seat: Seat
+    tokens: list[int]
+    accepted: int
+    code: FinishCode
+    logprobs: list[TokenLogprob]
+
+
+class Flights:
+    """The one replay per round, and the results ring behind it."""
+
+    def __init__(self, backend: Backend, buffers: StaticBuffers, graphs: GraphSet, host: HostLink, limits: Limits) -> None:
+        self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
+        self._flights: collections.deque[Flight] = collections.deque()
+        self.rounds = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, seats: tuple[Seat, ...]) -> None:
+        """One round of these seats: batch in, replay, results out. Nothing here waits."""
+        slot = self.rounds % self._limits.ring_depth
+        self.rounds += 1
+        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
+        key = self._graphs.key_for(len(seats), constrained, sampled)
+        batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
+        batch_np = batch_host.numpy()
+        batch_np[:] = self._limits.dummy_row
+        batch_np[: len(seats)] = [seat.row for seat in seats]
+        if key.constrained:
+            self._host.announce([seat.matcher for seat in seats])
+        self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
+        self._graphs[key].replay()
+        self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
+        logprobs = any(seat.job.sampling.logprobs for seat in seats)
+        if logprobs:
+            logprobs_host = self._buffers.logprobs_ring_host[slot]
+            self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
+        self._flights.append(Flight(self._backend.event(), slot, seats, logprobs))
+
+    def collect(self) -> Iterator[Outcome]:
+        """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
+        flight = self._flights.popleft()
+        flight.event.wait()
+        self._host.let_go()
+        results = self._buffers.results_ring_host[flight.slot].tolist()
+        logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
+        for seat, (count, finish, accepted, *tokens), told in zip(flight.seats, results, logprobs, strict=False):
+            assert len(tokens) + RESULT_FIELDS == len(results[0])
+            if not seat.job.finished:  # else: launched before its end was known, and inert
+                wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
+                yield Outcome(seat, tokens[:count], accepted, FinishCode(finish), wanted)
+
+    def forget(self) -> None:
+        self._flights.clear()

@@ -1,0 +1,58 @@
+"""What a caller asks for, checked field by field before anything is queued."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.request import Job
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.params import SamplingParams
+
+
+class Submissions:
+    """Makes jobs of what is asked for. Safe from any thread: nothing here changes but the next id."""
+
+    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int]) -> None:
+        if len(stop_token_ids) > limits.max_stop_ids:
+            raise ValueError(
+                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
+            )
+        self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
+        self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
+
+    def job(
+        self,
+        prompt_ids: Any,
+        constraint: Constraint | None,
+        sampling: SamplingParams | None,
+        max_new_tokens: int,
+        num_speculative_tokens: int | None,
+    ) -> Job:
+        """ValueError names the field that cannot be served, what it got and what was wanted."""
+        limits, most = self._limits, self._limits.num_speculative_tokens
+        prompt = checked_prompt(prompt_ids, limits)
+        why = f"max_length={limits.max_length} less {len(prompt)} of prompt"
+        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), why)
+        drafts = most if num_speculative_tokens is None else num_speculative_tokens
+        drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
+        sampling = checked_sampling(
+            sampling, limits, greedy_only=self._config.greedy_only, constrained=constraint is not None, max_new_tokens=new_tokens
+        )
+        stops = self._stops(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens), sampling.ignore_eos)
+        seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
+        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed)
+
+    def _stops(self, extra: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
+        """The vocabulary's stop ids, unless they are ignored, and the request's own."""
+        stops = tuple(dict.fromkeys([*(() if ignore_eos else self._stop_token_ids), *extra]))
+        if len(stops) > self._limits.max_stop_ids:
+            raise ValueError(
+                f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most {self._limits.max_stop_ids}"
+            )
+        return stops
