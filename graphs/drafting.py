@@ -33,7 +33,7 @@ def draft_decode(
 ) -> tuple[Tensor, Tensor]:
     """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
     first = after.column(Column.LENGTH)[:, None] + (step - 1)
-    inputs = model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)
+    inputs = model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)._replace(step=step + 1)
     output = model.forward(inputs, buffers)
     return model_logits("draft", model, output.hidden[:, 0], limits), output.features
 
@@ -87,6 +87,7 @@ def _draft_sampled(
     width = None if d2t is None else buffers.row_draft_probs.shape[2]
     probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
     buffers.row_draft_probs[:, step - 1].index_copy_(0, after.rows, probs)
+    buffers.row_certain[:, step - 1].index_fill_(0, after.rows, False)
     return finite[:, 0], tokens
 
 

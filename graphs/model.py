@@ -30,6 +30,7 @@ class ModelInput(NamedTuple):
     block_tables: Tensor  # [B, pages_per_row] int64; position p is kept at block_table[p // page_size] * page_size + p % page_size
     page_size: int
     features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token; zeros at position 0
+    step: int = 1  # draft only: which draft of the round this call is for; 1, and every prompt: the features are the target's
 
 
 class ModelOutput(NamedTuple):

@@ -44,10 +44,10 @@ class Llama(nn.Module):
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype = config.dtype
         like = torch.empty(0, dtype=config.dtype, device=device)
-        self.embedding = _weight(like, config.vocab_size, config.hidden_size)
+        self.embedding = empty_weight(like, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
-        self.norm = _weight(like, config.hidden_size)
-        self.head = None if config.tied else _weight(like, config.vocab_size, config.hidden_size)
+        self.norm = empty_weight(like, config.hidden_size)
+        self.head = None if config.tied else empty_weight(like, config.vocab_size, config.hidden_size)
         frequencies = config.rope.frequencies(config.head_size).to(device)
         # As bits: a later .to(bfloat16) rounds every floating point buffer, and positions with it.
         self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
@@ -83,39 +83,35 @@ class Llama(nn.Module):
         weight = self.embedding if self.head is None else self.head
         return product(hidden.reshape(-1, hidden.shape[-1]), weight).view(*hidden.shape[:-1], -1)
 
-    @torch.no_grad()
     def randomise(self, seed: int = 0, scale: float = 1.0) -> Llama:
-        """Weights of a model that was never trained: products keep the size of what goes in, times `scale`."""
-        made = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            spread = scale * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-            values = torch.randn(parameter.shape, generator=made) * spread + float(parameter.dim() == 1)
-            parameter.copy_(values)
+        randomise(self, seed, scale)
         return self
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a gated perceptron, each around a shortcut."""
+    """Attention and a gated perceptron, each around a shortcut. `entering`: width of what attention takes, if another than the states'."""
 
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor, entering: int | None = None) -> None:
         super().__init__()
         self.config, self.window = config, config.windows[index]
         hidden, attended, middle = config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
-        self.attention_norm = _weight(like, hidden)
-        self.qkv = _weight(like, config.qkv_size, hidden)
-        self.qkv_bias = _weight(like, config.qkv_size) if config.qkv_bias else None
-        self.query_norm = _weight(like, config.head_size) if config.head_norms else None
-        self.key_norm = _weight(like, config.head_size) if config.head_norms else None
-        self.output = _weight(like, hidden, attended)
-        self.output_bias = _weight(like, hidden) if config.output_bias else None
-        self.mlp_norm = _weight(like, hidden)
-        self.gate_up = _weight(like, 2 * middle, hidden)
-        self.down = _weight(like, hidden, middle)
+        self.attention_norm = empty_weight(like, hidden)
+        self.qkv = empty_weight(like, config.qkv_size, entering or hidden)
+        self.qkv_bias = empty_weight(like, config.qkv_size) if config.qkv_bias else None
+        self.query_norm = empty_weight(like, config.head_size) if config.head_norms else None
+        self.key_norm = empty_weight(like, config.head_size) if config.head_norms else None
+        self.output = empty_weight(like, hidden, attended)
+        self.output_bias = empty_weight(like, hidden) if config.output_bias else None
+        self.mlp_norm = empty_weight(like, hidden)
+        self.gate_up = empty_weight(like, 2 * middle, hidden)
+        self.down = empty_weight(like, hidden, middle)
 
     def forward(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
-        epsilon = self.config.norm_epsilon
-        states = states + self.attend(rms_norm(states, self.attention_norm, epsilon), turns, inputs, keys, values)
-        gate, up = product(rms_norm(states, self.mlp_norm, epsilon), self.gate_up).chunk(2, -1)
+        normed = rms_norm(states, self.attention_norm, self.config.norm_epsilon)
+        return self.feed_forward(states + self.attend(normed, turns, inputs, keys, values))
+
+    def feed_forward(self, states: Tensor) -> Tensor:
+        gate, up = product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up).chunk(2, -1)
         return states + product(functional.silu(gate) * up, self.down)
 
     def attend(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
@@ -145,5 +141,16 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return functional.linear(states, weight, bias)[:rows]
 
 
-def _weight(like: Tensor, *shape: int) -> nn.Parameter:
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0, scale: float = 1.0) -> None:
+    """Weights of a model that was never trained: products keep the size of what goes in, times `scale`."""
+    made = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        spread = scale * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
+        values = torch.randn(parameter.shape, generator=made) * spread + float(parameter.dim() == 1)
+        parameter.copy_(values)
+
+
+def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
+    """To be filled in."""
     return nn.Parameter(like.new_empty(shape), requires_grad=False)

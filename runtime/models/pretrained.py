@@ -15,7 +15,7 @@ from stepgraph.runtime.models.gguf_file import GgufSource
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
 from stepgraph.runtime.models.tokens import folder_vocabulary, gguf_vocabulary
-from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, read_json
+from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, places, read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -42,9 +42,10 @@ class Checkpoint:
         return f"{self.path.name}: {made_of}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        check_numbers(self.outline(), self.source, self.path, progress)
+        wanted = dict(places(self.outline()))
+        check_numbers(wanted, self.source, self.path, progress)
         model = Llama(self.config, feature_layers=feature_layers, device=device)
-        load_tensors(model, self.source, self.path, progress)
+        load_tensors(model, wanted, self.source, self.path, progress)
         return model.eval()
 
 
@@ -68,7 +69,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     else:
         raise ValueError(f"path: got {str(path)!r}, want a local folder with a config.json, or a .gguf file")
     checkpoint = Checkpoint(path, config if dtype is None else replace(config, dtype=dtype), vocabulary, source)
-    check_tensors(checkpoint.outline(), source, path)
+    outline = checkpoint.outline()
+    check_tensors(outline, dict(places(outline)), source, path, {"lm_head.weight"} if config.tied else ())
     return checkpoint
 
 

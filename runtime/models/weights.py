@@ -6,16 +6,17 @@ Knows files, names and shapes. Nothing here unpickles or runs what it finds: saf
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MOST_JSON_BYTES = 256 << 20
@@ -111,33 +112,39 @@ def read_json(path: Path) -> dict[str, Any]:
 def places(model: Llama) -> Iterator[tuple[str, Place]]:
     """Every stored tensor that a model wants, by its name in a Hugging Face folder."""
     config = model.config
-    heads, kv_heads = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     yield "model.embed_tokens.weight", Place("embedding", 0, config.vocab_size)
     for index in range(config.num_layers):
-        there, here = f"model.layers.{index}", f"layers.{index}"
-        start = 0
-        for part, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            yield f"{there}.self_attn.{part}_proj.weight", Place(f"{here}.qkv", start, rows)
-            if config.qkv_bias:
-                yield f"{there}.self_attn.{part}_proj.bias", Place(f"{here}.qkv_bias", start, rows)
-            start += rows
-        for place, part in enumerate(("gate", "up")):
-            middle = config.intermediate_size
-            yield f"{there}.mlp.{part}_proj.weight", Place(f"{here}.gate_up", place * middle, middle)
-        whole = {"self_attn.o_proj.weight": "output", "mlp.down_proj.weight": "down"}
-        whole |= {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
-        whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
-        whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
-        for name, parameter in whole.items():
-            yield f"{there}.{name}", Place(f"{here}.{parameter}", 0, len(model.get_parameter(f"{here}.{parameter}")))
+        yield from layer_places(config, f"model.layers.{index}", f"layers.{index}")
     yield "model.norm.weight", Place("norm", 0, config.hidden_size)
     if not config.tied:
         yield "lm_head.weight", Place("head", 0, config.vocab_size)
 
 
-def check_tensors(model: Llama, source: Source, where: Path) -> None:
-    """Every tensor is there, in its shape and a readable type, and none is there that would be left out. Reads headers only."""
-    wanted, found = dict(places(model)), source.tensors
+def layer_places(config: LlamaConfig, there: str, here: str) -> Iterator[tuple[str, Place]]:
+    """Of one layer, called `there` in the file and `here` in the model."""
+    heads, kv_heads, hidden = config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.hidden_size
+    start = 0
+    for part, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        yield f"{there}.self_attn.{part}_proj.weight", Place(f"{here}.qkv", start, rows)
+        if config.qkv_bias:
+            yield f"{there}.self_attn.{part}_proj.bias", Place(f"{here}.qkv_bias", start, rows)
+        start += rows
+    for place, part in enumerate(("gate", "up")):
+        middle = config.intermediate_size
+        yield f"{there}.mlp.{part}_proj.weight", Place(f"{here}.gate_up", place * middle, middle)
+    whole = {"self_attn.o_proj.weight": "output", "mlp.down_proj.weight": "down"}
+    whole |= {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
+    whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
+    for name, parameter in whole.items():
+        yield f"{there}.{name}", Place(f"{here}.{parameter}", 0, hidden)
+    if config.head_norms:
+        for part, parameter in (("q", "query_norm"), ("k", "key_norm")):
+            yield f"{there}.self_attn.{part}_norm.weight", Place(f"{here}.{parameter}", 0, config.head_size)
+
+
+def check_tensors(model: nn.Module, wanted: Mapping[str, Place], source: Source, where: Path, spare: Container[str] = ()) -> None:
+    """Every tensor is there, in its shape and a readable type, and none is there that would be left out, but `spare`. Reads headers."""
+    found = source.tensors
     for name, place in wanted.items():
         shape = (place.rows, *model.get_parameter(place.parameter).shape[1:])
         if name not in found:
@@ -146,29 +153,28 @@ def check_tensors(model: Llama, source: Source, where: Path) -> None:
             raise ValueError(f"{where}: {name} has shape {found[name].shape}, want {shape} by the config")
         if not found[name].readable:
             raise ValueError(f"{where}: {name} is stored as {found[name].kind}, which is not read")
-    tied = {"lm_head.weight"} if model.config.tied else set()
-    extra = [name for name in found if name not in wanted and name not in tied and not name.endswith("rotary_emb.inv_freq")]
+    extra = [name for name in found if name not in wanted and name not in spare and not name.endswith("rotary_emb.inv_freq")]
     if extra:
         raise ValueError(f"{where}: got {len(extra)} tensors that the config has no use for, such as {extra[0]}")
 
 
-def check_numbers(model: Llama, source: Source, where: Path, progress: bool) -> None:
+def check_numbers(wanted: Mapping[str, Place], source: Source, where: Path, progress: bool) -> None:
     """Every number is finite; ValueError names the tensor. A pass of its own, so that a bad file is found before memory is taken."""
-    for name, tensor, _ in _read(model, source, where, progress, "check"):
+    for name, tensor, _ in _read(wanted, source, where, progress, "check"):
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{where}: {name} holds NaN or infinity")
 
 
 @torch.no_grad()
-def load_tensors(model: Llama, source: Source, where: Path, progress: bool) -> None:
+def load_tensors(model: nn.Module, wanted: Mapping[str, Place], source: Source, where: Path, progress: bool) -> None:
     """Fill the model."""
-    for _, tensor, place in _read(model, source, where, progress, "load"):
+    for _, tensor, place in _read(wanted, source, where, progress, "load"):
         model.get_parameter(place.parameter)[place.start : place.start + place.rows].copy_(tensor)
 
 
-def _read(model: Llama, source: Source, where: Path, progress: bool, what: str) -> Iterator[tuple[str, Tensor, Place]]:
+def _read(wanted: Mapping[str, Place], source: Source, where: Path, progress: bool, what: str) -> Iterator[tuple[str, Tensor, Place]]:
     """One tensor after the other, under a progress bar."""
-    for name, place in tqdm(list(places(model)), desc=what, unit="tensor", disable=not progress):
+    for name, place in tqdm(wanted.items(), desc=what, unit="tensor", disable=not progress):
         try:
             tensor = source.read(name)
         except (SafetensorError, OSError) as error:

@@ -1,0 +1,119 @@
+"""Drafters written down once more, from their papers and their files alone: float64, dense attention, no cache, one text at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs import Limits, StaticBuffers
+from stepgraph.graphs.model import DraftModel, ModelInput
+
+Tensors = Mapping[str, Tensor]
+PAGE, LENGTH = 8, 64
+
+
+def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return states / torch.sqrt((states * states).mean(-1, keepdim=True) + epsilon) * weight.double()
+
+
+def turned(heads: Tensor, theta: float) -> Tensor:
+    """Rotary positions 0, 1, ... of [N, heads, size]: the pair (i, i + size / 2) as one complex number."""
+    count, _, size = heads.shape
+    speeds = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.arange(count, dtype=torch.float64)[:, None, None] * speeds
+    numbers = torch.complex(heads[..., : size // 2], heads[..., size // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([numbers.real, numbers.imag], -1)
+
+
+def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> Tensor:
+    """Causal attention of [N, anything] over itself, its last product included."""
+    size, theta = fields["head_dim"], fields["rope_theta"]
+    query, key, value = (
+        (states @ tensors[f"{prefix}.self_attn.{part}_proj.weight"].double().T).view(len(states), -1, size) for part in "qkv"
+    )
+    if f"{prefix}.self_attn.q_norm.weight" in tensors:
+        query = normed(query, tensors[f"{prefix}.self_attn.q_norm.weight"], fields["rms_norm_eps"])
+        key = normed(key, tensors[f"{prefix}.self_attn.k_norm.weight"], fields["rms_norm_eps"])
+    query, key = turned(query, theta), turned(key, theta)
+    shared = query.shape[1] // key.shape[1]
+    result = torch.zeros_like(query)
+    for place in range(len(states)):
+        for head in range(query.shape[1]):
+            weights = torch.softmax(key[: place + 1, head // shared] @ query[place, head] / math.sqrt(size), 0)
+            result[place, head] = weights @ value[: place + 1, head // shared]
+    return result.flatten(1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].double().T
+
+
+def perceived(states: Tensor, tensors: Tensors, prefix: str) -> Tensor:
+    gate, up, down = (tensors[f"{prefix}.mlp.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
+    opened = states @ gate.T
+    return (opened * torch.sigmoid(opened) * (states @ up.T)) @ down.T
+
+
+def eagle3_layer(tensors: Tensors, fields: Mapping[str, Any], states: Tensor, tokens: Sequence[int], embedding: Tensor) -> Tensor:
+    """What leaves the layer, before the last norm: pair i is a state and the token behind it."""
+    epsilon = fields["rms_norm_eps"]
+    smooth = normed(states, tensors["midlayer.hidden_norm.weight"], epsilon)
+    words = normed(embedding[list(tokens)].double(), tensors["midlayer.input_layernorm.weight"], epsilon)
+    shortcut = smooth if fields["norm_before_residual"] else states
+    after = shortcut + attended(torch.cat([words, smooth], -1), tensors, "midlayer", fields)
+    return after + perceived(normed(after, tensors["midlayer.post_attention_layernorm.weight"], epsilon), tensors, "midlayer")
+
+
+def eagle3_logits(
+    tensors: Tensors, fields: Mapping[str, Any], features: Tensor, tokens: Sequence[int], drafts: Sequence[int], embedding: Tensor
+) -> list[Tensor]:
+    """Logits over the head's own tokens at every place of a text, [N, D], then behind each of `drafts`, [D].
+
+    features [N, 3 H] are the target's at tokens 0 .. N - 1, of N + 1. The first guess behind the text is the last of the N.
+    """
+    states = features.double() @ tensors["fc.weight"].double().T
+    left = eagle3_layer(tensors, fields, states, tokens[1:], embedding)
+
+    def guess(state: Tensor) -> Tensor:
+        return normed(state, tensors["norm.weight"], fields["rms_norm_eps"]) @ tensors["lm_head.weight"].double().T
+
+    result, words = [guess(left)], list(tokens[1:])
+    for draft in drafts:
+        states, words = torch.cat([states, left[-1:]]), [*words, draft]
+        left = eagle3_layer(tensors, fields, states, words, embedding)
+        result.append(guess(left[-1]))
+    return result
+
+
+class Drafting:
+    """A draft model with a cache of its own for two rows whose pages lie in any order."""
+
+    def __init__(self, model: DraftModel, feature_size: int, k: int = 8) -> None:
+        self.model = model
+        pages = LENGTH // PAGE
+        width = model.vocab_size if model.d2t is None else int(model.d2t.max()) + 1
+        self.buffers = StaticBuffers(model.cache_specs(Limits(2, k, LENGTH, PAGE, 2 * pages, width, width, feature_size)))
+        self.tables = 1 + torch.randperm(2 * pages, generator=torch.Generator().manual_seed(0)).view(2, pages)
+
+    @torch.no_grad()
+    def run(self, tokens: Tensor, features: Tensor, start: int, step: int = 1) -> tuple[Tensor, Tensor]:
+        """Logits and features at positions start .. start + N - 1. tokens [B, N], features [B, N, F] of the positions before."""
+        positions = torch.arange(start, start + tokens.shape[1]).expand(len(tokens), -1)
+        tables = self.tables[: len(tokens)]
+        slots = tables.gather(1, positions // PAGE) * PAGE + positions % PAGE
+        output = self.model.forward(ModelInput(tokens, positions, slots, tables, PAGE, features, step), self.buffers)
+        return self.model.logits(output.hidden), output.features
+
+    def read(self, tokens: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """A text in chunks of `size`: logits at every position and the features of the last. features [B, N - 1, F]."""
+        led = torch.cat([torch.zeros_like(features[:, :1]), features], 1)
+        told = [self.run(tokens[:, at : at + size], led[:, at : at + size], at) for at in range(0, tokens.shape[1], size)]
+        return torch.cat([logits for logits, _ in told], 1), told[-1][1][:, -1:]
+
+    def draft(self, start: int, drafts: Tensor, features: Tensor) -> list[Tensor]:
+        """Logits [B, D] behind each of `drafts` [B, K], the first of which is at `start`."""
+        found = []
+        for index in range(drafts.shape[1]):
+            logits, features = self.run(drafts[:, index : index + 1], features, start + index, step=index + 2)
+            found.append(logits[:, 0])
+        return found
