@@ -9,6 +9,7 @@
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
 # VENV_FLAGS=--system-site-packages   build on the torch that the interpreter already has
 # TORCH=...             what to install where there is no torch
+# WORKERS=1             how many processes share the tests
 
 .DEFAULT_GOAL := test
 SHELL := /bin/bash
@@ -27,6 +28,8 @@ TORCH ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.8' || echo 'torch=
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8))
 
 export OMP_NUM_THREADS ?= 1
+# Processes that share the tests; each has one torch thread. More than four gain little and cost a torch each.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 
 .PHONY: demo test lint soak bench models clean format
 
@@ -34,7 +37,7 @@ demo: $(VENV)/.ready-demo
 	$(BIN)/stepgraph demo
 
 test: $(VENV)/.ready-test
-	$(BIN)/pytest -q $(ARGS)
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 soak: $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak $(ARGS)
