@@ -188,7 +188,8 @@ def round_specs(limits: Limits, greedy_only: bool = False) -> tuple[BufferSpec, 
         BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # kept by sampled rounds only
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
-        # what each sampled draft was drawn from
+        # whether each draft was chosen, not drawn; else, in sampled rounds: what it was drawn from
+        BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
         BufferSpec("row_draft_probs", (rows, 0 if greedy_only else drafts, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),

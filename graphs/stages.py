@@ -97,7 +97,8 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling
     masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
-    certain = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted greedily, maybe in a round without distributions
+    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted so too, maybe in a round without distributions
+    certain = buffers.row_certain[batch.rows] | greedy[:, None]
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     tokens, accepted = kernels.reject_sample(
         probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length

@@ -129,8 +129,9 @@ def rejection_figures(context: Context, batch: int, k: int, width: int) -> dict[
     """Of all places only the one behind the drafts that hold is read, and what a draft there was drawn from."""
     inputs = judgement(context.device, batch, k, width)
     tokens, accepted = kernels.reject_sample(*inputs)
-    lines = batch + int(((accepted < inputs.draft_count) & ~inputs.certain).sum())
-    facts = k * (8 + 4 + 4 + 1 + 8) + 8 + 5 * 8 + 1  # of a row: drafts, p and q of each, finite, status; settings
+    drawn = torch.nn.functional.pad(~inputs.certain, (0, 1)).gather(1, accepted[:, None]).squeeze(1)  # what a refused draft came from
+    lines = batch + int(drawn.sum())
+    facts = k * (8 + 4 + 4 + 1 + 1 + 8) + 8 + 5 * 8  # of a row: drafts, p and q of each, certain, finite, status; settings
     tiles = -(-width // REJECTION_TILE)
     least = lines * width * 4 + batch * (facts + (k + 2) * 8)
     scratch = batch * (tiles * 16 + (tiles - 1) * facts)

@@ -23,12 +23,14 @@ def reject_sample(
 ) -> tuple[Tensor, Tensor]:
     """acceptance.reject_sample, which tells the rest, where row b's drafts were drawn from draft_probs[rows[b]].
 
-    target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B] bool: rows whose drafts were
-    not drawn but chosen; each is a certainty, and what draft_probs say of them is not read.
+    target_probs [B, K + 1, V] float32, draft_probs [R, K, V] float32, rows [B] int64. certain [B, K] bool: drafts that were not
+    drawn but chosen; each is a certainty, and what draft_probs say of it is not read. Where all are certain, draft_probs may
+    be [R, 0, V].
     """
     assert target_probs.dtype is draft_probs.dtype is torch.float32, f"target {target_probs.dtype}, draft {draft_probs.dtype}"
     batch, positions, width = target_probs.shape
-    assert draft_probs.shape[1:] == (positions - 1, width), f"target {target_probs.shape}, draft {draft_probs.shape}"
+    assert draft_probs.shape[1:] in ((positions - 1, width), (0, width)), f"target {target_probs.shape}, draft {draft_probs.shape}"
+    assert certain.shape == drafts.shape, f"certain {certain.shape}, drafts {drafts.shape}"
     assert drafts.shape == (batch, positions - 1), f"target {target_probs.shape}, drafts {drafts.shape}"
     tokens = torch.empty(batch, positions, dtype=torch.int64, device=target_probs.device)
     accepted = torch.empty(batch, dtype=torch.int64, device=target_probs.device)
@@ -51,9 +53,9 @@ def reject_sample_reference(
     tokens: Tensor,
     accepted: Tensor,
 ) -> None:
-    stored = draft_probs[rows]
-    chosen = torch.zeros_like(stored).scatter_(2, drafts.clamp(min=0)[..., None], 1.0)
-    offered = torch.where(certain[:, None, None], chosen, stored)
+    offered = torch.zeros_like(target_probs[:, :-1]).scatter_(2, drafts.clamp(min=0)[..., None], 1.0)
+    if draft_probs.shape[1]:
+        offered = torch.where(certain[..., None], offered, draft_probs[rows])
     drawn, held = acceptance.reject_sample(target_probs, offered, finite, drafts, draft_count, status, seed, length)
     tokens.copy_(drawn)
     accepted.copy_(held)

@@ -44,8 +44,8 @@ class Case(NamedTuple):
 
 
 def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0.5, sound: bool = False) -> Case:
-    """Rows in any order among more, drafts drawn from their distributions, -1 behind draft_count; unless `sound`, also a few
-    -1 in front of it, statuses that end a chain, and places without a finite logit."""
+    """Rows in any order among more, drafts drawn from their distributions, a few of them for certain, -1 behind draft_count; unless
+    `sound`, also a few -1 in front of it, statuses that end a chain, and places without a finite logit."""
     made = torch.Generator().manual_seed(seed)
     settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, generator=made) * 2
@@ -54,8 +54,8 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
     rows = torch.randperm(batch + 3, generator=made)[:batch]
     draft_probs = torch.full((batch + 3, k, width), float("nan"))  # other rows' are never read
     draft_probs[rows] = offered
-    certain = settings[:, 0] <= 0
-    draft_probs[rows[certain]] = float("nan")
+    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, generator=made) < (-1 if sound else 0.2))
+    draft_probs[rows] = torch.where(certain[..., None], float("nan"), offered)
     noise = torch.empty_like(offered).exponential_(generator=made)
     draft_count = torch.randint(0, k + 1, (batch,), generator=made)
     draft_count = torch.where(torch.rand(batch, generator=made) < 0.6, k, draft_count)
@@ -121,7 +121,7 @@ def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_r
         refused.status[:, 1] = int(MaskStatus.ILLEGAL)
         tokens, accepted = compare(refused, tile=128)
         assert int(accepted.max()) == 0
-        sampled = ~case.certain & (case.draft_count > 0)
+        sampled = ~case.certain[:, 0] & (case.draft_count > 0)
         if scraps:
             assert set(tokens[sampled, 0].tolist()) <= set(places.tolist())
         else:
@@ -133,8 +133,10 @@ def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
     """A row that was greedy when it drafted and is judged by a distribution; what its refusal draws is another token."""
     case = make_case(48, 1, 40, 3, sound=True)
     likeliest = case.target_probs[:, :1].argmax(2)
-    case = case._replace(certain=torch.ones(48, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))
+    case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))
     tokens, accepted = compare(case, tile=64)
+    none = case._replace(draft_probs=case.draft_probs[:, :0])
+    assert torch.equal(compare(none, tile=64)[0], tokens), "and nothing of what it was drawn from is needed"
     greedy = torch.arange(48) % 4 == 2
     assert bool((accepted[greedy] == 1).all()) and 0 < int(accepted[~greedy].sum()) < 36
     assert bool((tokens[accepted == 0, 0] != likeliest[accepted == 0, 0]).all())

@@ -41,7 +41,7 @@ def rejection_equals_reference(context: Context) -> Figures:
 
 
 def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement:
-    """Rows in any order, each fourth greedy, drafts from distributions near the target's; a few chains end by their status."""
+    """Rows in any order, each fourth greedy, drafts from distributions near the target's; a few are certain, or end their chain."""
     made = torch.Generator().manual_seed(batch + k)
     settings = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [1.6, 0, 1, 0]]).repeat(-(-batch // 4), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, generator=made) * 3
@@ -54,7 +54,7 @@ def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement
         target_probs=target,
         draft_probs=torch.zeros_like(offered).index_copy_(0, rows, offered),
         rows=rows,
-        certain=settings[:, 0] <= 0,
+        certain=(settings[:, :1] <= 0) | (torch.rand(batch, k, generator=made) < 0.1),
         finite=torch.ones(batch, k + 1, dtype=torch.bool),
         drafts=drafts,
         draft_count=torch.full((batch,), k),

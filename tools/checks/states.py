@@ -127,6 +127,7 @@ class RoundBench:
         b.row_prompt_seen.copy_(torch.rand(rows, width, generator=made) < 0.3)
         b.row_output_counts.copy_(torch.randint(-3, 4, (rows, width), generator=made).clamp(min=0))
         b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=made).softmax(-1))
+        b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < 0.3)
 
     def announce(self, size: int) -> None:
         """Fresh matchers that stand where the random rows say."""

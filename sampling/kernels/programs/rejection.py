@@ -32,7 +32,7 @@ def rejection_candidates(
     target_probs,  # [B, K + 1, >= width] float32
     draft_probs,  # [R, K, >= width] float32
     rows,  # [B] int64
-    certain,  # [B] bool
+    certain,  # [B, K] bool
     finite,  # [B, K + 1] bool
     drafts,  # [B, K] int64
     draft_count,  # [B] int64
@@ -55,14 +55,15 @@ def rejection_candidates(
     row = line.to(tl.int64)
     place = tl.arange(0, PLACES)
     inside = place < count
-    offers, sure = tl.load(draft_count + row), tl.load(certain + row).to(tl.int32)
+    offers = tl.load(draft_count + row)
     source = draft_probs + tl.load(rows + row) * draft_row_stride
     truth = target_probs + row * target_row_stride
     own_seed, first = tl.load(seed + row), tl.load(length + row)
 
+    sure = tl.load(certain + row * count + place, mask=inside, other=1).to(tl.int32)
     proposed = tl.maximum(tl.load(drafts + row * count + place, mask=inside, other=0), 0)
     likely = tl.load(truth + place.to(tl.int64) * target_place_stride + proposed, mask=inside, other=0.0)
-    offered = tl.load(source + place.to(tl.int64) * draft_place_stride + proposed, mask=place < tl.where(sure == 0, count, 0), other=1.0)
+    offered = tl.load(source + place.to(tl.int64) * draft_place_stride + proposed, mask=inside & (sure == 0), other=1.0)
     sound = tl.load(finite + row * (count + 1) + place, mask=inside, other=0).to(tl.int32) != 0
     state = tl.load(status + row * (count + 1) + place, mask=inside, other=_NONE)
     follows = tl.load(status + row * (count + 1) + place + 1, mask=inside, other=_NONE)
@@ -76,9 +77,9 @@ def rejection_candidates(
     judged = tl.minimum(held, count - 1)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     probs = tl.load(truth + held * target_place_stride + ids, mask=ids < width, other=0.0)
-    over = tl.load(source + judged * draft_place_stride + ids, mask=ids < tl.where(sure == 0, refused, 0), other=0.0)
-    draft = tl.sum(tl.where(place == judged, proposed, 0), 0)
-    over = tl.where((ids == draft) & (ids < refused * sure), 1.0, over)
+    draft, chosen = tl.sum(tl.where(place == judged, proposed, 0), 0), tl.sum(tl.where(place == judged, sure, 0), 0)
+    over = tl.load(source + judged * draft_place_stride + ids, mask=ids < tl.where(chosen == 0, refused, 0), other=0.0)
+    over = tl.where((ids == draft) & (ids < refused * chosen), 1.0, over)
     rest = tl.maximum(probs - over, 0.0)
     left = tl.max((rest > 0).to(tl.int32), 0) != 0
     rates = tl.where(left, rest, probs)
