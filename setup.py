@@ -12,7 +12,7 @@ setup(
     ext_modules=[
         Extension(
             "stepgraph.sampling.grammar.native._link",
-            sources=[f"{SOURCES}/{name}.c" for name in ("host_link", "matcher", "pool", "xgrammar")],
+            sources=[f"{SOURCES}/{name}.c" for name in ("host_link", "llguidance", "matcher", "pool", "xgrammar")],
             depends=[f"{SOURCES}/{name}.h" for name in ("host_link", "matcher", "pool")],
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],

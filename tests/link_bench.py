@@ -101,7 +101,7 @@ class Twins:
     def seat(self, slot: int) -> None:
         constraint = self.random.choice([one for one in CONSTRAINTS if one] + [Constraint.regex("(ab|ac)+")])
         grammar = COMPILER.compile(constraint)
-        if self.random.random() < 0.15 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
+        if self.random.random() < 0.3 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
             grammar = OTHER_COMPILER.compile(constraint)
         foreign = self.random.random() < 0.1
         self.owners += 1
@@ -225,8 +225,8 @@ def running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, la
     memory.state[slot] = torch.tensor([row.owner, history, last, accepted, ROW_RUNNING])
 
 
-def letters(link: HostLink, owner: int = 9) -> Any:
-    return link.row(owner, COMPILER.compile(Constraint.regex("[a-z]+")).matcher())
+def letters(link: HostLink, owner: int = 9, compiler: GrammarCompiler = COMPILER) -> Any:
+    return link.row(owner, compiler.compile(Constraint.regex("[a-z]+")).matcher())
 
 
 def resident() -> int:

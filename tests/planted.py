@@ -9,7 +9,7 @@ from typing import Any
 
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.matcher import XGrammarMatcher
-from stepgraph.sampling.grammar.native.layout import XGrammarStruct
+from stepgraph.sampling.grammar.native.layout import LLGuidanceStruct, XGrammarStruct
 from stepgraph.sampling.grammar.native_link import NativeRow
 
 SIGNATURES = {
@@ -22,7 +22,8 @@ SIGNATURES = {
 
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
     """Put `bug(real, *arguments)` in the place of one of the four functions that a native row calls."""
-    library = XGrammarStruct.from_buffer_copy(row._library.xgrammar.struct)
+    struct = XGrammarStruct if isinstance(row.matcher, XGrammarMatcher) else LLGuidanceStruct
+    library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
     real = SIGNATURES[name](getattr(library.functions, name))
     entry = SIGNATURES[name](lambda *arguments: bug(real, *arguments))
     setattr(library.functions, name, ctypes.cast(entry, c_void_p).value)

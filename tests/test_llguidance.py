@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
 from tests.grammar_texts import filled
@@ -178,18 +179,18 @@ PIECES = [b"(", b"[", b")", b"]", b"a", b"b", b"(a", b"[a", b"]]", b"))"]
 
 
 def test_a_mask_behind_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _differences(Random(1), 300) == 0
+    assert differences(Random(1), 300) == 0
     real = LLGuidanceMatcher._compute
     # The library's own way: where paths part, the mask that was computed last is kept.
     monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
-    assert _differences(Random(1), 300) > 0
+    assert differences(Random(1), 300) > 0
 
 
-def _differences(random: Random, rounds: int) -> int:
+def differences(random: Random, rounds: int, walking: Callable[[CompiledConstraint], Matcher] = CompiledConstraint.matcher) -> int:
     """How many masks of one matcher that goes back and forth are not those of a fresh one."""
     vocabulary = Vocabulary([*PIECES, b""], stop_token_ids=[len(PIECES)])
     compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(NESTED)
-    matcher, history, wrong = compiled.matcher(), list[int](), 0
+    matcher, history, wrong = walking(compiled), list[int](), 0
 
     def accept_any() -> None:
         taken = next((token_id for token_id in random.sample(range(len(PIECES)), len(PIECES)) if matcher.accept_token(token_id)), None)

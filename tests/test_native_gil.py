@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from ctypes import byref, c_void_p
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -14,14 +15,18 @@ import pytest
 
 from stepgraph.graphs.driver import HostCallback, HostErrors
 from stepgraph.graphs.tape_run import HostCall
+from stepgraph.runtime import Constraint
+from stepgraph.sampling.grammar.backends import BACKENDS
+from stepgraph.sampling.grammar.constraint import BackendChoice
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
 from stepgraph.sampling.grammar.native import load
 from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
 from stepgraph.sampling.grammar.python_link import PythonLink
-from tests.link_bench import WALK, A, Memory, letters, native_link, running
-from tests.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
+from tests.link_bench import OTHER_COMPILER, WALK, A, Memory, letters, native_link, running
+from tests.toy_engines import COMPILER, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
+ANY = Constraint.json_object()
 
 
 def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, Any, list[Any]]:
@@ -57,9 +62,10 @@ def run_while_the_gil_is_held(call_list: Any, seconds: float) -> tuple[float, fl
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounds_complete_while_another_thread_holds_the_gil(threads: int) -> None:
+    """Rows of both libraries."""
     memory, rounds = Memory.make(8, 3), 300
     link = native_link(memory, depth=rounds, threads=threads)
-    rows = [letters(link, owner) for owner in range(1, 9)]
+    rows = [letters(link, owner, (COMPILER, OTHER_COMPILER)[owner % 2]) for owner in range(1, 9)]
     for slot, row in enumerate(rows):
         running(memory, row, slot)
     memory.drafts[:] = A
@@ -83,7 +89,7 @@ def test_python_rounds_wait_for_the_gil() -> None:
     assert calls[1].finished > ended and link.stats.fills > 0
 
 
-def bytecodes_in_host_nodes(host_link: str) -> tuple[int, int]:
+def bytecodes_in_host_nodes(host_link: str, constraint: Constraint) -> tuple[int, int]:
     """Over a whole run on the tape: calls of host nodes, and bytecodes that ran inside them."""
     source, first = inspect.getsourcelines(HostCall.__call__)
     (the_call,) = (first + place for place, text in enumerate(source) if "self._function()" in text)
@@ -107,19 +113,25 @@ def bytecodes_in_host_nodes(host_link: str) -> tuple[int, int]:
     threading.settrace(trace)  # of threads that begin from now on: the tape's
     try:
         engine = make_engine(Setup(k=3, host_link=host_link))
-        jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=8) for place in range(2)]
+        jobs = [engine.submit([place], constraint=constraint, max_new_tokens=8) for place in range(2)]
         for _ in engine.stream():
             pass
         engine.close()
     finally:
         threading.settrace(None)
-    assert [job.tokens for job in jobs] == [plain([place], 8, CONSTRAINTS[1]).tokens for place in range(2)]
+    assert [job.tokens for job in jobs] == [plain([place], 8, constraint).tokens for place in range(2)]
     assert calls[0] == engine.backend.stats.host_nodes
     return calls[0], bytecodes[0]
 
 
-def test_no_bytecode_runs_inside_a_host_node() -> None:
-    calls, bytecodes = bytecodes_in_host_nodes("native")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_bytecode_runs_inside_a_host_node(backend: BackendChoice) -> None:
+    calls, bytecodes = bytecodes_in_host_nodes("native", replace(ANY, backend=backend))
     assert calls > 10 and bytecodes == 0
-    calls, bytecodes = bytecodes_in_host_nodes("python")
-    assert calls > 10 and bytecodes > 1000, "the counter counts"
+
+
+@pytest.mark.parametrize(("host_link", "constraint"), [("python", ANY), ("native", ANY.after("a"))])
+def test_the_bytecodes_of_host_nodes_are_counted(host_link: str, constraint: Constraint) -> None:
+    """The negative control, and what a marker costs on the native link."""
+    calls, bytecodes = bytecodes_in_host_nodes(host_link, constraint)
+    assert calls > 10 and bytecodes > 100

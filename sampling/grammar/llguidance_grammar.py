@@ -12,6 +12,8 @@ import llguidance
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
+from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
 from stepgraph.sampling.grammar.pattern import regex_of
 from stepgraph.sampling.grammar.refusal import refuse
 from stepgraph.sampling.grammar.structural_tag import TagGroup, tag_groups
@@ -32,9 +34,10 @@ class LLGuidanceGrammar:
     vocabulary: Vocabulary
     fuel_seconds: float
     nbytes: int
+    native: LLGuidanceNativeGrammar | None  # None where the library cannot be called from C
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self.pristine, self.vocabulary, self.fuel_seconds)
+        return LLGuidanceMatcher(self.pristine, self.vocabulary, self.fuel_seconds, self.native)
 
 
 class _Tokens:
@@ -44,8 +47,7 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        padding = vocabulary.logits_width - len(vocabulary.tokens)
-        self.tokens = [b"" if index in vocabulary.silent_ids else token for index, token in enumerate(vocabulary.tokens)] + [b""] * padding
+        self.tokens = vocabulary.for_llguidance
         self.eos_token_id = vocabulary.stop_token_ids[0]
         self.special_token_ids = sorted(vocabulary.silent_ids)
 
@@ -63,13 +65,18 @@ class LLGuidanceBuilder:
         self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.stop_token_ids))  # type: ignore[arg-type]
         # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        try:
+            self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
+        except Unavailable:  # the native link tells why
+            self._native = None
 
     def build(self, constraint: Constraint) -> LLGuidanceGrammar:
         grammar = lark_of(constraint)
         pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if pristine.is_error():
             refuse("#", constraint.kind, _NOISE.sub("", pristine.get_error()).strip())
-        return LLGuidanceGrammar(pristine, self._vocabulary, self._fuel_seconds, len(grammar))
+        native = self._native.grammar(grammar) if self._native else None
+        return LLGuidanceGrammar(pristine, self._vocabulary, self._fuel_seconds, len(grammar), native)
 
 
 def lark_of(constraint: Constraint) -> str:
@@ -91,6 +98,8 @@ def lark_of(constraint: Constraint) -> str:
 
 def _checked_lark(grammar: str) -> str:
     """The grammar under the options that are needed here, with its JSON schemas checked as all others are."""
+    if "\0" in grammar:
+        refuse("#", "lark", "holds a NUL character; write \\x00 in a regular expression")
     options = _OPTIONS.search(grammar)
     try:
         told = json.loads(options[1]) if options else {}

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.mask_row import checked_row, classify
+from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -20,8 +21,15 @@ class LLGuidanceMatcher:
     Stop tokens are kept from the library, whose rollback miscounts them. `pristine` is copied, never moved.
     """
 
-    def __init__(self, pristine: llguidance.LLMatcher, vocabulary: Vocabulary, fuel_seconds: float) -> None:
+    def __init__(
+        self,
+        pristine: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        fuel_seconds: float,
+        native_grammar: LLGuidanceNativeGrammar | None = None,
+    ) -> None:
         self._pristine = pristine
+        self._native_grammar = native_grammar
         self._matcher = pristine.deep_copy()
         self._vocabulary = vocabulary
         self._fuel_seconds = fuel_seconds
@@ -32,6 +40,24 @@ class LLGuidanceMatcher:
         self._ended = False
         self._dead_end = False
         self._fault = ""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
+    def fuel_seconds(self) -> float:
+        return self._fuel_seconds
+
+    @property
+    def native_grammar(self) -> LLGuidanceNativeGrammar | None:
+        """The same grammar for who drives the library without Python; this matcher then knows nothing of what was accepted."""
+        return self._native_grammar
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]:
+        """Accepted and not taken back; any stop token stands for the one that was."""
+        return (*self._history, *self._vocabulary.stop_token_ids[: self._ended])
 
     @property
     def num_accepted(self) -> int:
@@ -55,10 +81,10 @@ class LLGuidanceMatcher:
             return False
         start = time.thread_time()
         accepted = self._matcher.try_consume_tokens([token_id]) == 1
-        self._burn(start, "accept_token")
-        if accepted and not self._fault:
+        if accepted:
             self._history.append(token_id)
-        return accepted and not self._fault
+        self._burn(start, "accept_token")
+        return accepted
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""

@@ -115,8 +115,10 @@ class XGrammarMatcher:
         if not 0 <= num_tokens <= self._num_accepted:
             raise ValueError(f"rollback.num_tokens: got {num_tokens}, want 0..{self._num_accepted}, the number of accepted tokens")
         if num_tokens:
+            start = time.thread_time()
             self._matcher.rollback(num_tokens)
             self._num_accepted -= num_tokens
+            self._burn(start)
 
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted. Asked of the library each time: a rollback may take the stop token back."""

@@ -2,7 +2,7 @@
 
 Rows are worked on by a pool of threads, sized from the machine, that the calling thread belongs to. The C side borrows
 rows and matchers; Python keeps them alive until the rounds that were announced with them have ended. A row whose matcher
-is not xgrammar's takes part too, and takes the GIL for its own calls.
+is neither library's own takes part too, and takes the GIL for its own calls.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_void_p
+from ctypes import addressof, byref, c_uint32, c_void_p
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.grammar.backends import installed
 from stepgraph.sampling.grammar.host_link import HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
 from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
 from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct
+from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -55,6 +58,23 @@ def open_host_link(choice: str, state_host: Tensor, drafts_host: Tensor, masks_h
     return PythonLink(state_host, drafts_host, masks_host, tags_host, why)
 
 
+@runtime_checkable
+class Copied(Protocol):
+    """llguidance's matcher, which shows no pointer to its inside: a row goes on with a copy. Its module may not be installed."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def fuel_seconds(self) -> float: ...
+
+    @property
+    def native_grammar(self) -> LLGuidanceNativeGrammar | None: ...
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]: ...
+
+
 class NativeRow:
     """One constrained request. The struct belongs to the host nodes; what is read of it here is for tests and messages."""
 
@@ -63,20 +83,34 @@ class NativeRow:
         self._library = library
         self.struct = RowStruct(owner=owner, committed=committed)
         if isinstance(matcher, XGrammarMatcher):
-            self._drive_natively(matcher)
+            self._know(matcher.vocabulary, matcher.fuel_seconds)
+            xgrammar = library.xgrammar
+            self.struct.library, self.struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
+        elif isinstance(matcher, Copied) and matcher.native_grammar is not None:
+            self._know(matcher.vocabulary, matcher.fuel_seconds)
+            self._open_llguidance(matcher.native_grammar, matcher.accepted_tokens)
         else:
             self._callbacks = PythonLibrary(matcher, masks_host)
             self.struct.library, self.struct.fuel_seconds = self._callbacks.address, math.inf  # it keeps account of its fuel
 
-    def _drive_natively(self, matcher: XGrammarMatcher) -> None:
-        vocabulary, struct, xgrammar = matcher.vocabulary, self.struct, self._library.xgrammar
+    def _know(self, vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        """What the row itself sees to, whatever the library."""
+        struct = self.struct
         if vocabulary not in _mixed:
             _mixed[vocabulary] = np.flatnonzero(vocabulary.text_words != -1).astype(np.int32)
         self._words = vocabulary.text_words, vocabulary.stop_words, _mixed[vocabulary]
-        struct.library, struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
         struct.text_words, struct.stop_words, struct.mixed = (words.ctypes.data for words in self._words)
         struct.num_mixed = len(_mixed[vocabulary])
-        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), matcher.fuel_seconds
+        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
+
+    def _open_llguidance(self, grammar: LLGuidanceNativeGrammar, tokens: Sequence[int]) -> None:
+        library, self._grammar = self._library, grammar
+        arguments = library.llguidance.address, grammar.address, self.struct.stop_words, (c_uint32 * len(tokens))(*tokens), len(tokens)
+        text = library.waiting.stepgraph_open_llguidance(*arguments)
+        if not text:
+            raise MemoryError("NativeRow: no memory for its text")
+        weakref.finalize(self, library.waiting.stepgraph_close_llguidance, library.llguidance.address, text).atexit = False
+        self.struct.library, self.struct.matcher = library.llguidance.address, text
 
     @property
     def fault(self) -> str:
@@ -143,7 +177,8 @@ class NativeLink:
         if not 1 <= slots <= MAX_SLOTS or depth < 1:
             raise ValueError(f"NativeLink: got {slots} slots and depth {depth}, want 1 to {MAX_SLOTS} slots and a depth of at least 1")
         threads = min(slots, threads or available_processors())
-        self.name = f"native, {threads} threads, no GIL" if threads > 1 else "native, no GIL"
+        taken = f"rows with a marker or under check_masks{_llguidance_rows(library)} take it"
+        self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL ({taken})"
         self._library, self._slots, self._stages, self._words = library, slots, stages, words
         pointers = [tensor.data_ptr() for tensor, _, _ in self._tensors.values()]
         shape_struct = ShapeStruct(*pointers, slots, stages, words, depth, threads - 1)
@@ -166,7 +201,7 @@ class NativeLink:
             return self._last_stats
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:
-        if isinstance(matcher, XGrammarMatcher) and matcher.vocabulary.mask_words != self._words:
+        if isinstance(matcher, (XGrammarMatcher, Copied)) and matcher.vocabulary.mask_words != self._words:
             raise ValueError(f"row.matcher: got masks of {matcher.vocabulary.mask_words} words, want {self._words}")
         if matcher.fault:
             raise ValueError(f"row.matcher: got one that has failed ({matcher.fault}), want one that works")
@@ -210,6 +245,17 @@ class NativeLink:
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("NativeLink: it is closed")
+
+
+def _llguidance_rows(library: NativeLibrary) -> str:
+    """For the capture report: that they take the GIL as well, and why; empty where they do not, or cannot be."""
+    if not installed("llguidance"):
+        return ""
+    try:
+        assert library.llguidance
+    except Unavailable as error:
+        return f" or of llguidance ({error})"
+    return ""
 
 
 def available_processors() -> int:

@@ -107,6 +107,8 @@ class PythonLink:
             )
         if row.walked > accepted:
             row.matcher.rollback(row.walked - accepted)
+            if row.matcher.fault:
+                return
             self._rollbacks += 1
         row.walked = 0
         if not fresh:

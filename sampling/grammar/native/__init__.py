@@ -9,11 +9,21 @@ import ctypes
 import functools
 import importlib.machinery
 import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-from stepgraph.sampling.grammar.native.layout import OWN_LAYOUT, CountsStruct, RowStruct, ShapeStruct, XGrammarStruct, layout_of
-from stepgraph.sampling.grammar.native.xgrammar_binding import Unavailable, XGrammarBinding
+from stepgraph.sampling.grammar.native.layout import (
+    OWN_LAYOUT,
+    CountsStruct,
+    LLGuidanceStruct,
+    RowStruct,
+    ShapeStruct,
+    XGrammarStruct,
+    layout_of,
+)
+from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceBinding, llguidance_api
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.native.xgrammar_binding import XGrammarBinding
 
 __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
 
@@ -45,9 +55,18 @@ class NativeLibrary:
         quick.stepgraph_counts.restype, quick.stepgraph_counts.argtypes = None, (c_void_p, POINTER(CountsStruct))
         quick.stepgraph_fault.restype, quick.stepgraph_fault.argtypes = c_char_p, (POINTER(RowStruct),)
         quick.stepgraph_bind_xgrammar.restype, quick.stepgraph_bind_xgrammar.argtypes = None, (POINTER(XGrammarStruct),)
+        quick.stepgraph_bind_llguidance.restype, quick.stepgraph_bind_llguidance.argtypes = None, (POINTER(LLGuidanceStruct),)
+        waiting.stepgraph_open_llguidance.restype = c_void_p
+        waiting.stepgraph_open_llguidance.argtypes = (c_void_p, c_void_p, c_void_p, POINTER(c_uint32), c_int64)
+        waiting.stepgraph_close_llguidance.restype, waiting.stepgraph_close_llguidance.argtypes = None, (c_void_p, c_void_p)
         waiting.stepgraph_close.restype, waiting.stepgraph_close.argtypes = None, (c_void_p,)
         waiting.stepgraph_node.restype, waiting.stepgraph_node.argtypes = None, (c_void_p,)
         waiting.stepgraph_run_calls.restype, waiting.stepgraph_run_calls.argtypes = None, (c_void_p,)
+
+    @functools.cached_property
+    def llguidance(self) -> LLGuidanceBinding:
+        """Unavailable, with the reason, where that library cannot be called from C."""
+        return LLGuidanceBinding(self.quick, llguidance_api())
 
     def counts(self, link: int) -> CountsStruct:
         counts = CountsStruct()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
@@ -41,7 +40,11 @@ class PythonLibrary:
             return _guarded(call, why)
 
         def rollback(_: int, __: int, tokens: int, why: int) -> int:
-            return _guarded(functools.partial(matcher.rollback, tokens), why)
+            def call() -> int:
+                matcher.rollback(tokens)
+                return _fault(matcher) if matcher.fault else 0
+
+            return _guarded(call, why)
 
         def is_terminated(_: int, __: int, ___: int) -> int:
             return 0  # its other functions know
@@ -62,12 +65,12 @@ def _fault(matcher: Matcher) -> int:
     raise _Failed(matcher.fault)
 
 
-def _guarded(call: Callable[[], int | None], why: int) -> int:
+def _guarded(call: Callable[[], int], why: int) -> int:
     """The result of a call, or -1 and the reason. It may run in a thread of the driver's: nothing is collected there."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return call() or 0
+        return call()
     except Exception as error:  # one row's fault
         text = str(error) if isinstance(error, _Failed) else f"{type(error).__name__}: {error}"
         told = text.encode(errors="replace")[: FAULT_BYTES - 1] + b"\0"

@@ -221,10 +221,10 @@ void stepgraph_run_calls(void *data) {
 /* The numbers that layout.py has its own copy of; returns how many there are. */
 int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
-        LAYOUT_VERSION,       sizeof(matcher_library),      sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
-        sizeof(host_node),    sizeof(host_step),            sizeof(link_counts), sizeof(xgrammar_library),     sizeof(timed_call),
-        sizeof(call_list),    HOST_COLUMNS,                 TAG_FIELDS,          ROW_RUNNING,                  FAULT,
-        END,                  MAX_SLOTS,
+        LAYOUT_VERSION,    sizeof(matcher_library),    sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
+        sizeof(host_node), sizeof(host_step),          sizeof(link_counts), sizeof(xgrammar_library),     sizeof(timed_call),
+        sizeof(call_list), sizeof(llguidance_library), HOST_COLUMNS,        TAG_FIELDS,                   ROW_RUNNING,
+        FAULT,             END,                        MAX_SLOTS,
     };
     int64_t count = sizeof own / sizeof *own;
     if (count <= room) memcpy(values, own, sizeof own);

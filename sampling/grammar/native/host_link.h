@@ -6,9 +6,11 @@
 #define STEPGRAPH_HOST_LINK_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 1, FAULT_BYTES = 480, MAX_SLOTS = 4096 };
+enum { LAYOUT_VERSION = 2, FAULT_BYTES = 480, MAX_SLOTS = 4096 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -92,6 +94,22 @@ typedef struct {
     int32_t matcher_type;
 } xgrammar_library;
 
+/* llguidance's C API. */
+typedef struct llguidance_text llguidance_text; /* a matcher, and what it takes to leave its dead ends */
+typedef struct {
+    matcher_library functions;
+    int32_t (*compute_mask_into)(void *matcher, uint32_t *words, size_t bytes);
+    int32_t (*compute_mask)(void *matcher);
+    int32_t (*validate_tokens)(void *matcher, const uint32_t *tokens, size_t count);
+    int32_t (*consume_token)(void *matcher, uint32_t token);
+    int32_t (*consume_tokens)(void *matcher, const uint32_t *tokens, size_t count);
+    int32_t (*rollback)(void *matcher, size_t tokens);
+    bool (*is_accepting)(void *matcher);
+    const char *(*get_error)(void *matcher); /* NULL where there is none */
+    void *(*clone)(const void *matcher);
+    void (*free)(void *matcher);
+} llguidance_library;
+
 /* One of several calls that `stepgraph_run_calls` makes in a row. */
 typedef struct {
     void (*function)(void *data);
@@ -114,6 +132,10 @@ STEPGRAPH_API void stepgraph_counts(host_link *link, link_counts *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
+STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
+STEPGRAPH_API llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const int32_t *stop_words,
+                                                             const uint32_t *tokens, int64_t count);
+STEPGRAPH_API void stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
 
 #endif

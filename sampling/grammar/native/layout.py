@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64
 from stepgraph.sampling.grammar.host_link import HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 1  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 2  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -30,6 +30,22 @@ class XGrammarStruct(Structure):
         ("rollback", c_void_p),
         ("is_terminated", c_void_p),
         ("matcher_type", c_int32),
+    )
+
+
+class LLGuidanceStruct(Structure):
+    _fields_ = (
+        ("functions", LibraryStruct),
+        ("compute_mask_into", c_void_p),
+        ("compute_mask", c_void_p),
+        ("validate_tokens", c_void_p),
+        ("consume_token", c_void_p),
+        ("consume_tokens", c_void_p),
+        ("rollback", c_void_p),
+        ("is_accepting", c_void_p),
+        ("get_error", c_void_p),
+        ("clone", c_void_p),
+        ("free", c_void_p),
     )
 
 
@@ -91,7 +107,8 @@ OWN_LAYOUT = (
     VERSION,
     *(sizeof(struct) for struct in (LibraryStruct, RowStruct)),
     RowStruct.fault.offset,
-    *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct, CallListStruct)),
+    *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct)),
+    *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct)),
     len(HostColumn),
     TAG_FIELDS,
     ROW_RUNNING,

@@ -115,7 +115,8 @@ int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
 
 int roll_back(matcher_row *row, int64_t tokens) {
     char why[FAULT_BYTES];
-    if (row->library->rollback(row->library, row->matcher, tokens, why) >= 0) return 1;
-    fail(row, "%s", why);
-    return 0;
+    double start = start_of_call(row);
+    if (row->library->rollback(row->library, row->matcher, tokens, why) < 0) fail(row, "%s", why);
+    else end_of_call(row, start);
+    return !faulted(row);
 }

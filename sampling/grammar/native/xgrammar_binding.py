@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from stepgraph.sampling.grammar.native.layout import XGrammarStruct
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
 
 MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
 SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
@@ -25,10 +26,6 @@ SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
 TVM_FUNCTION = 68  # type number of a function object
-
-
-class Unavailable(Exception):
-    """Why host nodes cannot run natively here."""
 
 
 class XGrammarBinding:

@@ -1,0 +1,138 @@
+/* llguidance's matcher through the C API of its wheel. LLGuidanceMatcher in Python is the reference, fault by fault.
+
+   Its errors are states that cannot be left again, and a dead end is one of them to it; to a round it is one draft's end. So the
+   accepted tokens are kept here, and where a dead end is taken back they are accepted once more by a clone of the matcher that
+   none has moved. Stop tokens are kept from the library, whose rollback miscounts them. */
+
+#include "host_link.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { FIRST_ROOM = 256 };
+
+struct llguidance_text {
+    const void *pristine;
+    void *matcher;
+    const int32_t *stop_words; /* [words] a bit per stop token */
+    uint32_t *history;         /* [room] text tokens that the library has taken */
+    int64_t taken, room;
+    int64_t filled; /* how many of them there were when a mask was last computed */
+    int ended, dead_end;
+};
+
+static int failed(const llguidance_library *library, const llguidance_text *text, const char *what, char *why) {
+    const char *error = library->get_error(text->matcher);
+    if (!error) error = "the library failed without an error";
+    snprintf(why, FAULT_BYTES, "%s: %.*s", what, (int)strcspn(error, "\n"), error);
+    return -1;
+}
+
+/* Whether the library has come to its end for want of a token that may follow. */
+static int meets_dead_end(const llguidance_library *library, llguidance_text *text) {
+    static const char told[] = "NoExtensionBias";
+    const char *error = library->get_error(text->matcher);
+    text->filled = text->taken;
+    text->dead_end = error && !strncmp(error, told, sizeof told - 1);
+    return text->dead_end;
+}
+
+static int remember(llguidance_text *text, uint32_t token) {
+    if (text->taken == text->room) {
+        int64_t room = 2 * text->room;
+        uint32_t *history = realloc(text->history, (size_t)room * sizeof *history);
+        if (!history) return 0;
+        text->history = history;
+        text->room = room;
+    }
+    text->history[text->taken++] = token;
+    return 1;
+}
+
+static int accept(const matcher_library *self, void *matcher, int64_t wide, char *why) {
+    const llguidance_library *library = (const llguidance_library *)self;
+    llguidance_text *text = matcher;
+    uint32_t token = (uint32_t)wide; /* below the row's number of tokens */
+    if (text->dead_end) return 0;
+    if ((uint32_t)text->stop_words[token / 32] >> (token % 32) & 1) return text->ended = library->is_accepting(text->matcher);
+    int32_t valid = library->validate_tokens(text->matcher, &token, 1);
+    if (valid < 0 || (valid && library->consume_token(text->matcher, token))) return failed(library, text, "accept_token", why);
+    if (valid && !remember(text, token)) {
+        snprintf(why, FAULT_BYTES, "accept_token: no memory for %lld tokens", (long long)text->taken);
+        return -1;
+    }
+    return valid;
+}
+
+static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why) {
+    const llguidance_library *library = (const llguidance_library *)self;
+    llguidance_text *text = matcher;
+    int32_t wrong = text->dead_end ? 0 : library->compute_mask_into(text->matcher, (uint32_t *)words, (size_t)count * sizeof *words);
+    if (!text->dead_end && !meets_dead_end(library, text)) return wrong ? failed(library, text, "fill_next_token_bitmask", why) : 0;
+    memset(words, 0, (size_t)count * sizeof *words);
+    return DEAD_END;
+}
+
+static int begin_again(const llguidance_library *library, llguidance_text *text, char *why) {
+    void *fresh = library->clone(text->pristine);
+    library->free(text->matcher);
+    text->matcher = fresh;
+    text->dead_end = 0;
+    text->filled = 0;
+    if (!text->taken || !library->consume_tokens(fresh, text->history, (size_t)text->taken)) return 0;
+    snprintf(why, FAULT_BYTES, "rollback: the tokens that were accepted are not accepted again");
+    return -1;
+}
+
+static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *why) {
+    const llguidance_library *library = (const llguidance_library *)self;
+    llguidance_text *text = matcher;
+    int64_t count = tokens - text->ended;
+    text->ended = 0;
+    if (count <= 0) return 0;
+    text->taken -= count;
+    if (text->dead_end) return begin_again(library, text, why);
+    if (library->rollback(text->matcher, (size_t)count)) return failed(library, text, "rollback", why);
+    if (text->taken >= text->filled) return 0;
+    /* The library keeps its latest mask by the number of items and the state of its lexer. Along another path both may come up
+       again over other items: only a mask computed here, where the paths part, drops the old one. */
+    int32_t wrong = library->compute_mask(text->matcher);
+    return !meets_dead_end(library, text) && wrong ? failed(library, text, "rollback", why) : 0;
+}
+
+static int is_terminated(const matcher_library *self, void *matcher, char *why) {
+    (void)self, (void)why;
+    return ((const llguidance_text *)matcher)->ended;
+}
+
+void stepgraph_bind_llguidance(llguidance_library *library) {
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated};
+}
+
+/* A text that begins with these tokens; NULL where there is no memory, or where it may not. */
+llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const int32_t *stop_words,
+                                           const uint32_t *tokens, int64_t count) {
+    llguidance_text *text = calloc(1, sizeof *text);
+    uint32_t *history = malloc(FIRST_ROOM * sizeof *history);
+    void *matcher = text && history ? library->clone(pristine) : NULL;
+    if (!matcher) {
+        free(history);
+        free(text);
+        return NULL;
+    }
+    *text = (llguidance_text){.pristine = pristine, .matcher = matcher, .stop_words = stop_words, .history = history, .room = FIRST_ROOM};
+    char why[FAULT_BYTES];
+    for (int64_t place = 0; place < count; place++) {
+        if (accept(&library->functions, text, tokens[place], why) == 1) continue;
+        stepgraph_close_llguidance(library, text);
+        return NULL;
+    }
+    return text;
+}
+
+void stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text) {
+    library->free(text->matcher);
+    free(text->history);
+    free(text);
+}

@@ -1,0 +1,205 @@
+"""llguidance's C API, which its wheel exports beside the Python module: looked up by name, used where version and structs are as expected.
+
+Made here: a tokenizer per vocabulary, and per grammar a matcher that is never moved. Every row has a clone of it, made and moved in C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import weakref
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+from types import ModuleType
+
+import numpy as np
+
+from stepgraph.sampling.grammar.native.layout import LLGuidanceStruct
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+SYMBOLS = {  # what host nodes call
+    "compute_mask_into": "llg_matcher_compute_mask_into",
+    "compute_mask": "llg_matcher_compute_mask",
+    "validate_tokens": "llg_matcher_validate_tokens",
+    "consume_token": "llg_matcher_consume_token",
+    "consume_tokens": "llg_matcher_consume_tokens",
+    "rollback": "llg_matcher_rollback",
+    "is_accepting": "llg_matcher_is_accepting",
+    "get_error": "llg_matcher_get_error",
+    "clone": "llg_clone_matcher",
+    "free": "llg_free_matcher",
+}
+VERSION = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
+_MARK = b"\xff"  # in front of what is no text
+_ERROR_BYTES = 1000
+_UNTOUCHED = 0xA5
+
+
+class LimitsStruct(Structure):
+    _fields_ = (
+        ("max_items_in_row", c_size_t),
+        ("initial_lexer_fuel", c_uint64),
+        ("step_lexer_fuel", c_uint64),
+        ("step_max_items", c_size_t),
+        ("max_lexer_states", c_size_t),
+        ("max_grammar_size", c_size_t),
+        ("precompute_large_lexemes", c_bool),
+        ("verbose_errors", c_bool),
+    )
+
+
+class ConstraintStruct(Structure):
+    _fields_ = (
+        ("tokenizer", c_void_p),
+        ("log_buffer_level", c_uint32),
+        ("log_stderr_level", c_uint32),
+        ("ff_tokens_ok", c_bool),
+        ("backtrack_ok", c_bool),
+        ("limits", LimitsStruct),
+    )
+
+
+class TokenizerStruct(Structure):
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("vocab_size", c_uint32),
+        ("tok_eos", c_uint32),
+        ("token_lens", POINTER(c_uint32)),
+        ("token_bytes", c_char_p),
+        ("tokenizer_json", c_char_p),
+        ("tokenize_assumes_string", c_bool),
+        ("tokenize_fn", c_void_p),
+        ("use_approximate_greedy_tokenize_fn", c_bool),
+        ("tokenize_user_data", c_void_p),
+        ("slices", c_void_p),
+        ("tok_eos_extra", POINTER(c_uint32)),
+        ("tok_eos_extra_count", c_uint32),
+    )
+
+
+DEFAULTS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 500_000,
+    "precompute_large_lexemes": True,
+    "verbose_errors": True,
+}
+
+
+class LLGuidanceApi:
+    """The library that the Python module has loaded, and the addresses of its functions."""
+
+    def __init__(self, module: ModuleType) -> None:
+        path = module.__file__ or ""
+        try:
+            self.library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)
+            self._declare()
+            self.addresses = {field: int(ctypes.cast(self.library[symbol], c_void_p).value or 0) for field, symbol in SYMBOLS.items()}
+        except (OSError, AttributeError) as error:
+            raise Unavailable(f"llguidance's module does not export its C API: {error}") from error
+        version: bytes = self.library.llg_get_version()
+        if VERSION.match(version) is None:
+            raise Unavailable(f"llguidance's C API is {version.decode(errors='replace')}, want llguidance@1.9.1 or a later 1.9")
+        self._check_layout()
+
+    def tokenizer(self, vocabulary: Vocabulary) -> LLGuidanceTokenizer:
+        return LLGuidanceTokenizer(self, vocabulary)
+
+    def _declare(self) -> None:
+        library = self.library
+        library.llg_get_version.restype, library.llg_get_version.argtypes = c_char_p, ()
+        library.llg_constraint_init_set_defaults.restype = None
+        library.llg_constraint_init_set_defaults.argtypes = (c_void_p, c_void_p)
+        library.llg_new_tokenizer_v2.restype = c_void_p
+        library.llg_new_tokenizer_v2.argtypes = (POINTER(TokenizerStruct), c_char_p, c_size_t)
+        library.llg_free_tokenizer.restype, library.llg_free_tokenizer.argtypes = None, (c_void_p,)
+        library.llg_new_matcher.restype = c_void_p
+        library.llg_new_matcher.argtypes = (POINTER(ConstraintStruct), c_char_p, c_char_p)
+        library.llg_matcher_get_error.restype, library.llg_matcher_get_error.argtypes = c_char_p, (c_void_p,)
+        library.llg_matcher_get_mask_byte_size.restype = c_size_t
+        library.llg_matcher_get_mask_byte_size.argtypes = (c_void_p,)
+        library.llg_free_matcher.restype, library.llg_free_matcher.argtypes = None, (c_void_p,)
+
+    def _check_layout(self) -> None:
+        """The struct of a constraint has no version of its own. The library fills one in: where, and how far, tells its layout."""
+        room = (c_uint8 * (2 * ctypes.sizeof(ConstraintStruct)))(*[_UNTOUCHED] * (2 * ctypes.sizeof(ConstraintStruct)))
+        self.library.llg_constraint_init_set_defaults(room, room)
+        filled = ConstraintStruct.from_buffer(room)
+        limits = {name: getattr(filled.limits, name) for name in DEFAULTS}
+        beyond = bytes(room)[ctypes.sizeof(ConstraintStruct) :]
+        if filled.tokenizer != ctypes.addressof(room) or limits != DEFAULTS or set(beyond) != {_UNTOUCHED}:
+            raise Unavailable(f"llguidance's LlgConstraintInit is laid out otherwise: got limits of {limits}, want {DEFAULTS}")
+
+
+class LLGuidanceTokenizer:
+    """A vocabulary as the library keeps it; from any thread."""
+
+    def __init__(self, api: LLGuidanceApi, vocabulary: Vocabulary) -> None:
+        self.api, self._bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
+        tokens = [_MARK if index in vocabulary.silent_ids else token for index, token in enumerate(vocabulary.tokens)]
+        tokens += [b""] * (vocabulary.logits_width - len(tokens))
+        lengths = (c_uint32 * len(tokens))(*map(len, tokens))
+        first, *others = vocabulary.stop_token_ids
+        more = (c_uint32 * len(others))(*others)
+        told = TokenizerStruct(
+            struct_size=ctypes.sizeof(TokenizerStruct),
+            vocab_size=len(tokens),
+            tok_eos=first,
+            token_lens=lengths,
+            token_bytes=b"".join(tokens),
+            use_approximate_greedy_tokenize_fn=True,  # nothing here is ever tokenized: see `no_forcing` in llguidance_grammar.py
+            tok_eos_extra=more,
+            tok_eos_extra_count=len(others),
+        )
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.address: int | None = api.library.llg_new_tokenizer_v2(byref(told), error, _ERROR_BYTES)
+        if not self.address:
+            raise Unavailable(f"llguidance's C API makes no tokenizer of this vocabulary: {error.value.decode(errors='replace')}")
+        weakref.finalize(self, api.library.llg_free_tokenizer, self.address).atexit = False
+
+    def grammar(self, lark: str) -> LLGuidanceNativeGrammar:
+        return LLGuidanceNativeGrammar(self, lark, self._bytes)
+
+
+class LLGuidanceNativeGrammar:
+    """A matcher at the start of a text, for rows to clone; ValueError in the library's words where there is none."""
+
+    def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, mask_bytes: int) -> None:
+        assert "\0" not in lark, "the library would read less than all of it"
+        self.tokenizer, api = tokenizer, tokenizer.api
+        # A step is bounded by counted work before it is by time, by the library's own limits.
+        limits = LimitsStruct(**DEFAULTS | {"verbose_errors": False})
+        told = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
+        self.address: int = api.library.llg_new_matcher(byref(told), b"lark", lark.encode())
+        weakref.finalize(self, api.library.llg_free_matcher, self.address).atexit = False
+        error: bytes | None = api.library.llg_matcher_get_error(self.address)
+        if error is not None:
+            raise ValueError(error.decode(errors="replace"))
+        assert api.library.llg_matcher_get_mask_byte_size(self.address) == mask_bytes
+
+
+class LLGuidanceBinding:
+    """The functions of a row in C over those of the library."""
+
+    def __init__(self, link: ctypes.CDLL, api: LLGuidanceApi) -> None:
+        self.struct = LLGuidanceStruct(**api.addresses)
+        link.stepgraph_bind_llguidance(byref(self.struct))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+
+@functools.cache
+def llguidance_api() -> LLGuidanceApi:
+    """Unavailable, with the reason, where host nodes cannot call the library themselves."""
+    try:
+        from llguidance import _lib
+    except ImportError as error:
+        raise Unavailable(f"llguidance is not installed: {error}") from error
+    return LLGuidanceApi(_lib)
