@@ -7,6 +7,8 @@ are not even multiplied by zero.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +28,16 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda" and dtype is torch.float32:
         return "torch reference (the kernel is for bfloat16 and float16)"
     return register.implementation(device)
+
+
+class AttentionShape(NamedTuple):
+    """What one model asks of `attention`."""
+
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    windows: tuple[int | None, ...] = (None,)
 
 
 def cache_specs(name: str, layers: int, limits: Limits, heads: int, size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
@@ -53,6 +65,10 @@ def attention(
     assert inputs.positions.shape == inputs.slots.shape == (batch, count), f"query {query.shape}, positions {inputs.positions.shape}"
     assert query.dtype is keys.dtype is values.dtype, f"query {query.dtype}, keys {keys.dtype}"
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    scale = size**-0.5 if scale is None else scale
+    if inputs.attend is not None:
+        inputs.attend(query.contiguous(), keys, values, inputs, window or 0, scale, output)
+        return output
     attention_operation(
         query.contiguous(),
         keys,
@@ -62,7 +78,7 @@ def attention(
         inputs.block_tables.contiguous(),
         inputs.page_size,
         window or 0,
-        size**-0.5 if scale is None else scale,
+        scale,
         output,
     )
     return output
@@ -109,6 +125,12 @@ def attention_reference(
         total = total + weights[..., start : start + PART] @ value[:, :, start : start + PART]
     result = total[:, :, : groups * count].view(batch, kv_heads, groups, count, size)
     output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))
+
+
+def by_reference(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
+    """To be the `attend` of a call: plain torch on a GPU too. On the CPU it is the operation, which a tape records as one."""
+    run = attention_operation if query.device.type == "cpu" else attention_reference
+    run(query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, window, scale, output)
 
 
 attention_operation = register.operation(

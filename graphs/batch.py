@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
@@ -21,6 +22,7 @@ class Batch(NamedTuple):
     state: Tensor  # [B, columns] int64
     drafts: Tensor  # [B, K] int64, -1 where there is none
     block_tables: Tensor  # [B, pages_per_row] int64
+    attention: AttentionChoice = OPERATION
 
     def column(self, column: Column) -> Tensor:
         return self.state[:, column]
@@ -30,9 +32,9 @@ class Batch(NamedTuple):
         return self.state[:, Column.FINISH] == FinishCode.RUNNING
 
 
-def read_batch(buffers: StaticBuffers, size: int) -> Batch:
+def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = OPERATION) -> Batch:
     rows = buffers.batch_rows[:size]
-    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows])
+    return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows], attention)
 
 
 def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:
@@ -47,7 +49,8 @@ def model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wan
     wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
     positions = positions.clamp(0, limits.max_length - 1)
     slots = torch.where(wanted, cache_slots(batch.block_tables, positions, limits), positions % limits.page_size)
-    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features)
+    attend = batch.attention.round_call()
+    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features, attend=attend)
 
 
 def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:

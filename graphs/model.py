@@ -7,7 +7,7 @@ weights are its parameters and registered buffers: a tensor that it holds otherw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.shapes import Limits
+
+Attend = Callable[[Tensor, Tensor, Tensor, "ModelInput", int, float, Tensor], None]  # query, keys, values, inputs, window, scale, output
 
 
 class ModelInput(NamedTuple):
@@ -31,6 +33,7 @@ class ModelInput(NamedTuple):
     page_size: int
     features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token; zeros at position 0
     step: int = 1  # draft only: which draft of the round this call is for; 1, and every prompt: the features are the target's
+    attend: Attend | None = None  # what `attention` runs as in this call; None: its operation
 
 
 class ModelOutput(NamedTuple):
@@ -41,7 +44,8 @@ class ModelOutput(NamedTuple):
 class TargetModel(Protocol):
     """The model whose law is kept. Works on any B and Q, allocates nothing that outlives the call, never asks the host.
 
-    A model may also have `notes`, a tuple of sentences that the capture report repeats.
+    A model may also have `notes`, a tuple of sentences that the capture report repeats, and `attends`, a tuple of
+    AttentionShape: what it asks of `attention`, so that a kernel is found for it, or refused, before anything is captured.
     """
 
     @property

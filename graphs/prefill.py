@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import cache_slots
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
@@ -12,7 +13,14 @@ from stepgraph.graphs.shapes import Limits
 
 
 def prefill(
-    buffers: StaticBuffers, row: int, start: int, count: int, target: TargetModel, draft: DraftModel | None, limits: Limits
+    buffers: StaticBuffers,
+    row: int,
+    start: int,
+    count: int,
+    target: TargetModel,
+    draft: DraftModel | None,
+    limits: Limits,
+    attention: AttentionChoice = OPERATION,
 ) -> None:
     """Fill both caches with one chunk of a prompt, and note its tokens for the penalties; runs between rounds, never inside a graph.
 
@@ -25,13 +33,14 @@ def prefill(
     positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
     slots = cache_slots(block_tables, positions, limits)
 
-    def inputs(part: slice, features: Tensor | None = None) -> ModelInput:
-        return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features)
+    def inputs(first: int, end: int, features: Tensor | None = None) -> ModelInput:
+        part, attend = slice(first, end), attention.prompt_call(start + first, end - first)
+        return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features, attend=attend)
 
     # No position comes before the first token.
     features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
     if count:
-        features = torch.cat([features, target.forward(inputs(slice(count)), buffers).features], 1)
+        features = torch.cat([features, target.forward(inputs(0, count), buffers).features], 1)
     if draft is not None:
         skip = 1 if start else 0
-        draft.forward(inputs(slice(skip, None), features[:, skip:]), buffers)
+        draft.forward(inputs(skip, count + 1, features[:, skip:]), buffers)

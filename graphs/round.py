@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs import drafting, stages
+from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
@@ -37,6 +38,7 @@ class Round:
     host: HostLink
     draft_masks: bool = True  # False: drafts are chosen freely, and one host node walks them under the next target_verify
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
+    attention: AttentionChoice = OPERATION
 
     def step(self, key: GraphKey) -> Step:
         return lambda buffers: self.run(buffers, key)
@@ -45,7 +47,7 @@ class Round:
         flow = current_flow()
         target, draft = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
-        batch = read_batch(buffers, key.rows)
+        batch = read_batch(buffers, key.rows, self.attention)
 
         masks_ready = grammar.head() if grammar else None
         logits, features = stages.target_verify(buffers, batch, target, self.limits)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import ModelPair
@@ -45,8 +46,10 @@ class PinnedRing:
 class Admission:
     """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers, models: ModelPair, limits: Limits) -> None:
-        self._backend, self._buffers, self._models, self._limits = backend, buffers, models, limits
+    def __init__(
+        self, backend: Backend, buffers: StaticBuffers, models: ModelPair, limits: Limits, attention: AttentionChoice = OPERATION
+    ) -> None:
+        self._backend, self._buffers, self._models, self._limits, self._attention = backend, buffers, models, limits, attention
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
 
@@ -60,7 +63,7 @@ class Admission:
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
-            prefill(buffers, row, start, count, models.target, models.draft, limits)
+            prefill(buffers, row, start, count, models.target, models.draft, limits, self._attention)
 
         self._backend.run(run_chunk)
         self._prompts.sent()

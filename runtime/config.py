@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
 from stepgraph.sampling.grammar.compiler import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import BackendChoice, checked_backend
@@ -29,6 +30,7 @@ class EngineConfig:
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
+    attention: str = "auto"  # on a GPU: flashinfer, triton, reference, or auto: triton, and flashinfer for prompts where it proves right
     filters: str = "auto"  # top-k, top-p and their like on a GPU: flashinfer, triton, torch, or auto: the first that proves right there
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
@@ -44,6 +46,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.host_link: got {self.host_link!r}, want one of {', '.join(HOST_LINKS)}")
         if self.filters not in WISHES:
             raise ValueError(f"EngineConfig.filters: got {self.filters!r}, want one of {', '.join(map(repr, WISHES))}")
+        if self.attention not in ATTENTION_WISHES:
+            raise ValueError(f"EngineConfig.attention: got {self.attention!r}, want one of {', '.join(map(repr, ATTENTION_WISHES))}")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
         checked_backend("EngineConfig.grammar_backend", self.grammar_backend)

@@ -25,6 +25,7 @@ from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.models.pretrained import load_target
 from stepgraph.runtime.placement import (
+    attention_for,
     backend_for,
     check_device,
     check_draft,
@@ -67,11 +68,12 @@ class Engine:
         check_device(models, self.backend)
         check_mode(models)
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only)
+        self._attention = attention_for(self.backend.device, self.config, models)
         self._compiler = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
-        decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance)
+        decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
-        self._admission = Admission(self.backend, self.buffers, models, self.limits)
+        self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention)
         self._desk = Desk(self.limits)
         self._submissions = Submissions(self.config, self.limits, vocabulary.stop_token_ids if vocabulary else ())
         self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits)
@@ -105,7 +107,7 @@ class Engine:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
-            notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models)
+            notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
             return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
 from stepgraph.graphs.buffers import StaticBuffers, round_specs
 from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import DraftModel, ModelPair
@@ -32,9 +33,20 @@ def check_device(models: ModelPair, backend: Backend) -> None:
             raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
 
 
-def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair) -> tuple[str, ...]:
+def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
+    """Choose what attention runs as for these models; ValueError where what was wished for cannot be."""
+    shapes = tuple(shape for model in models for shape in getattr(model, "attends", ()))
+    try:
+        return choose_attention(device, config.attention, shapes, config.page_size)
+    except ValueError as error:
+        raise ValueError(f"EngineConfig.{error}") from None
+
+
+def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair, attention: AttentionChoice) -> tuple[str, ...]:
     """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
     told = (f"kernels: {kernels.implementation(device)}", *(note for model in models for note in getattr(model, "notes", ())))
+    if attention.rounds:
+        told = (*told, f"attention: {attention}")
     if config.greedy_only:
         return told
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import cache_specs, implementation
+from stepgraph.graphs.attention import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
@@ -69,11 +69,16 @@ class Eagle3(nn.Module):
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
-        config, where = self.config, implementation(self.fuse.device, self.fuse.dtype)
+        config = self.config
         *most, last = map(str, config.feature_layers)
         states = f"{', '.join(most)} and {last}" if most else last
         proposed = f"{config.draft_vocab_size} of {config.layer.vocab_size} tokens"
-        return (f"draft: EAGLE-3, fed with the states that enter layers {states}; proposes {proposed}", f"attention of the draft: {where}")
+        return (f"draft: EAGLE-3, fed with the states that enter layers {states}; proposes {proposed}",)
+
+    @property
+    def attends(self) -> tuple[AttentionShape, ...]:
+        layer = self.config.layer
+        return (AttentionShape(layer.dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, layer.windows[:1]),)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         # Positions beyond those that it was trained for cost acceptance, never law: they are not refused.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import LEAST_ROWS, attention, cache_specs, implementation, write_cache
+from stepgraph.graphs.attention import LEAST_ROWS, AttentionShape, attention, cache_specs, write_cache
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
@@ -54,9 +54,9 @@ class Llama(nn.Module):
         self.frequency_bits: Tensor
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """For the capture report."""
-        return (f"attention of the {self.name}: {implementation(self.embedding.device, self.embedding.dtype)}",)
+    def attends(self) -> tuple[AttentionShape, ...]:
+        config = self.config
+        return (AttentionShape(config.dtype, config.num_heads, config.num_kv_heads, config.head_size, config.windows),)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         config = self.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from stepgraph.graphs.attention import by_reference
 from stepgraph.graphs.model import ModelInput
 
 
@@ -17,4 +18,5 @@ def shifted(inputs: ModelInput, count: int) -> ModelInput:
     real = (inputs.slots >= page_size) & (inputs.positions >= count)
     positions = (inputs.positions - count).clamp(min=0)
     slots = tables.gather(1, positions // page_size) * page_size + positions % page_size
-    return inputs._replace(positions=positions, slots=torch.where(real, slots, positions % page_size))
+    attend = inputs.attend if inputs.attend is by_reference else None  # a plan is for the tokens' own positions
+    return inputs._replace(positions=positions, slots=torch.where(real, slots, positions % page_size), attend=attend)

@@ -1,0 +1,39 @@
+"""A round's rows as FlashInfer reads them: where queries and pages of each request begin. On the device, of a fixed size.
+
+Every row is two requests, its live queries and its inert ones, so that no query and no page has to move: the second begins
+wherever the first ends. The plan knows only the first, as long as it can be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.model import ModelInput
+
+INDEX = torch.int32
+
+
+class RowTables:
+    """As made: every query live, every page full. Request 2b is row b."""
+
+    def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int) -> None:
+        self.query_starts = _starts(batch, count, device)  # [2B + 1]
+        self.key_starts = _starts(batch, pages, device)  # [2B + 1], in pages
+        self.pages = torch.zeros(batch * pages, dtype=INDEX, device=device)
+        self.last_page = torch.full((2 * batch,), page_size, dtype=INDEX, device=device)  # entries in it
+
+    def write(self, inputs: ModelInput) -> None:
+        """Lengths and pages of these rows, in place. A row without a live position has neither queries nor keys."""
+        page_size = inputs.page_size
+        live = inputs.slots >= page_size
+        last = torch.where(live, inputs.positions, -1).amax(1)
+        self.query_starts[1::2].copy_(self.query_starts[:-1:2] + live.sum(1))
+        self.key_starts[1::2].copy_(self.key_starts[:-1:2] + last // page_size + 1)
+        self.last_page[::2].copy_(last % page_size + 1)
+        self.pages.copy_(inputs.block_tables.flatten())
+
+
+def _starts(batch: int, size: int, device: torch.device) -> Tensor:
+    """0, size, size, 2 * size, 2 * size, ..."""
+    return (torch.arange(2 * batch + 1, device=device) + 1).div(2, rounding_mode="floor").mul(size).to(INDEX)
