@@ -23,7 +23,7 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.flights import Flights
-from stepgraph.runtime.models.pretrained import load_target
+from stepgraph.runtime.models.loading import load_models
 from stepgraph.runtime.placement import (
     attention_for,
     backend_for,
@@ -84,7 +84,7 @@ class Engine:
     def from_pretrained(
         cls,
         path: str | Path,
-        draft: DraftModel | None = None,
+        draft: DraftModel | str | Path | None = None,
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
@@ -93,13 +93,13 @@ class Engine:
     ) -> Engine:
         """An engine around a Llama, Mistral, Qwen2 or Qwen3 in a local Hugging Face folder or .gguf file, which is checked first.
 
-        dtype: None takes the model's own. feature_layers: whose inputs the draft is fed with. progress: tell how much memory
-        it will take, and show a bar. ValueError names the file, field or tensor that is wrong; nothing is downloaded or run.
+        draft: a model, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the modules in `path`.
+        dtype: None takes the model's own. feature_layers: whose inputs a draft model is fed with; a folder says so itself.
+        progress: tell how much memory it will take, and show a bar. ValueError names the file, field or tensor that is wrong;
+        nothing is downloaded or run.
         """
-        config = config or EngineConfig(num_speculative_tokens=EngineConfig.num_speculative_tokens if draft is not None else 0)
-        check_draft(config, draft)
-        target, vocabulary = load_target(path, config, dtype=dtype, feature_layers=feature_layers, progress=progress)
-        return cls(target, draft, vocabulary=vocabulary, config=config)
+        loaded = load_models(path, draft, config, dtype=dtype, feature_layers=feature_layers, progress=progress)
+        return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record one graph per batch size, with and without grammars. Once, before the first step."""

@@ -40,11 +40,10 @@ def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str,
         key = normed(key, tensors[f"{prefix}.self_attn.k_norm.weight"], fields["rms_norm_eps"])
     query, key = turned(query, theta), turned(key, theta)
     shared = query.shape[1] // key.shape[1]
-    result = torch.zeros_like(query)
-    for place in range(len(states)):
-        for head in range(query.shape[1]):
-            weights = torch.softmax(key[: place + 1, head // shared] @ query[place, head] / math.sqrt(size), 0)
-            result[place, head] = weights @ value[: place + 1, head // shared]
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)
+    later = torch.ones(len(states), len(states), dtype=torch.bool).triu(1)
+    result = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), value)
     return result.flatten(1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].double().T
 
 
@@ -83,6 +82,48 @@ def eagle3_logits(
         left = eagle3_layer(tensors, fields, states, words, embedding)
         result.append(guess(left[-1]))
     return result
+
+
+def mtp_module(tensors: Tensors, fields: Mapping[str, Any], layer: int, states: Tensor, words: Tensor) -> Tensor:
+    """What one module leaves of pairs of a state and an embedded token, its last norm included."""
+    prefix, epsilon = f"model.layers.{layer}", fields["rms_norm_eps"]
+
+    def smooth(values: Tensor, name: str) -> Tensor:
+        return normed(values, tensors[f"{prefix}.{name}.weight"], epsilon)
+
+    pair = torch.cat([smooth(words, "enorm"), smooth(states, "hnorm")], -1)
+    states = pair @ tensors[f"{prefix}.eh_proj.weight"].double().T
+    states = states + attended(smooth(states, "input_layernorm"), tensors, prefix, fields)
+    states = states + perceived(smooth(states, "post_attention_layernorm"), tensors, prefix)
+    return smooth(states, "shared_head.norm")
+
+
+def mtp_logits(
+    tensors: Tensors,
+    fields: Mapping[str, Any],
+    layers: Sequence[int],
+    features: Tensor,
+    tokens: Sequence[int],
+    drafts: Sequence[int],
+    embedding: Tensor,
+    head: Tensor,
+) -> list[Tensor]:
+    """As `eagle3_logits`, of the modules that are these layers of the file. features [N, H] are the target's last, normalised states."""
+    states, words = features.double(), embedding.double()
+    result = []
+    if len(layers) == 1:
+        said = list(tokens[1:])
+        for draft in [*drafts, None]:
+            left = mtp_module(tensors, fields, layers[0], states, words[said])
+            result.append(left)
+            states, said = torch.cat([states, left[-1:]]), [*said, draft or 0]
+    else:
+        said = [*tokens, *drafts]
+        for depth, layer in enumerate(layers[: len(drafts) + 1], 1):
+            states = mtp_module(tensors, fields, layer, states, words[said[depth : depth + len(states)]])
+            result.append(states)
+    guesses = [left @ head.double().T for left in result]
+    return [guesses[0], *(each[-1] for each in guesses[1:])]
 
 
 class Drafting:

@@ -41,6 +41,8 @@ class Eagle3(nn.Module):
     head has none of its own. A query sees no entry for the first token of a history, which has no state before it.
     """
 
+    lookahead = 1  # an entry is made of the token behind its position
+
     def __init__(
         self,
         config: Eagle3Config,

@@ -79,9 +79,13 @@ class Llama(nn.Module):
         features = [entering[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
+    @property
+    def unembedding(self) -> nn.Parameter:
+        """What the logits are taken with."""
+        return self.embedding if self.head is None else self.head
+
     def logits(self, hidden: Tensor) -> Tensor:
-        weight = self.embedding if self.head is None else self.head
-        return product(hidden.reshape(-1, hidden.shape[-1]), weight).view(*hidden.shape[:-1], -1)
+        return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
 
     def randomise(self, seed: int = 0, scale: float = 1.0) -> Llama:
         randomise(self, seed, scale)

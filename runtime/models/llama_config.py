@@ -81,6 +81,11 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     return found
 
 
+def mtp_count(config: Mapping[str, Any]) -> int:
+    """MTP modules that come with the model."""
+    return _count(config, "num_nextn_predict_layers", 64, least=0, default=0)
+
+
 def check_size(config: LlamaConfig) -> None:
     """Sizes may be plausible one by one and absurd together."""
     per_layer = config.hidden_size * (config.qkv_size + config.num_heads * config.head_size + 3 * config.intermediate_size)

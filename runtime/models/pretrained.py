@@ -1,22 +1,31 @@
-"""A model from a folder or a GGUF file: opened and checked first, its memory stated, then loaded."""
+"""A model from a folder or a GGUF file: opened and checked first, then loaded."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import nn
 
+from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.gguf_file import GgufSource
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
+from stepgraph.runtime.models.llama_config import LlamaConfig, mtp_count, read_config
 from stepgraph.runtime.models.tokens import folder_vocabulary, gguf_vocabulary
 from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, places, read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+
+class Weighed(Protocol):
+    """What has weights and a cache."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
 
 
 @dataclass(frozen=True)
@@ -27,19 +36,21 @@ class Checkpoint:
     config: LlamaConfig
     vocabulary: Vocabulary
     source: Source
+    mtp_modules: int = 0  # whose tensors are there beside the model's
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
         """The model without memory behind its weights."""
         return Llama(self.config, feature_layers=feature_layers, device="meta")
 
+    @property
+    def mtp_tensors(self) -> frozenset[str]:
+        """They are called as layers behind the model's."""
+        behind = tuple(f"model.layers.{self.config.num_layers + index}." for index in range(self.mtp_modules))
+        return frozenset(name for name in self.source.tensors if name.startswith(behind))
+
     def memory(self, limits: Limits) -> str:
         """What loading will take, for people to read."""
-        outline = self.outline()
-        count = sum(parameter.numel() for parameter in outline.parameters())
-        weights, cache = count * self.config.dtype.itemsize, sum(spec.nbytes for spec in outline.cache_specs(limits))
-        dtype, unit = str(self.config.dtype).removeprefix("torch."), 2**30
-        made_of = f"{count / 1e6:.1f}M weights of {dtype}, {weights / unit:.2f} GiB"
-        return f"{self.path.name}: {made_of}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
+        return memory(self.path.name, self.outline(), limits)
 
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         wanted = dict(places(self.outline()))
@@ -47,6 +58,16 @@ class Checkpoint:
         model = Llama(self.config, feature_layers=feature_layers, device=device)
         load_tensors(model, wanted, self.source, self.path, progress)
         return model.eval()
+
+
+def memory(name: str, outline: Weighed, limits: Limits, shared: nn.Module | None = None) -> str:
+    """What loading a model will take, for people to read. `shared`: whose weights count there."""
+    counted = set() if shared is None else set(shared.parameters())
+    own = [parameter for parameter in outline.parameters() if parameter not in counted]
+    weights, cache = sum(parameter.nbytes for parameter in own), sum(spec.nbytes for spec in outline.cache_specs(limits))
+    dtype, unit = str(own[0].dtype).removeprefix("torch."), 2**30
+    made_of = f"{sum(parameter.numel() for parameter in own) / 1e6:.1f}M weights of {dtype}, {weights / unit:.2f} GiB"
+    return f"{name}: {made_of}; cache for {limits.cache_slots} tokens, {cache / unit:.2f} GiB"
 
 
 def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Checkpoint:
@@ -57,6 +78,7 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     """
     path = Path(path)
     source: Source
+    mtp_modules = 0
     if path.suffix == ".gguf" and path.is_file():
         source = gguf = GgufSource(path)
         config = read_config(gguf.config)
@@ -64,31 +86,13 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     elif path.is_dir():
         told = read_json(path / "config.json")
         config = read_config(told)
+        mtp_modules = mtp_count(told)
         source = SafetensorsSource(path)
         vocabulary = folder_vocabulary(path, told, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, want a local folder with a config.json, or a .gguf file")
-    checkpoint = Checkpoint(path, config if dtype is None else replace(config, dtype=dtype), vocabulary, source)
+    checkpoint = Checkpoint(path, config if dtype is None else replace(config, dtype=dtype), vocabulary, source, mtp_modules)
     outline = checkpoint.outline()
-    check_tensors(outline, dict(places(outline)), source, path, {"lm_head.weight"} if config.tied else ())
+    spare = checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set())
+    check_tensors(outline, dict(places(outline)), source, path, spare)
     return checkpoint
-
-
-def load_target(
-    path: str | Path,
-    config: EngineConfig,
-    *,
-    dtype: torch.dtype | None = None,
-    feature_layers: Sequence[int] = (),
-    progress: bool = False,
-) -> tuple[Llama, Vocabulary]:
-    """A target for an engine with this config, on the device of its backend, and its token table."""
-    checkpoint = open_checkpoint(path, dtype)
-    outline = checkpoint.outline(feature_layers)
-    limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
-    stated = checkpoint.memory(limits)
-    if progress:
-        print(stated, file=sys.stderr, flush=True)  # where the bar goes
-    on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
-    model = checkpoint.load("cuda:0" if on_cuda else "cpu", feature_layers, progress)
-    return model, checkpoint.vocabulary

@@ -94,6 +94,17 @@ class SafetensorsSource:
         return self._files[file]
 
 
+class PartSource:
+    """Some tensors of a source, under other names."""
+
+    def __init__(self, source: Source, names: Mapping[str, str], where: Path) -> None:
+        self.tensors = {name: source.tensors[stored] for name, stored in names.items()}
+        self._source, self._names = source, names
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._names[name])
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError names the file."""
     try:

@@ -1,0 +1,57 @@
+"""What `Engine.from_pretrained` makes an engine of: everything opened and checked first, the memory stated, then loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from stepgraph.graphs.model import DraftModel
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.models.draft_folder import open_draft
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph.runtime.placement import check_draft
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+
+class Loaded(NamedTuple):
+    target: Llama
+    draft: DraftModel | None
+    vocabulary: Vocabulary
+    config: EngineConfig
+
+
+def load_models(
+    path: str | Path,
+    draft: DraftModel | str | Path | None,
+    config: EngineConfig | None,
+    *,
+    dtype: torch.dtype | None = None,
+    feature_layers: Sequence[int] = (),
+    progress: bool = False,
+) -> Loaded:
+    """A target and its draft, on the device of the config's backend. No config: as many drafts as usual, or as the draft can make."""
+    checkpoint = open_checkpoint(path, dtype)
+    given, opened = (None, open_draft(draft, checkpoint, dtype)) if isinstance(draft, (str, Path)) else (draft, None)
+    if opened is not None:
+        if tuple(feature_layers) not in ((), opened.feature_layers):
+            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, want none; the draft takes {opened.feature_layers}")
+        feature_layers = opened.feature_layers
+    if config is None:
+        most = opened.most_drafts if opened else 0 if given is None else EngineConfig.num_speculative_tokens
+        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most))
+    if opened is None:
+        check_draft(config, given)
+    outline = checkpoint.outline(feature_layers)
+    limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
+    for stated in [checkpoint.memory(limits), *([opened.memory(limits)] if opened else [])]:
+        if progress:
+            print(stated, file=sys.stderr, flush=True)  # where the bar goes
+    on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
+    device = "cuda:0" if on_cuda else "cpu"
+    target = checkpoint.load(device, feature_layers, progress)
+    return Loaded(target, opened.load(target, device, progress) if opened else given, checkpoint.vocabulary, config)
