@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.backends import BACKENDS
 from stepgraph.sampling.grammar.constraint import BackendChoice
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
@@ -59,7 +59,7 @@ def constraints(backend: str) -> list[Constraint]:
 
 @functools.cache
 def compiled(name: str, backend: str) -> list[CompiledConstraint]:
-    compiler = GrammarCompiler(vocabulary(name), max_threads=2, fuel_seconds=30.0)
+    compiler = GrammarCompiler(vocabulary(name), max_threads=2, limits=GrammarLimits(step_seconds=30.0))
     return [compiler.compile(constraint) for constraint in constraints(backend)]
 
 

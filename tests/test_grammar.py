@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.backends import BACKENDS, Grammar
 from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.worker_process import CompileWorker
 from tests.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, filled, matcher_of
 
 
@@ -79,7 +80,7 @@ def test_a_failing_library_is_a_fault_of_this_matcher_and_the_row_is_zero(monkey
 
 
 def test_a_step_that_takes_too_long_is_the_last_one() -> None:
-    compiler = GrammarCompiler(PRINTABLE, max_threads=1, fuel_seconds=0.02)
+    compiler = GrammarCompiler(PRINTABLE, max_threads=1, limits=GrammarLimits(step_seconds=0.02))
     matcher = compiler.compile(Constraint.regex("((a{1,50}){1,50}){1,50}")).matcher()
     steps = 0
     while matcher.accept_token(encode(b"a")[0]):
@@ -202,8 +203,8 @@ def test_whitespace_is_free_only_on_request_and_only_within_a_bound(backend: Bac
         lambda: Vocabulary([b"a"], [0], control_token_ids=[-1]),
         lambda: Vocabulary([b"a", b"b"], [0], logits_width=1),
         lambda: Vocabulary([b"a"], [0]).decode([1]),
-        lambda: GrammarCompiler(PRINTABLE, max_cached=0),
-        lambda: GrammarCompiler(PRINTABLE, fuel_seconds=0.0),
+        lambda: GrammarCompiler(PRINTABLE, cache_bytes=0),
+        lambda: GrammarLimits(step_seconds=0.0),
         lambda: COMPILER.compile("a+"),  # type: ignore[arg-type]
     ],
 )
@@ -213,13 +214,15 @@ def test_malformed_vocabularies_are_refused_at_once(build: Any) -> None:
 
 
 def test_the_cache_is_bounded_and_what_it_drops_lives_on() -> None:
-    compiler = GrammarCompiler(PRINTABLE, max_cached=2, max_threads=1)
+    first = GrammarCompiler(PRINTABLE).compile(Constraint.regex("a+"))
+    compiler = GrammarCompiler(PRINTABLE, max_threads=1, cache_bytes=3 * first.nbytes)
     first = compiler.compile(Constraint.regex("a+"))
     matcher = first.matcher()
     assert compiler.compile(Constraint.regex("a+")) is first
     for index in range(5):
         compiler.compile(Constraint.regex(f"b{{{index + 1}}}"))
-    assert compiler.num_cached == 2
+        assert compiler.stats.nbytes <= 3 * first.nbytes
+    assert 1 <= compiler.stats.grammars <= 3 and compiler.stats.dropped >= 3
     assert compiler.compile(Constraint.regex("a+")) is not first
     del first
     assert matcher.accept_token(encode(b"a")[0]) and filled(matcher)[0] is MaskStatus.OK
@@ -227,17 +230,18 @@ def test_the_cache_is_bounded_and_what_it_drops_lives_on() -> None:
 
 def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, calls, results = GrammarCompiler(PRINTABLE, max_threads=1), list[Constraint](), list[object]()
-    build, gate = compiler._build, threading.Barrier(9)
+    library, gate = compiler._backends._builder("xgrammar"), threading.Barrier(9)
+    build = library.build
 
-    def counted(name: str, constraint: Constraint) -> Grammar:
+    def counted(constraint: Constraint, worker: CompileWorker | None) -> Grammar:
         calls.append(constraint)
-        return build(name, constraint)
+        return build(constraint, worker)
 
     def work() -> None:
         gate.wait()
         results.append(compiler.compile(Constraint.json_schema(PERSON)))
 
-    monkeypatch.setattr(compiler, "_build", counted)
+    monkeypatch.setattr(library, "build", counted)
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -252,4 +256,4 @@ def test_a_refusal_is_not_cached() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="constraint regex"):
             compiler.compile(Constraint.regex("("))
-    assert compiler.num_cached == 0
+    assert compiler.stats.grammars == 0

@@ -251,8 +251,9 @@ def test_hundreds_of_random_texts_are_json(backend: str) -> None:
 
 
 def test_a_json_grammar_that_takes_the_empty_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(BYTES, max_threads=1)
-    empty = compiler._build("xgrammar", Constraint.regex("a*"))
-    monkeypatch.setattr(compiler, "_build", lambda name, constraint: empty)
+    compiler = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
+    xgrammar = compiler._backends._builder("xgrammar")
+    empty = xgrammar.build(Constraint.regex("a*"), worker=None)
+    monkeypatch.setattr(xgrammar, "build", lambda constraint, worker: empty)
     with pytest.raises(ValueError, match=r"constraint json_schema: .*empty text"):
         compiler.compile(Constraint.json_schema({"type": "null"}))

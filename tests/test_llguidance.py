@@ -11,7 +11,7 @@ import jsonschema
 import llguidance
 import pytest
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
 from tests.grammar_texts import filled
@@ -108,7 +108,7 @@ def library_takes(schema: Any, text: bytes) -> bool:
     """What the library makes of a schema that is given to it as it stands."""
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
-    matcher = llguidance.LLMatcher(cast(Any, COMPILER)._builders["llguidance"]._tokenizer, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(cast(Any, COMPILER)._backends._builders["llguidance"]._tokenizer, grammar, log_level=0)
     return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
 
 
@@ -221,7 +221,7 @@ def test_a_step_over_the_librarys_limits_is_the_last_one() -> None:
 
 
 def test_a_step_that_takes_too_long_is_the_last_one() -> None:
-    slow = GrammarCompiler(BYTES, fuel_seconds=1e-9, backend="llguidance")
+    slow = GrammarCompiler(BYTES, limits=GrammarLimits(step_seconds=1e-9), backend="llguidance")
     with pytest.raises(ValueError, match="one step of the grammar took"):
         slow.compile(Constraint.regex("a+"))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xgrammar
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.xgrammar_grammar import XGrammarBuilder
 from tests.grammar_texts import filled
 
@@ -114,7 +114,7 @@ def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
     tokens = [b'"', b"a", b"<|im_start|>", b""]
-    in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), 1.0, 1) for ids in ([], [2])]
+    in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), GrammarLimits(), 1) for ids in ([], [2])]
     legal = []
     for builder in in_string:
         matcher = builder.build(Constraint.json_schema({"type": "string"})).matcher()

@@ -67,7 +67,7 @@ def _keywords(random: Random, kind: str, below: Any) -> list[tuple[str, float, A
 def faults(backend: BackendChoice, seed: int, schemas: int) -> tuple[int, list[str]]:
     """How many texts were judged, and those that are not valid."""
     random, judged, found = Random(seed), 0, []
-    compiler = GrammarCompiler(BYTES, max_cached=1, max_threads=1, backend=backend)
+    compiler = GrammarCompiler(BYTES, cache_bytes=1, max_threads=1, backend=backend)
     for _ in range(schemas):
         asked = random_schema(random)
         if asked is True:

@@ -1,25 +1,31 @@
-"""From a constraint to a grammar over one vocabulary, once per constraint.
+"""From a constraint to a grammar over one vocabulary, once per constraint, in threads of its own.
 
-Compiling takes from microseconds to seconds: call it from a thread that may wait, never from the decoding loop.
+Compiling takes from microseconds to seconds, and some grammars take all there is. Whoever wants one claims it and is told when
+it is there; xgrammar runs in a process that may be ended (`isolation` "process"), or in this one ("none").
 """
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
-from collections import OrderedDict
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-import torch
-
-from stepgraph.sampling.grammar.backends import Builder, Grammar, asked, builder
+from stepgraph.sampling.grammar.backends import Backends, Grammar
 from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
+from stepgraph.sampling.grammar.grammar_cache import CacheEntry, GrammarCache
+from stepgraph.sampling.grammar.limits import MIB, GrammarLimits
 from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher
 from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.worker_process import CompileWorker
+
+Isolation = Literal["process", "none"]
+
+CACHE_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +43,7 @@ class CompiledConstraint:
 
     @property
     def nbytes(self) -> int:
-        return self.grammar.nbytes
+        return self.grammar.nbytes + (self.marker.nbytes if self.marker else 0)
 
     def matcher(self) -> Matcher:
         """A matcher at the start of a text, for one request."""
@@ -47,90 +53,223 @@ class CompiledConstraint:
         return CheckedMatcher(matcher, self.backend) if self.check_masks else matcher
 
 
+@dataclass(frozen=True)
+class CompileStats:
+    hits: int  # claims of a grammar that was compiled already, or on its way
+    misses: int
+    failures: int
+    running: int  # compiles in a thread
+    waiting: int  # compiles for a thread
+    grammars: int  # compiled, in the cache
+    nbytes: int  # of them
+    dropped: int  # from the cache, to make room
+    workers_started: int
+
+
+class Claim:
+    """A request's hold on one grammar, compiled or on its way. What is claimed stays in the cache; what nobody claims any more is
+    not compiled to its end."""
+
+    def __init__(self, compiler: GrammarCompiler, entry: CacheEntry) -> None:
+        self._compiler, self._entry = compiler, entry
+        self._released = False
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` will not wait."""
+        return self._entry.result.done()
+
+    def result(self, timeout: float | None = None) -> CompiledConstraint:
+        """The grammar; ValueError naming the constraint's kind and the reason where there is none."""
+        return self._entry.result.result(timeout)
+
+    def then(self, call: Callable[[Claim], object]) -> None:
+        """Call back once it is done, from the thread that compiled it, or at once."""
+        self._entry.result.add_done_callback(lambda _: call(self))
+
+    def release(self) -> None:
+        """Let go of it; a second time does nothing."""
+        self._compiler._release(self)
+
+
 class GrammarCompiler:
-    """A bounded cache in front of the compiler; safe to call from many threads, which share the work on equal constraints."""
+    """Claims, a cache in front of the compiler, and up to `max_compiles` compiles at a time; safe to use from any thread.
+
+    A thread and, with `isolation` "process", its worker exist from the first compile that needs them: the thread until there is
+    nothing more to compile, the worker until `close` or the compiler's end.
+    """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        max_cached: int = 256,
         max_threads: int = 4,
-        fuel_seconds: float = 0.5,
         backend: BackendChoice = "auto",
         check_masks: bool = False,
+        *,
+        limits: GrammarLimits | None = None,
+        isolation: Isolation = "none",
+        max_compiles: int = 2,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        for name, value in (("max_cached", max_cached), ("max_threads", max_threads)):
+        for name, value in (("max_threads", max_threads), ("max_compiles", max_compiles), ("cache_bytes", cache_bytes)):
             if not is_int(value) or value < 1:
                 raise ValueError(f"GrammarCompiler.{name}: got {value!r}, want an int >= 1")
-        if not fuel_seconds > 0:
-            raise ValueError(f"GrammarCompiler.fuel_seconds: got {fuel_seconds!r}, want a number > 0")
         checked_backend("GrammarCompiler.backend", backend)
-        self._vocabulary = vocabulary
-        self._fuel_seconds, self._max_threads = fuel_seconds, max_threads
-        self._max_cached = max_cached
-        self._backend, self._check_masks = backend, check_masks
-        self._builders: dict[str, Builder] = {}
-        self._builder_lock = threading.Lock()
+        checked_isolation("GrammarCompiler.isolation", isolation)
+        self.limits, self._isolation = limits or GrammarLimits(), isolation
+        self._vocabulary, self._check_masks = vocabulary, check_masks
+        self._max_threads, self._max_compiles = max_threads, max_compiles
+        self._backends = Backends(vocabulary, backend, self.limits, max_threads)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[Constraint, Future[CompiledConstraint]] = OrderedDict()
+        self._cache = GrammarCache(cache_bytes)
+        self._waiting: collections.deque[CacheEntry] = collections.deque()
+        self._running: dict[CacheEntry, CompileWorker | None] = {}
+        self._workers: list[CompileWorker] = []
+        self._idle_workers: list[CompileWorker] = []
+        self._threads = self._failures = 0
+        self._closed = False
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
     @property
-    def num_cached(self) -> int:
-        return len(self._cache)
+    def stats(self) -> CompileStats:
+        with self._lock:
+            cache, started = self._cache, sum(worker.started for worker in self._workers)
+            on_their_way = len(self._running) + len(self._waiting)
+            return CompileStats(
+                hits=cache.hits,
+                misses=cache.misses,
+                failures=self._failures,
+                running=len(self._running),
+                waiting=len(self._waiting),
+                grammars=max(0, len(cache) - on_their_way),
+                nbytes=cache.nbytes,
+                dropped=cache.dropped,
+                workers_started=started,
+            )
+
+    def check(self, constraint: Constraint) -> None:
+        """ValueError for what is seen to be wrong without a library: sizes, keywords, patterns, markers. Takes no longer than reading."""
+        if not isinstance(constraint, Constraint):
+            raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
+        self._backends.check(constraint)
+        if constraint.marker is not None:
+            Marker(constraint.marker, self._vocabulary)
+
+    def claim(self, constraint: Constraint) -> Claim:
+        """A hold on the grammar of a constraint, whose compile begins where nobody has asked for it before; ValueError as by `check`."""
+        entry = self._find(constraint) if isinstance(constraint, Constraint) else None
+        if entry is None:
+            self.check(constraint)
+            entry = self._add(constraint)
+        return Claim(self, entry)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """The grammar of a constraint; ValueError naming its kind and the reason where it cannot be enforced."""
-        if not isinstance(constraint, Constraint):
-            raise ValueError(f"GrammarCompiler.compile: got {type(constraint).__name__}, want a Constraint")
+        """The grammar of a constraint, waited for; ValueError naming its kind and the reason where it cannot be enforced."""
+        claim = self.claim(constraint)
+        try:
+            return claim.result()
+        finally:
+            claim.release()
+
+    def close(self) -> None:
+        """End what is being compiled, and the workers; who waits is told. What was compiled lives as long as it is used."""
         with self._lock:
-            result = self._cache.get(constraint)
-            mine = result is None
-            if result is None:
-                result = self._cache[constraint] = Future()
-            self._cache.move_to_end(constraint)
-            while len(self._cache) > self._max_cached:
-                self._cache.popitem(last=False)
-        if mine:
-            try:
-                result.set_result(self._compile(constraint))
-            except BaseException as error:
-                with self._lock:
-                    if self._cache.get(constraint) is result:
-                        del self._cache[constraint]
-                result.set_exception(error)
-        return result.result()
+            self._closed = True
+            waiting, self._waiting = self._waiting, collections.deque()
+            for busy in filter(None, self._running.values()):
+                busy.kill()
+            idle, self._idle_workers = self._idle_workers, []
+            self._cache.clear()
+        for entry in waiting:
+            entry.result.set_exception(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
+        for worker in idle:
+            worker.close()
 
-    def _compile(self, constraint: Constraint) -> CompiledConstraint:
-        start, reasons = time.perf_counter(), dict[str, str]()
-        for name in asked(constraint, self._backend):
-            try:
-                grammar = self._build(name, constraint)
-                self._try_out(grammar, constraint)
-            except ValueError as error:
-                reasons[name] = str(error)
-                continue
-            why = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+    def _find(self, constraint: Constraint) -> CacheEntry | None:
+        with self._lock:
+            self._require_open()
+            return self._cache.find(constraint)
+
+    def _add(self, constraint: Constraint) -> CacheEntry:
+        with self._lock:
+            self._require_open()
+            entry = self._cache.find(constraint)  # somebody may have been quicker
+            if entry is None:
+                entry = self._cache.add(constraint)
+                self._waiting.append(entry)
+                if self._threads < self._max_compiles:
+                    threading.Thread(target=self._work, name="stepgraph-compile", daemon=True).start()
+                    self._threads += 1
+            return entry
+
+    def _release(self, claim: Claim) -> None:
+        with self._lock:
+            if claim._released:
+                return
+            claim._released, entry = True, claim._entry
+            if not self._cache.release(entry):
+                return
+            self._cache.forget(entry)
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif worker := self._running.get(entry):
+                worker.kill()
+
+    def _work(self) -> None:
+        """Compile until there is nothing more to compile."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                entry = self._waiting.popleft()
+                worker = self._running[entry] = self._worker()
+            compiled, error = self._compiled(entry.constraint, worker)
+            with self._lock:
+                del self._running[entry]
+                if compiled is not None:
+                    self._cache.keep(entry, compiled.nbytes)
+                else:
+                    self._failures += self._cache.forget(entry)
+                if worker is not None and not self._closed:
+                    self._idle_workers.append(worker)
+            if worker is not None and self._closed:
+                worker.close()
+            if compiled is not None:
+                entry.result.set_result(compiled)
+            else:
+                entry.result.set_exception(error)
+
+    def _worker(self) -> CompileWorker | None:
+        if self._isolation == "none":
+            return None
+        if not self._idle_workers:
+            self._workers.append(CompileWorker(self._vocabulary, self.limits, self._max_threads))
+            self._idle_workers.append(self._workers[-1])
+        worker = self._idle_workers.pop()
+        worker.begin()
+        return worker
+
+    def _compiled(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[CompiledConstraint | None, ValueError | None]:
+        start = time.perf_counter()
+        try:
+            grammar, name, why = self._backends.build(constraint, worker)
             marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
-            seconds = time.perf_counter() - start
-            return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks)
-        told = list(dict.fromkeys(reasons.values()))
-        why = told[0] if len(told) == 1 else "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
-        raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")
+        except ValueError as error:
+            return None, error
+        except BaseException as error:  # whatever it is, it is this constraint's fault, and somebody waits to hear of it
+            return None, ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
+        seconds = time.perf_counter() - start
+        return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks), None
 
-    def _build(self, name: str, constraint: Constraint) -> Grammar:
-        with self._builder_lock:  # a token table takes a while to build, and no one needs two
-            if name not in self._builders:
-                self._builders[name] = builder(name, self._vocabulary, self._fuel_seconds, self._max_threads)
-        return self._builders[name].build(constraint)
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("GrammarCompiler: it is closed")
 
-    def _try_out(self, grammar: Grammar, constraint: Constraint) -> None:
-        first = torch.zeros(1, self._vocabulary.mask_words, dtype=torch.int32)
-        matcher = grammar.matcher()
-        if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
-            raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
-        if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(self._vocabulary.stop_token_ids[0]):
-            raise ValueError("the empty text would be accepted, which is not JSON")
+
+def checked_isolation(name: str, value: object) -> None:
+    if value not in get_args(Isolation):
+        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(get_args(Isolation))}")

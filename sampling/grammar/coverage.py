@@ -9,6 +9,7 @@ from typing import Any
 
 from stepgraph.sampling.grammar.backends import BACKENDS, builder
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.refusal import Refusal, RefusedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -48,12 +49,12 @@ def _refusals(name: str, constraint: Constraint) -> tuple[Refusal, ...]:
     """All of them: what is refused is taken out, and the rest is tried again."""
     found = list[Refusal]()
     try:
-        library = builder(name, _BYTES, fuel_seconds=5.0, max_threads=1)
+        library = builder(name, _BYTES, GrammarLimits(step_seconds=5.0), max_threads=1)
     except ValueError as error:
         return (Refusal("#", constraint.kind, str(error)),)
     while len(found) < MAX_REFUSALS:
         try:
-            library.build(constraint)
+            library.build(constraint, worker=None)
         except RefusedError as error:
             found.append(error.refusal)
             pruned = _without(constraint.payload, error.refusal) if constraint.kind == "json_schema" else None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
-
-import xgrammar
 
 from stepgraph.sampling.grammar.charset import IN_JSON, complement, intersection, spelled, union
 from stepgraph.sampling.grammar.pattern import ebnf_of
 from stepgraph.sampling.grammar.schema import types_of
+
+Converter = Callable[[str, int], str]  # a JSON schema, and the longest run of blanks between JSON tokens, 0 for none
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_UNROLLED = 100  # up to here an automaton is faster than a counter (130k tokens: a mask in 0.1 ms, not in 10), and has its masks cached
@@ -42,19 +43,12 @@ _PATTERN = re.compile(r'Regex\("pattern(\d+)", json_string=true\)')
 _BOUNDED = re.compile(r'\(\("\\"" \S+_characters\S*\{(\d+), (-1|\d+)\} "\\""\)\)')
 
 
-def json_grammar(schema: Any, any_whitespace: bool) -> str:
-    """EBNF of the JSON texts that a schema accepts; the schema has passed `check_schema`."""
+def json_grammar(schema: Any, any_whitespace: bool, convert: Converter) -> str:
+    """EBNF of the JSON texts that a schema accepts; the schema has passed `check_schema`. `convert` is the library's own."""
     patterns = list[str]()
-    printed = str(
-        xgrammar.Grammar.from_json_schema(
-            json.dumps(_spelled_out(schema, patterns)),
-            any_whitespace=any_whitespace,
-            max_whitespace_cnt=MAX_WHITESPACE if any_whitespace else None,
-        )
-    )
-    lines = printed.split("\n")
+    lines = convert(json.dumps(_spelled_out(schema, patterns)), MAX_WHITESPACE if any_whitespace else 0).split("\n")
     if _BASIC_ESCAPE not in lines:
-        raise RuntimeError("the library's JSON grammar is not the one that is mended here")
+        raise ValueError("the library's JSON grammar is not the one that is mended here")
     return "\n".join(_mended(line, patterns) for line in lines)
 
 
@@ -106,7 +100,7 @@ def _mended(line: str, patterns: list[str]) -> str:
         rule = rule.replace(f" | {_KEY_ESCAPE}", "")
     rule = TOKEN.sub(_mended_token, _QUOTED_LOCAL_PART.sub("", rule))
     if "Regex(" in TOKEN.sub("", rule):
-        raise RuntimeError("the library's JSON grammar has a pattern where none is expected")
+        raise ValueError("the library's JSON grammar has a pattern where none is expected")
     return f"{name} ::= {rule}" if name else ""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import llguidance
 
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
 from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
@@ -18,6 +19,9 @@ from stepgraph.sampling.grammar.pattern import regex_of
 from stepgraph.sampling.grammar.refusal import refuse
 from stepgraph.sampling.grammar.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.worker_process import CompileWorker
+
+BYTES_PER_GRAMMAR = 200_000  # placeholder
 
 _OPTIONS = re.compile(r"^%llguidance\b(.*)$", re.MULTILINE)
 _NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
@@ -60,23 +64,30 @@ class LLGuidanceBuilder:
 
     name = "llguidance"
 
-    def __init__(self, vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        self._vocabulary, self._fuel_seconds = vocabulary, fuel_seconds
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
+        self._vocabulary, self._limits = vocabulary, limits
         self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.stop_token_ids))  # type: ignore[arg-type]
         # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._fuel = llguidance.LLParserLimits(verbose_errors=False, **limits.fuel)  # type: ignore[arg-type]
         try:
             self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
         except Unavailable:  # the native link tells why
             self._native = None
 
-    def build(self, constraint: Constraint) -> LLGuidanceGrammar:
+    def check(self, constraint: Constraint) -> None:
+        """RefusedError where the constraint is seen not to be enforced, without the library."""
+        lark_of(constraint)
+
+    def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:
+        """The library's grammars do not travel: what the worker has survived is done here once more."""
         grammar = lark_of(constraint)
-        pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if worker:
+            worker.call("lark", grammar)
+        pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._fuel)
         if pristine.is_error():
             refuse("#", constraint.kind, _NOISE.sub("", pristine.get_error()).strip())
-        native = self._native.grammar(grammar) if self._native else None
-        return LLGuidanceGrammar(pristine, self._vocabulary, self._fuel_seconds, len(grammar), native)
+        native = self._native.grammar(grammar, self._limits.fuel) if self._native else None
+        return LLGuidanceGrammar(pristine, self._vocabulary, self._limits.step_seconds, BYTES_PER_GRAMMAR + len(grammar), native)
 
 
 def lark_of(constraint: Constraint) -> str:

@@ -37,6 +37,11 @@ class Marker:
         """The state in which the text ends with the whole marker."""
         return len(self._text) or len(self._ids)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the masks that it keeps, one per state."""
+        return self.complete * self._vocabulary.mask_words * 4
+
     def after(self, state: int, token_id: int) -> int | None:
         """The state behind one more token; None where the token may not follow. A stop token may not: the marker is still to come."""
         if self._ids:

@@ -108,13 +108,23 @@ class Vocabulary:
             open_tokens.append(token)
         return frozenset(swallowed)
 
+    @property
+    def for_xgrammar(self) -> list[bytes]:
+        """The table as xgrammar wants it. It reads a token of no bytes as "never legal"; there is no other way to tell it of control
+        tokens."""
+        hidden = self.silent_ids | self.swallowed_ids
+        return [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
+
+    @property
+    def for_llguidance(self) -> list[bytes]:
+        """The table as llguidance wants it: as long as the logits are wide."""
+        padding = self.logits_width - len(self.tokens)
+        return [*(b"" if token_id in self.silent_ids else token for token_id, token in enumerate(self.tokens)), *[b""] * padding]
+
     @cached_property
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        # xgrammar reads a token of no bytes as "never legal"; that is the only way to tell it that an id is a control token.
-        hidden = self.silent_ids | self.swallowed_ids
-        encoded = [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
         return xgrammar.TokenizerInfo(
-            encoded,
+            self.for_xgrammar,
             xgrammar.VocabType.RAW,
             vocab_size=self.logits_width,
             stop_token_ids=list(self.stop_token_ids),

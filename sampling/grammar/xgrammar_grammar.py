@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import xgrammar
 
 from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.json_grammar import TOKEN, json_grammar
+from stepgraph.sampling.grammar.json_grammar import TOKEN, Converter, json_grammar
+from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 from stepgraph.sampling.grammar.pattern import ebnf_of
 from stepgraph.sampling.grammar.refusal import refuse
 from stepgraph.sampling.grammar.schema import check_schema
 from stepgraph.sampling.grammar.structural_tag import Tag, TagGroup, tag_groups
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
 
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 _RULE = re.compile(r"^(\w+) ::= ", re.MULTILINE)
@@ -42,27 +47,65 @@ class XGrammarBuilder:
 
     name = "xgrammar"
 
-    def __init__(self, vocabulary: Vocabulary, fuel_seconds: float, max_threads: int) -> None:
-        self._vocabulary, self._fuel_seconds = vocabulary, fuel_seconds
-        self._compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, max_threads=max_threads, cache_enabled=False)
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
+        self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
 
-    def build(self, constraint: Constraint) -> XGrammar:
+    def check(self, constraint: Constraint) -> None:
+        """RefusedError where the constraint is seen not to be enforced, without the library."""
+        kind, payload = constraint.kind, constraint.payload
+        if kind == "lark":
+            refuse("#", "lark", "is llguidance's notation; xgrammar wants ebnf")
+        elif kind == "regex":
+            ebnf_of(payload, "pattern")
+        elif kind == "json_schema":
+            check_schema(json.loads(payload))
+        elif kind == "structural_tag":
+            for group in tag_groups(payload):
+                for tag in group.tags:
+                    check_schema(tag.schema)
+
+    def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         """RefusedError, or ValueError in the library's words, where the constraint would not be enforced."""
-        text, root = ebnf_text(constraint)
+
+        def convert(schema: str, longest_blank: int) -> str:
+            with _in_its_words():
+                return worker.call("schema", schema, str(longest_blank)) if worker else _converted(schema, longest_blank)
+
+        text, root = ebnf_text(constraint, convert)
         # In a first rule that is used by others too, the library forbids tokens that reach beyond its end.
         first = "first"
         while first in text:
             first += "_"
-        try:
-            compiled = self._compiler.compile_grammar(f"{text}\n{first} ::= {root}\n", root_rule_name=first)
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # the C++ side raises RuntimeError and several types of its own
-            raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
-        return XGrammar(compiled, self._vocabulary, self._fuel_seconds)
+        text = f"{text}\n{first} ::= {root}\n"
+        with _in_its_words():
+            if worker is None:
+                compiled = self._compiler.compile_grammar(text, root_rule_name=first)
+            else:
+                serialised = worker.call("grammar", text, first)
+                compiled = xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary.tokenizer_info)
+        return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)
+
+    @cached_property
+    def _compiler(self) -> xgrammar.GrammarCompiler:
+        return xgrammar.GrammarCompiler(self._vocabulary.tokenizer_info, max_threads=self._max_threads, cache_enabled=False)
 
 
-def ebnf_text(constraint: Constraint) -> tuple[str, str]:
+@contextlib.contextmanager
+def _in_its_words() -> Iterator[None]:
+    """The library's errors as ValueError."""
+    try:
+        yield
+    except (MemoryError, KeyboardInterrupt, WorkerError):
+        raise
+    except Exception as error:  # the C++ side raises RuntimeError and several types of its own
+        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
+
+
+def _converted(schema: str, longest_blank: int) -> str:
+    return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=longest_blank > 0, max_whitespace_cnt=longest_blank or None))
+
+
+def ebnf_text(constraint: Constraint, convert: Converter) -> tuple[str, str]:
     """The constraint in the library's notation, and the name of its first rule."""
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
@@ -75,35 +118,32 @@ def ebnf_text(constraint: Constraint) -> tuple[str, str]:
     if kind == "choice":
         return f"root ::= {' | '.join(map(_literal, json.loads(payload)))}", "root"
     if kind == "structural_tag":
-        return _tagged(tag_groups(payload), constraint.any_whitespace), "root"
+        return _tagged(tag_groups(payload), constraint.any_whitespace, convert), "root"
     # The library's built-in JSON grammar forbids some legal tokens (`}]` after a string); this schema does not.
     schema = {"type": "object"} if kind == "json_object" else json.loads(payload)
-    return _json(schema, constraint.any_whitespace), "root"
+    return _json(schema, constraint.any_whitespace, convert), "root"
 
 
-def _json(schema: object, any_whitespace: bool) -> str:
+def _json(schema: object, any_whitespace: bool, convert: Converter) -> str:
     check_schema(schema)
-    try:
-        return json_grammar(schema, any_whitespace)
-    except RuntimeError as error:  # of the library's converter
-        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
+    return json_grammar(schema, any_whitespace, convert)
 
 
-def _tagged(groups: list[TagGroup], any_whitespace: bool) -> str:
+def _tagged(groups: list[TagGroup], any_whitespace: bool, convert: Converter) -> str:
     """Free text, and a tag behind each trigger."""
     rules, dispatched = list[str](), list[str]()
     for number, group in enumerate(groups):
         for index, tag in enumerate(group.tags):
-            rules.append(_tag_rules(f"tag_{number}_{index}_", tag, any_whitespace))
+            rules.append(_tag_rules(f"tag_{number}_{index}_", tag, any_whitespace, convert))
         dispatched.append(f"({_literal(group.trigger)}, group_{number})")
         rules.append(f"group_{number} ::= {' | '.join(f'tag_{number}_{index}_tag' for index in range(len(group.tags)))}")
     root = f"root ::= TagDispatch({', '.join(dispatched)}, loop_after_dispatch=true, excludes=())"
     return "\n".join([*rules, root])
 
 
-def _tag_rules(prefix: str, tag: Tag, any_whitespace: bool) -> str:
+def _tag_rules(prefix: str, tag: Tag, any_whitespace: bool, convert: Converter) -> str:
     """The rules of one tag's JSON under names of its own, and the rule of the tag."""
-    grammar = _json(tag.schema, any_whitespace)
+    grammar = _json(tag.schema, any_whitespace, convert)
     names = set(_RULE.findall(grammar))
     word = re.compile(rf"{TOKEN.pattern}|\w+")  # literals and classes are left as they are
     renamed = word.sub(lambda found: prefix + found.group() if found.group() in names else found.group(), grammar)

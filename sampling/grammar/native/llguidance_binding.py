@@ -162,18 +162,18 @@ class LLGuidanceTokenizer:
             raise Unavailable(f"llguidance's C API makes no tokenizer of this vocabulary: {error.value.decode(errors='replace')}")
         weakref.finalize(self, api.library.llg_free_tokenizer, self.address).atexit = False
 
-    def grammar(self, lark: str) -> LLGuidanceNativeGrammar:
-        return LLGuidanceNativeGrammar(self, lark, self._bytes)
+    def grammar(self, lark: str, fuel: dict[str, int]) -> LLGuidanceNativeGrammar:
+        return LLGuidanceNativeGrammar(self, lark, fuel, self._bytes)
 
 
 class LLGuidanceNativeGrammar:
     """A matcher at the start of a text, for rows to clone; ValueError in the library's words where there is none."""
 
-    def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, mask_bytes: int) -> None:
+    def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
         assert "\0" not in lark, "the library would read less than all of it"
         self.tokenizer, api = tokenizer, tokenizer.api
-        # A step is bounded by counted work before it is by time, by the library's own limits.
-        limits = LimitsStruct(**DEFAULTS | {"verbose_errors": False})
+        # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
+        limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
         told = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
         self.address: int = api.library.llg_new_matcher(byref(told), b"lark", lark.encode())
         weakref.finalize(self, api.library.llg_free_matcher, self.address).atexit = False
