@@ -24,7 +24,8 @@ class Llama(nn.Module):
     """A target of the family, with weights yet to be filled in: by a loader, or by `randomise`.
 
     feature_layers: the draft is fed with the states that enter these layers, side by side (num_layers: what leaves the last
-    one); none: with the normalised state that the logits are taken from. `name` is that of its cache.
+    one); none: with the normalised state that the logits are taken from. `name` is that of its cache, `origin` of the files
+    that its weights are from.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Llama(nn.Module):
                 raise ValueError(f"Llama.feature_layers: got {layer!r}, want whole numbers from 0 to {config.num_layers}")
         self.config, self.name, self.feature_layers = config, name, tuple(feature_layers)
         self.vocab_size = config.vocab_size
+        self.hidden_size, self.origin = config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype = config.dtype
         like = torch.empty(0, dtype=config.dtype, device=device)

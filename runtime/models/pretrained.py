@@ -57,6 +57,7 @@ class Checkpoint:
         check_numbers(wanted, self.source, self.path, progress)
         model = Llama(self.config, feature_layers=feature_layers, device=device)
         load_tensors(model, wanted, self.source, self.path, progress)
+        model.origin = self.path.name
         return model.eval()
 
 

@@ -27,7 +27,7 @@ class ToyTarget(nn.Module):
     def __init__(self, vocab_size: int, seed: int = 0, biases: Mapping[int, float] | None = None) -> None:
         super().__init__()
         self.vocab_size, self.seed = vocab_size, seed
-        self.feature_size, self.feature_dtype = _LIMBS, torch.float32
+        self.feature_size, self.hidden_size, self.feature_dtype = _LIMBS, _LIMBS, torch.float32
         bias = torch.zeros(vocab_size)
         for token, value in (biases or {}).items():
             bias[token] = value
