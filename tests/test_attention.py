@@ -25,7 +25,7 @@ class Case(NamedTuple):
     values: Tensor
     inputs: ModelInput
 
-    def rows(self, rows: slice) -> Case:
+    def rows(self, rows: slice | Tensor) -> Case:
         tokens, positions, slots, tables, *_ = self.inputs
         inputs = ModelInput(tokens[rows], positions[rows], slots[rows], tables[rows], self.inputs.page_size)
         return Case(self.query[rows], self.keys, self.values, inputs)

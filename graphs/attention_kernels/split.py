@@ -135,7 +135,8 @@ def attend_part(
         tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
     else:
         parts = tl.cdiv(pages * PAGE, part)
-        written = real & (peak > float("-inf"))
+        peak = tl.where(total == total, peak, total)  # NaN, which a maximum may lose, goes on as NaN
+        written = real & (peak != float("-inf"))
         tl.store(peaks + line * parts + number, peak, mask=real)
         tl.store(totals + line * parts + number, total, mask=written)
         tl.store(sums + (line[:, None] * parts + number) * SIZE + column[None, :], summed, mask=written[:, None])
@@ -149,12 +150,12 @@ def join_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SI
     peak = tl.load(peaks + line * parts + number, mask=number < parts, other=float("-inf"))
     highest = tl.max(peak, 0)
     level = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.load(totals + line * parts + number, mask=peak > float("-inf"), other=0.0)
+    total = tl.load(totals + line * parts + number, mask=peak != float("-inf"), other=0.0)
     whole = tl.sum(total * tl.exp2(peak - level), 0)
     summed = tl.zeros([SIZE], tl.float32)
     for each in range(0, parts):
         mine = tl.load(peaks + line * parts + each)
-        written = tl.where(mine > float("-inf"), size, 0)
+        written = tl.where(mine != float("-inf"), size, 0)
         found = tl.load(sums + (line * parts + each) * SIZE + column, mask=column < written, other=0.0)
         summed += found * tl.exp2(mine - level)
     summed = summed / tl.where(whole == 0, 1.0, whole)

@@ -50,16 +50,52 @@ def test_a_prompt_takes_several_blocks_of_queries() -> None:
     compare(make_case([150, 60], 50, 2, 1, 64, page=16), 60)
 
 
+@pytest.mark.parametrize(("size", "page"), [(64, 16), (96, 64), (128, 32), (192, 16), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    compare(make_case([9, 200], 4, 4, 2, 64, dtype, page=16), tolerance=0.02)
+def test_half_precision(dtype: torch.dtype, size: int, page: int) -> None:
+    compare(make_case([9, 200], 4, 4, 2, size, dtype, page=page), 150, tolerance=0.02 if dtype is torch.bfloat16 else 0.003)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_as_many_queries_as_a_round_may_have(count: int) -> None:
+    """Heads in threes: no power of two, neither alone nor by the queries."""
+    compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
+
+
+def test_rows_of_thirty_thousand_entries() -> None:
+    """Parts are longer there, and in a window most of them see nothing."""
+    case = make_case([32_750], 2, 2, 1, 64, page=64)
+    for window in (0, 300):
+        torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
+    """Alone, in any place of a batch of any size, beside rows that are inert altogether."""
     case = make_case(LENGTHS, 4, 4, 2, 64, page=16)
     together = run(case)
-    for row in range(3):
-        assert torch.equal(run(case.rows(slice(row, row + 1)))[0], together[row])
+    for rows in ([0], [1], [2], [3, 2], [2, 3, 1, 0], [2, 2, 1, 2, 2, 2]):
+        found = run(case.rows(torch.tensor(rows)))
+        assert torch.equal(found, together[rows])
+
+
+def test_a_batch_without_a_live_position_reads_nothing() -> None:
+    case = make_case([0, 0], 3, 2, 1, 64, page=16)
+    assert bool(case.keys.isnan().all())
+    for least_part in (split.LEAST_PART, 4096):
+        assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
+
+
+def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
+    """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
+    case = make_case([300, 200], 2, 2, 1, 64, page=16)
+    for least_part in (split.LEAST_PART, 4096):
+        clean = run(case, least_part=least_part)
+        case.query[0, 1, 0, 5] = torch.nan
+        faulty = run(case, least_part=least_part)
+        assert bool(faulty[0, 1, 0].isnan().all())
+        faulty[0, 1, 0] = clean[0, 1, 0]
+        assert torch.equal(faulty, clean)
+        case.query[0, 1, 0, 5] = 1.0
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:
