@@ -10,6 +10,7 @@ from stepgraph.graphs.buffers import RESULT_FIELDS, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import TokenLogprob
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -38,8 +39,17 @@ class Outcome(NamedTuple):
 class Flights:
     """The one replay per round, and the results ring behind it."""
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers, graphs: GraphSet, host: HostLink, limits: Limits) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: StaticBuffers,
+        graphs: GraphSet,
+        host: HostLink,
+        limits: Limits,
+        states: HiddenStates | None = None,
+    ) -> None:
         self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
+        self._states = states
         self._flights: collections.deque[Flight] = collections.deque()
         self.rounds = 0
 
@@ -65,6 +75,8 @@ class Flights:
         if logprobs:
             logprobs_host = self._buffers.logprobs_ring_host[slot]
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
+        if self._states:
+            self._states.launched(slot, len(seats))
         self._flights.append(Flight(self._backend.event(), slot, seats, logprobs))
 
     def collect(self) -> Iterator[Outcome]:
@@ -74,9 +86,11 @@ class Flights:
         self._host.let_go()
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        for seat, (count, finish, accepted, *tokens), told in zip(flight.seats, results, logprobs, strict=False):
+        for place, (seat, (count, finish, accepted, *tokens), told) in enumerate(zip(flight.seats, results, logprobs, strict=False)):
             assert len(tokens) + RESULT_FIELDS == len(results[0])
             if not seat.job.finished:  # else: launched before its end was known, and inert
+                if self._states:
+                    self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
                 yield Outcome(seat, tokens[:count], accepted, FinishCode(finish), wanted)
 
