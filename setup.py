@@ -12,8 +12,8 @@ setup(
     ext_modules=[
         Extension(
             "stepgraph.sampling.grammar.native._link",
-            sources=[f"{SOURCES}/{name}.c" for name in ("host_link", "llguidance", "matcher", "pool", "xgrammar")],
-            depends=[f"{SOURCES}/{name}.h" for name in ("host_link", "matcher", "pool")],
+            sources=[f"{SOURCES}/{name}.c" for name in ("forced", "host_link", "llguidance", "matcher", "pool", "xgrammar")],
+            depends=[f"{SOURCES}/{name}.h" for name in ("forced", "host_link", "matcher", "pool")],
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             optional=True,

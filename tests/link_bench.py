@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher
+from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
 from stepgraph.sampling.grammar.native import load
 from stepgraph.sampling.grammar.native_link import NativeLink
@@ -36,6 +37,7 @@ class Memory:
     drafts: Tensor
     masks: Tensor
     tags: Tensor
+    forced: Tensor | None = None
 
     @classmethod
     def make(cls, slots: int, drafts: int, words: int = WORDS) -> Memory:
@@ -44,15 +46,20 @@ class Memory:
             torch.full((drafts, slots), -1, dtype=torch.int64),
             torch.full((drafts + 1, slots, words), 0x5A5A5A5A, dtype=torch.int32),
             torch.full((drafts + 1, slots, TAG_FIELDS), 77, dtype=torch.int64),
+            torch.full((drafts, slots), 77, dtype=torch.int64),
         )
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.state, self.drafts, self.masks, self.tags
 
+    @property
+    def forcing(self) -> Forcing | None:
+        return None if self.forced is None else Forcing(token_table(VOCABULARY), self.forced)
+
 
 def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> NativeLink:
-    return NativeLink(load(), *memory.all, depth=depth, threads=threads)
+    return NativeLink(load(), *memory.all, depth=depth, threads=threads, forcing=memory.forcing)
 
 
 class Foreign:
@@ -94,9 +101,12 @@ class Twins:
     def __init__(self, slots: int, drafts: int, random: Random, threads: int | None = None) -> None:
         self.slots, self.drafts, self.random = slots, drafts, random
         self.memories = Memory.make(slots, drafts), Memory.make(slots, drafts)
-        self.links: tuple[HostLink, HostLink] = PythonLink(*self.memories[0].all), native_link(self.memories[1], threads=threads)
+        self.links: tuple[HostLink, HostLink] = (
+            PythonLink(*self.memories[0].all, forcing=self.memories[0].forcing),
+            native_link(self.memories[1], threads=threads),
+        )
         self.guests: list[Guest | None] = [None] * slots
-        self.owners = 0
+        self.owners = self.proposed = 0
 
     def seat(self, slot: int) -> None:
         constraint = self.random.choice([one for one in CONSTRAINTS if one] + [Constraint.regex("(ab|ac)+")])
@@ -159,7 +169,7 @@ class Twins:
             self.node(*steps, *([END] if index == self.drafts - 1 else []))
             self.check()
             for guest in filter(None, self.guests):
-                self.draft(guest, index + 1)
+                self.draft(guest, index + 1, guided=True)
 
     def turnover(self) -> None:
         """Requests end and others take their slots; a slot may be shown before its row is, as a stale one."""
@@ -179,12 +189,17 @@ class Twins:
         matcher.fill_next_token_bitmask(mask, 0)
         return [token for token in range(VOCABULARY.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
 
-    def draft(self, guest: Guest, count: int) -> None:
-        """Extend the drafts to `count`: mostly legal ones, and all that a drafter may get wrong."""
+    def draft(self, guest: Guest, count: int, guided: bool = False) -> None:
+        """Extend the drafts to `count`: forced ones where the host says so, mostly legal ones, and all that a drafter may get wrong."""
         del guest.drafts[count:]
         while len(guest.drafts) < count:
-            legal, luck = self.legal(guest, len(guest.drafts)), self.random.random()
-            if luck < 0.75 and legal:
+            legal, luck, place = self.legal(guest, len(guest.drafts)), self.random.random(), len(guest.drafts)
+            forced = int(self.memories[0].forced[place, self.guests.index(guest)]) if guided and guest.finish == ROW_RUNNING else -1
+            self.proposed += forced >= 0
+            assert forced < 0 or forced in legal
+            if luck < 0.5 and forced >= 0:
+                guest.drafts.append(forced)
+            elif luck < 0.75 and legal:
                 guest.drafts.append(self.random.choice(legal))
             elif luck < 0.85:
                 guest.drafts.append(STOP)
@@ -215,6 +230,7 @@ class Twins:
         ours, theirs = self.memories
         assert torch.equal(ours.masks, theirs.masks)
         assert torch.equal(ours.tags, theirs.tags)
+        assert torch.equal(ours.forced, theirs.forced)
         for guest in filter(None, self.guests):
             first, second = ([getattr(row, name) for name in ("fault", "chain", "committed", "walked", "fills")] for row in guest.rows)
             assert first == second

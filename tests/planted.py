@@ -16,12 +16,13 @@ SIGNATURES = {
     "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
     "fill": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
     "rollback": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
+    "forced": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
     "is_terminated": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p),
 }
 
 
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
-    """Put `bug(real, *arguments)` in the place of one of the four functions that a native row calls."""
+    """Put `bug(real, *arguments)` in the place of one of the five functions that a native row calls."""
     struct = XGrammarStruct if isinstance(row.matcher, XGrammarMatcher) else LLGuidanceStruct
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
     real = SIGNATURES[name](getattr(library.functions, name))

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.grammar.forced_tokens import forced_bytes
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD
@@ -51,6 +52,9 @@ class CheckedMatcher:
         self._inner.rollback(num_tokens)
         self._num_accepted -= num_tokens
         self._rows = {place: row for place, row in self._rows.items() if place <= self._num_accepted}
+
+    def forced_bytes(self) -> bytes:
+        return b"" if self._disagreement else forced_bytes(self._inner)
 
     def _compare(self, row: npt.NDArray[np.int32], token_id: int, accepted: bool) -> None:
         in_range = 0 <= token_id < len(row) * BITS_PER_WORD

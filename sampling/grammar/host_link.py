@@ -60,6 +60,7 @@ class HostStats:
     fills: int = 0
     accepts: int = 0
     rollbacks: int = 0
+    looks: int = 0  # for a forced text
 
 
 class HostLink(Protocol):

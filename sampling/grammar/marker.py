@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.grammar.forced_tokens import forced_bytes
 from stepgraph.sampling.grammar.mask_row import checked_row
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -113,6 +114,9 @@ class MarkerMatcher:
         row = checked_row(masks, index, self._words)
         row[:] = self._marker.allowed(self._states[-1]) if not self.fault else 0
         return MaskStatus.FAULT if self.fault else MaskStatus.OK if row.any() else MaskStatus.DEAD_END
+
+    def forced_bytes(self) -> bytes:
+        return forced_bytes(self._inner) if self.begun else b""
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens that were accepted, those of the marker too."""

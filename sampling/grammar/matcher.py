@@ -120,6 +120,21 @@ class XGrammarMatcher:
             self._num_accepted -= num_tokens
             self._burn(start)
 
+    def forced_bytes(self) -> bytes:
+        """The bytes that must come next. Cut anywhere: the last character may be missing some of its own."""
+        if self._fault or self.is_terminated():
+            return b""
+        start = time.thread_time()
+        try:
+            found: bytes = self._matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # the library's text is bytes
+            found = bytes(error.object)
+        except Exception as error:  # whatever the library raises is this request's fault
+            self._fault = f"find_jump_forward_string: {error}"
+            return b""
+        self._burn(start)
+        return b"" if self._fault else found
+
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted. Asked of the library each time: a rollback may take the stop token back."""
         return bool(self._matcher.is_terminated())

@@ -8,6 +8,7 @@ is neither library's own takes part too, and takes the GIL for its own calls.
 from __future__ import annotations
 
 import collections
+import ctypes
 import math
 import os
 import threading
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.backends import installed
+from stepgraph.sampling.grammar.forced_tokens import Forcing, TokenTable
 from stepgraph.sampling.grammar.host_link import HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
 from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
-from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct
+from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct, TokensStruct
 from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
@@ -39,23 +41,31 @@ _warned: set[str] = set()
 _mixed: weakref.WeakKeyDictionary[Vocabulary, npt.NDArray[np.int32]] = weakref.WeakKeyDictionary()  # words with ids that are no text
 
 
-def open_host_link(choice: str, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor, depth: int) -> HostLink:
+def open_host_link(
+    choice: str,
+    state_host: Tensor,
+    drafts_host: Tensor,
+    masks_host: Tensor,
+    tags_host: Tensor,
+    depth: int,
+    forcing: Forcing | None = None,
+) -> HostLink:
     """`native` or `python` is what was asked for, or a RuntimeError; `auto` is native where it can be, and a warning where not.
 
-    `depth` is how many rounds may be announced and not yet ended.
+    `depth` is how many rounds may be announced and not yet ended. `forcing`: where forced tokens go; None: none are looked for.
     """
     why = ""
     if choice not in HOST_LINKS:
         raise ValueError(f"host_link: got {choice!r}, want one of {', '.join(HOST_LINKS)}")
     if choice != "python":
         try:
-            return NativeLink(load(), state_host, drafts_host, masks_host, tags_host, depth)
+            return NativeLink(load(), state_host, drafts_host, masks_host, tags_host, depth, forcing=forcing)
         except Unavailable as error:
             if choice == "native":
                 raise RuntimeError(f"host_link 'native': {error}") from error
             why = f"no native link, {error}"
             _warn_once(f"stepgraph: grammars are driven from Python, under the GIL: {why}")
-    return PythonLink(state_host, drafts_host, masks_host, tags_host, why)
+    return PythonLink(state_host, drafts_host, masks_host, tags_host, why, forcing)
 
 
 @runtime_checkable
@@ -162,6 +172,7 @@ class NativeLink:
         tags_host: Tensor,
         depth: int,
         threads: int | None = None,
+        forcing: Forcing | None = None,
     ) -> None:
         stages, slots, words = masks_host.shape
         self._tensors = {  # the C side holds their addresses
@@ -170,6 +181,8 @@ class NativeLink:
             "masks_host": (masks_host, torch.int32, (stages, slots, words)),
             "tags_host": (tags_host, torch.int64, (stages, slots, TAG_FIELDS)),
         }
+        if forcing:
+            self._tensors["forced_host"] = forcing.forced_host, torch.int64, (stages - 1, slots)
         for name, (tensor, dtype, shape) in self._tensors.items():
             if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 got = f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()} on {tensor.device}"
@@ -180,8 +193,10 @@ class NativeLink:
         taken = f"rows with a marker or under check_masks{_llguidance_rows(library)} take it"
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL ({taken})"
         self._library, self._slots, self._stages, self._words = library, slots, stages, words
-        pointers = [tensor.data_ptr() for tensor, _, _ in self._tensors.values()]
-        shape_struct = ShapeStruct(*pointers, slots, stages, words, depth, threads - 1)
+        self._tokens = _tokens_struct(forcing.table) if forcing else None
+        sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
+        pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
+        shape_struct = ShapeStruct(**pointers, **sizes, tokens=ctypes.pointer(self._tokens) if self._tokens else None)
         self._address = library.quick.stepgraph_open(byref(shape_struct))
         if not self._address:
             raise MemoryError("NativeLink: no memory for its rounds")
@@ -197,7 +212,7 @@ class NativeLink:
         with self._closing:  # any thread may ask, also while another one closes
             if self._finalizer.alive:
                 counts = self._library.counts(self._address)
-                self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks)
+                self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks, counts.looks)
             return self._last_stats
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:
@@ -256,6 +271,13 @@ def _llguidance_rows(library: NativeLibrary) -> str:
     except Unavailable as error:
         return f" or of llguidance ({error})"
     return ""
+
+
+def _tokens_struct(table: TokenTable) -> TokensStruct:
+    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "places", "buckets", "singles")}
+    struct = TokensStruct(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
+    struct.table = table  # as long as the C side may read it
+    return struct
 
 
 def available_processors() -> int:

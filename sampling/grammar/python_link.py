@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.grammar.forced_tokens import ForcedText, Forcing
 from stepgraph.sampling.grammar.host_link import HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
@@ -27,12 +28,21 @@ class PythonRow:
     chain: MaskStatus = MaskStatus.NONE  # status of the newest mask row; drafts go on only after OK
     fills: int = 0
     fault: str = ""
+    forced: ForcedText = field(default_factory=ForcedText)
 
 
 class PythonLink:
     """Every step is done for all rows, one after another, under the GIL. `why` there is no native link, where one was wanted."""
 
-    def __init__(self, state_host: Tensor, drafts_host: Tensor, masks_host: Tensor, tags_host: Tensor, why: str = "") -> None:
+    def __init__(
+        self,
+        state_host: Tensor,
+        drafts_host: Tensor,
+        masks_host: Tensor,
+        tags_host: Tensor,
+        why: str = "",
+        forcing: Forcing | None = None,
+    ) -> None:
         self.name = f"python, under the GIL: {why}" if why else "python, under the GIL"
         self._masks = masks_host  # [stages, B, words] int32
         self._state_np: npt.NDArray[np.int64] = state_host.numpy()  # [B, HOST_COLUMNS]
@@ -40,11 +50,12 @@ class PythonLink:
         self._tags_np: npt.NDArray[np.int64] = tags_host.numpy()  # [stages, B, TAG_FIELDS]
         self._announced: collections.deque[tuple[PythonRow | None, ...]] = collections.deque()
         self._batch: tuple[PythonRow | None, ...] = ()
-        self._fills = self._accepts = self._rollbacks = 0
+        self._forcing = forcing
+        self._fills = self._accepts = self._rollbacks = self._looks = 0
 
     @property
     def stats(self) -> HostStats:
-        return HostStats(self._fills, self._accepts, self._rollbacks)
+        return HostStats(self._fills, self._accepts, self._rollbacks, self._looks)
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> PythonRow:
         return PythonRow(owner, matcher, committed)
@@ -72,6 +83,8 @@ class PythonLink:
             self._batch = self._announced.popleft()
             self._tags_np[:] = 0
             self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
+            if self._forcing:
+                self._forcing.forced_host.fill_(-1)
         elif step.action == HostAction.START:
             self._each_row(lambda slot, row: self._start_row(slot, row, step.place))
         elif step.action == HostAction.COMMIT:
@@ -116,6 +129,7 @@ class PythonLink:
             self._accepts += 1
             if not row.matcher.accept_token(token):
                 raise RuntimeError(f"token {token} was sampled under a mask of this grammar, and the matcher does not accept it")
+            row.forced.accepted(generated - 1, token)
             row.committed = generated
         self._fill(slot, row, 0, 0)
 
@@ -128,6 +142,7 @@ class PythonLink:
             row.chain = MaskStatus.ILLEGAL
             self._tags_np[index, slot] = (row.owner, row.committed, index, row.chain)
             return
+        row.forced.accepted(row.committed + index - 1, token)
         row.walked = index
         self._fill(slot, row, index, index)
 
@@ -136,3 +151,15 @@ class PythonLink:
         row.fills += 1
         row.chain = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
         self._tags_np[stage, slot] = (row.owner, row.committed, index, row.chain)
+        if row.chain == MaskStatus.OK and stage == index:
+            self._force(slot, row, index)
+
+    def _force(self, slot: int, row: PythonRow, index: int) -> None:
+        """Say which token the place behind a filled mask is forced to."""
+        if self._forcing is None or index == len(self._forcing.forced_host):
+            return
+        before, mask = row.forced.looks, self._masks[index, slot].numpy()
+        try:
+            self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, row.matcher)
+        finally:
+            self._looks += row.forced.looks - before

@@ -9,12 +9,14 @@ from ctypes import c_int, c_int64, c_void_p
 
 from torch import Tensor
 
+from stepgraph.sampling.grammar.forced_tokens import forced_bytes
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.native.layout import FAULT_BYTES, LibraryStruct
 from stepgraph.sampling.grammar.status import MaskStatus
 
 ACCEPT = ROLLBACK = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p)
 FILL = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
+FORCED = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
 IS_TERMINATED = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
 
 
@@ -49,7 +51,15 @@ class PythonLibrary:
         def is_terminated(_: int, __: int, ___: int) -> int:
             return 0  # its other functions know
 
-        self._entries = ACCEPT(accept), FILL(fill), ROLLBACK(rollback), IS_TERMINATED(is_terminated)
+        def forced(_: int, __: int, text: int, room: int, why: int) -> int:
+            def call() -> int:
+                found = bytes(forced_bytes(matcher)[:room])
+                ctypes.memmove(text, found, len(found))
+                return len(found) if not matcher.fault else _fault(matcher)
+
+            return _guarded(call, why)
+
+        self._entries = ACCEPT(accept), FILL(fill), ROLLBACK(rollback), IS_TERMINATED(is_terminated), FORCED(forced)
         self._struct = LibraryStruct(*(c_void_p.from_buffer(entry).value for entry in self._entries))
 
     @property

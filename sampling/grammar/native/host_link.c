@@ -5,6 +5,7 @@
    wrong with a row stays in that row: without a tag the device uses no mask of it. */
 
 #include "host_link.h"
+#include "forced.h"
 #include "matcher.h"
 #include "pool.h"
 
@@ -25,7 +26,7 @@ struct host_link {
     _Atomic int64_t announced; /* rounds, by the launching thread */
     _Atomic int64_t begun;     /* rounds, by host nodes */
     _Atomic int64_t ended;
-    _Atomic int64_t missed, fills, accepts, rollbacks;
+    _Atomic int64_t missed, fills, accepts, rollbacks, looks;
     const announcement *batch; /* of the round that has begun; host nodes never overlap */
     int32_t *busy;             /* [slots]: the slots that the present node works on */
 };
@@ -50,6 +51,9 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
     if (status < 0) return;
     row->chain = status;
     tag(link, slot, row, index, stage);
+    if (!link->shape.forced || status != OK || stage != index || index + 1 == link->shape.stages) return;
+    link->shape.forced[index * link->shape.slots + slot] =
+        forced_token(row, link->shape.tokens, row->committed + index, mask, link->shape.words, &link->looks);
 }
 
 static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state) {
@@ -73,6 +77,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
                  (long long)state[LAST_TOKEN]);
             return;
         }
+        follow_forced(row, generated - 1, state[LAST_TOKEN]);
         row->committed = generated;
     }
     fill(link, slot, row, 0, 0);
@@ -89,6 +94,7 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
         tag(link, slot, row, index, index);
         return;
     }
+    follow_forced(row, row->committed + index - 1, token);
     row->walked = index;
     fill(link, slot, row, index, index);
 }
@@ -110,6 +116,8 @@ static void begin(host_link *link) {
         tags[0] = tags[1] = tags[3] = 0;
         tags[2] = place / link->shape.slots;
     }
+    int64_t forced = link->shape.forced ? (link->shape.stages - 1) * link->shape.slots : 0;
+    if (forced) memset(link->shape.forced, -1, (size_t)forced * sizeof *link->shape.forced);
 }
 
 static void end(host_link *link) {
@@ -203,6 +211,7 @@ void stepgraph_counts(host_link *link, link_counts *counts) {
     counts->fills = atomic_load_explicit(&link->fills, memory_order_relaxed);
     counts->accepts = atomic_load_explicit(&link->accepts, memory_order_relaxed);
     counts->rollbacks = atomic_load_explicit(&link->rollbacks, memory_order_relaxed);
+    counts->looks = atomic_load_explicit(&link->looks, memory_order_relaxed);
 }
 
 const char *stepgraph_fault(matcher_row *row) {
@@ -223,8 +232,9 @@ int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
         LAYOUT_VERSION,    sizeof(matcher_library),    sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
         sizeof(host_node), sizeof(host_step),          sizeof(link_counts), sizeof(xgrammar_library),     sizeof(timed_call),
-        sizeof(call_list), sizeof(llguidance_library), HOST_COLUMNS,        TAG_FIELDS,                   ROW_RUNNING,
-        FAULT,             END,                        MAX_SLOTS,
+        sizeof(call_list), sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text),          HOST_COLUMNS,
+        TAG_FIELDS,        ROW_RUNNING,                FAULT,               END,                          MAX_SLOTS,
+        FORCED_BYTES,
     };
     int64_t count = sizeof own / sizeof *own;
     if (count <= room) memcpy(values, own, sizeof own);

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 2, FAULT_BYTES = 480, MAX_SLOTS = 4096 };
+enum { LAYOUT_VERSION = 3, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -28,7 +28,30 @@ struct matcher_library {
     int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why);
     int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *why);
     int (*is_terminated)(const matcher_library *self, void *matcher, char *why);
+    int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *why); /* how much must come next */
 };
+
+/* The texts of a vocabulary in sorted order, to be looked up by their bytes: forced_tokens.TokenTable. */
+typedef struct {
+    const uint8_t *texts;
+    const int32_t *starts;  /* [texts + 1] */
+    const int32_t *ids;     /* [texts] */
+    const int32_t *places;  /* [num_tokens] of each token's text, -1 where it has none */
+    const int32_t *buckets; /* [65537] where the texts start that begin with two bytes */
+    const int32_t *singles; /* [256] the token of a byte, -1 where there is none */
+    int64_t num_tokens;
+    int32_t longest; /* bytes of a text */
+    int32_t merges;  /* 1: made by merging neighbours; 0: the longest token that fits is taken */
+} token_table;
+
+/* A row's forced text, in tokens from the place where it was looked for; it serves as long as the history follows it. */
+typedef struct {
+    int64_t start; /* tokens in front of it */
+    int32_t size, count;
+    int32_t tokens[FORCED_BYTES];
+    uint8_t ends[FORCED_BYTES]; /* where in the text each token ends */
+    char text[FORCED_BYTES];
+} forced_text;
 
 /* One constrained request. From its first round to its last only host nodes touch it; Python reads the fault through
    `stepgraph_fault`, and keeps row and matcher alive until every round that was announced with them has ended. */
@@ -48,6 +71,7 @@ typedef struct {
     int32_t chain;       /* status of the newest mask row; drafts go on only after OK */
     atomic_int faulted;  /* set after `fault` was written */
     char fault[FAULT_BYTES];
+    forced_text forced;
 } matcher_row;
 
 /* The pinned memory of a round, and how much of everything there is. */
@@ -56,6 +80,8 @@ typedef struct {
     const int64_t *drafts; /* [stages - 1, slots], -1 where there is none */
     int32_t *masks;        /* [stages, slots, words] */
     int64_t *tags;         /* [stages, slots, TAG_FIELDS] */
+    int64_t *forced;       /* [stages - 1, slots] the token that a place is forced to, -1 where none is; NULL: none is looked for */
+    const token_table *tokens;
     int64_t slots;
     int64_t stages;
     int64_t words;
@@ -79,6 +105,7 @@ typedef struct {
 
 typedef struct {
     int64_t fills, accepts, rollbacks;
+    int64_t looks;  /* for a forced text */
     int64_t ended;  /* rounds whose rows no node will touch again */
     int64_t missed; /* rounds that began without an announcement */
 } link_counts;
@@ -90,7 +117,7 @@ typedef struct {
     int (*call)(void *function, tvm_any *arguments, int32_t count, tvm_any *result); /* TVMFFIFunctionCall */
     void (*take_error)(void **error);                                               /* TVMFFIErrorMoveFromRaised */
     int (*release)(void *object);                                                   /* TVMFFIObjectDecRef */
-    void *accept_token, *fill_next_token_bitmask, *rollback, *is_terminated;
+    void *accept_token, *fill_next_token_bitmask, *rollback, *is_terminated, *find_jump_forward_string;
     int32_t matcher_type;
 } xgrammar_library;
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
+from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
 from stepgraph.sampling.grammar.host_link import HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 2  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 3  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
 
 class LibraryStruct(Structure):
-    """What a row asks of a grammar library: four functions."""
+    """What a row asks of a grammar library: five functions."""
 
-    _fields_ = (("accept", c_void_p), ("fill", c_void_p), ("rollback", c_void_p), ("is_terminated", c_void_p))
+    _fields_ = tuple((name, c_void_p) for name in ("accept", "fill", "rollback", "is_terminated", "forced"))
 
 
 class XGrammarStruct(Structure):
@@ -29,6 +30,7 @@ class XGrammarStruct(Structure):
         ("fill_next_token_bitmask", c_void_p),
         ("rollback", c_void_p),
         ("is_terminated", c_void_p),
+        ("find_jump_forward_string", c_void_p),
         ("matcher_type", c_int32),
     )
 
@@ -49,6 +51,26 @@ class LLGuidanceStruct(Structure):
     )
 
 
+class TokensStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("texts", "starts", "ids", "places", "buckets", "singles")),
+        ("num_tokens", c_int64),
+        ("longest", c_int32),
+        ("merges", c_int32),
+    )
+
+
+class ForcedTextStruct(Structure):
+    _fields_ = (
+        ("start", c_int64),
+        ("size", c_int32),
+        ("count", c_int32),
+        ("tokens", c_int32 * FORCED_BYTES),
+        ("ends", c_uint8 * FORCED_BYTES),
+        ("text", c_char * FORCED_BYTES),
+    )
+
+
 class RowStruct(Structure):
     _fields_ = (
         ("library", c_void_p),
@@ -66,6 +88,7 @@ class RowStruct(Structure):
         ("chain", c_int32),
         ("faulted", c_int),
         ("fault", c_char * FAULT_BYTES),
+        ("forced", ForcedTextStruct),
     )
 
 
@@ -75,6 +98,8 @@ class ShapeStruct(Structure):
         ("drafts", c_void_p),
         ("masks", c_void_p),
         ("tags", c_void_p),
+        ("forced", c_void_p),
+        ("tokens", POINTER(TokensStruct)),
         ("slots", c_int64),
         ("stages", c_int64),
         ("words", c_int64),
@@ -92,7 +117,7 @@ class NodeStruct(Structure):
 
 
 class CountsStruct(Structure):
-    _fields_ = (("fills", c_int64), ("accepts", c_int64), ("rollbacks", c_int64), ("ended", c_int64), ("missed", c_int64))
+    _fields_ = tuple((name, c_int64) for name in ("fills", "accepts", "rollbacks", "looks", "ended", "missed"))
 
 
 class CallStruct(Structure):
@@ -108,13 +133,14 @@ OWN_LAYOUT = (
     *(sizeof(struct) for struct in (LibraryStruct, RowStruct)),
     RowStruct.fault.offset,
     *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct)),
-    *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct)),
+    *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct, TokensStruct, ForcedTextStruct)),
     len(HostColumn),
     TAG_FIELDS,
     ROW_RUNNING,
     int(MaskStatus.FAULT),
     int(HostAction.END),
     MAX_SLOTS,
+    FORCED_BYTES,
 )
 
 

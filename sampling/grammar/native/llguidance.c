@@ -106,8 +106,14 @@ static int is_terminated(const matcher_library *self, void *matcher, char *why) 
     return ((const llguidance_text *)matcher)->ended;
 }
 
+/* Its C API tells forced tokens only, as a tokenizer of its own would write them. */
+static int forced(const matcher_library *self, void *matcher, char *text, int64_t room, char *why) {
+    (void)self, (void)matcher, (void)text, (void)room, (void)why;
+    return 0;
+}
+
 void stepgraph_bind_llguidance(llguidance_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
 }
 
 /* A text that begins with these tokens; NULL where there is no memory, or where it may not. */

@@ -16,7 +16,7 @@ double seconds_of(clockid_t clock) {
    in a tenth of the fuel, and again where a call took longer than its fuel by the clock on the wall. */
 static _Thread_local struct { double wall, processor; } stamp;
 
-static double start_of_call(const matcher_row *row) {
+double start_of_call(const matcher_row *row) {
     double wall = seconds_of(CLOCK_MONOTONIC);
     if (!(wall - stamp.wall < row->fuel_seconds / 10)) {
         stamp.wall = wall;
@@ -36,7 +36,7 @@ void fail(matcher_row *row, const char *format, ...) {
     atomic_store_explicit(&row->faulted, 1, memory_order_release);
 }
 
-static void end_of_call(matcher_row *row, double start) {
+void end_of_call(matcher_row *row, double start) {
     if (seconds_of(CLOCK_MONOTONIC) - start <= row->fuel_seconds) return;
     double spent = seconds_of(CLOCK_THREAD_CPUTIME_ID) - stamp.processor - (start - stamp.wall); /* at least this much was this call's */
     if (spent > row->fuel_seconds)

@@ -22,6 +22,10 @@ int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words);
 /* 0 and a fault where the library fails. */
 int roll_back(matcher_row *row, int64_t tokens);
 
+/* Around a call of the library, which costs a row its fault where it takes longer than its fuel. */
+double start_of_call(const matcher_row *row);
+void end_of_call(matcher_row *row, double start);
+
 double seconds_of(clockid_t clock);
 
 #endif

@@ -8,16 +8,18 @@
 
 #include <stddef.h>
 #include <stdio.h>
+#include <string.h>
 
-enum { TVM_NONE = 0, TVM_INT = 1, TVM_BOOL = 2, TVM_TENSOR_POINTER = 7, TVM_FIRST_OBJECT = 64 };
+enum { TVM_NONE = 0, TVM_INT = 1, TVM_BOOL = 2, TVM_TENSOR_POINTER = 7, TVM_SMALL_STRING = 11, TVM_FIRST_OBJECT = 64, TVM_STRING = 65 };
 enum { DL_CPU = 1, DL_INT = 0 };
 
 struct tvm_any {
     int32_t type;
-    uint32_t zero;
+    uint32_t size; /* of a small string; else zero */
     union {
         int64_t integer;
         void *pointer;
+        char small[8];
     };
 };
 
@@ -37,6 +39,11 @@ typedef struct {
     tvm_object header;
     tvm_bytes kind, message;
 } tvm_error;
+
+typedef struct {
+    tvm_object header;
+    tvm_bytes text;
+} tvm_string;
 
 typedef struct {
     void *data;
@@ -109,6 +116,25 @@ static int is_terminated(const matcher_library *self, void *matcher, char *why) 
     return call(library, library->is_terminated, arguments, 1, "RuntimeError", why);
 }
 
+/* The matcher is as before when it returns. Short strings are values, longer ones objects. */
+static int forced(const matcher_library *self, void *matcher, char *text, int64_t room, char *why) {
+    const xgrammar_library *library = (const xgrammar_library *)self;
+    tvm_any argument = object(library, matcher), result = {.type = TVM_NONE};
+    if (library->call(library->find_jump_forward_string, &argument, 1, &result)) {
+        explain(library, "find_jump_forward_string", why);
+        return -1;
+    }
+    tvm_bytes found = {result.small, result.size};
+    if (result.type == TVM_STRING) found = ((const tvm_string *)result.pointer)->text;
+    int size = (int64_t)found.size < room ? (int)found.size : (int)room;
+    int known = result.type == TVM_STRING || result.type == TVM_SMALL_STRING;
+    if (known) memcpy(text, found.data, (size_t)size);
+    if (result.type >= TVM_FIRST_OBJECT) library->release(result.pointer);
+    if (known) return size;
+    snprintf(why, FAULT_BYTES, "find_jump_forward_string: the library returned a value of type %d, want a string", result.type);
+    return -1;
+}
+
 void stepgraph_bind_xgrammar(xgrammar_library *library) {
-    library->functions = (matcher_library){accept, fill, rollback, is_terminated};
+    library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
 }

@@ -22,6 +22,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
     "fill_next_token_bitmask": ("bool", MATCHER, "Any", "int", "bool"),
     "rollback": ("None", MATCHER, "int"),
     "is_terminated": ("bool", MATCHER),
+    "find_jump_forward_string": ("ffi.String", MATCHER),
 }
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
