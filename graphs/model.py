@@ -40,6 +40,12 @@ class ModelOutput(NamedTuple):
     hidden: Tensor  # [B, Q, H], what `logits` takes
     features: Tensor  # [B, Q, F], what the draft is fed with: the target's at its first step, its own afterwards
 
+    def saved(self, width: int) -> Tensor:
+        """[B, Q, width] features and hidden states side by side; where `width` is H, the hidden states alone."""
+        kept = self.hidden if self.hidden.shape[-1] == width else torch.cat([self.features, self.hidden], -1)
+        check_shape("target features and hidden", kept, *self.hidden.shape[:-1], width)
+        return kept
+
 
 class TargetModel(Protocol):
     """The model whose law is kept. Works on any B and Q, allocates nothing that outlives the call, never asks the host.

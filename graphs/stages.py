@@ -31,7 +31,8 @@ def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limi
     output = model.forward(model_input(batch, limits, tokens, first, wanted), buffers)
     check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
-        buffers.results_states[: len(batch.rows)].copy_(torch.cat([output.features, output.hidden], -1))
+        kept = buffers.results_states[: len(batch.rows)]
+        kept.copy_(output.saved(kept.shape[-1]))
     return model_logits("target", model, output.hidden, limits), output.features
 
 

@@ -88,8 +88,8 @@ class HiddenStates:
         kept = self._kept.pop(job.id, [])
         token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
         if job.finish_reason != FinishReason.ERROR and kept and sum(map(len, kept)) == len(token_ids) - 1:
-            features, hidden = torch.cat(kept).split([self._layout.feature_size, self._layout.hidden_size], 1)
-            self._writer.put(SavedText(token_ids, len(job.prompt_ids), features, hidden))
+            *features, hidden = torch.cat(kept).split([size for _, size in self._layout.parts], 1)
+            self._writer.put(SavedText(token_ids, len(job.prompt_ids), *features or [hidden], hidden))
         if self.error and not self._warned:
             self._warned = True
             warnings.warn(
@@ -125,11 +125,12 @@ def states_layout(target: TargetModel) -> StatesLayout:
     if not isinstance(hidden_size, int):
         wanted = "the width of what its logits are taken from"
         raise ValueError(f"EngineConfig.save_hidden_states: the target's hidden_size is {hidden_size!r}, want {wanted}")
+    layers = getattr(target, "feature_layers", None)
     return StatesLayout(
         model=getattr(target, "origin", "") or type(target).__name__,
         vocab_size=target.vocab_size,
-        feature_layers=tuple(getattr(target, "feature_layers", ())),
-        feature_size=target.feature_size,
+        feature_layers=layers or (),
+        feature_size=0 if layers == () else target.feature_size,
         hidden_size=hidden_size,
         dtype=str(target.feature_dtype).removeprefix("torch."),
     )

@@ -36,10 +36,16 @@ class StatesLayout:
 
     model: str
     vocab_size: int
-    feature_layers: tuple[int, ...]  # of the target: whose inputs the features are, side by side; none: the hidden states again
-    feature_size: int
+    feature_layers: tuple[int, ...]  # of the target: whose inputs the features are, side by side
+    feature_size: int  # 0: the features are the hidden states, which are kept once
     hidden_size: int  # of what the logits are taken from
     dtype: str
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """What is kept for every token but the last, and how many numbers of it."""
+        hidden = ("hidden", self.hidden_size)
+        return (("features", self.feature_size), hidden) if self.feature_size else (hidden,)
 
     @property
     def width(self) -> int:
@@ -55,7 +61,8 @@ class SavedText(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.token_ids, self.features, self.hidden))
+        states = (self.hidden,) if self.features is self.hidden else (self.features, self.hidden)
+        return sum(part.nbytes for part in (self.token_ids, *states))
 
 
 class StatesWriter:
@@ -135,7 +142,7 @@ class StatesWriter:
         try:
             if not self.error:
                 self._write_shard(texts)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever it is, it ends the saving and nothing else
             self.error = f"{self._folder}: {error}"
         with self._lock:
             self._held -= size
@@ -145,8 +152,8 @@ class StatesWriter:
         name = f"states-{len(self._shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
         for place, text in enumerate(texts):
-            parts = text._asdict() | {"prompt_length": torch.tensor(text.prompt_length)}
-            tensors |= {f"{place}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+            tensors |= {f"{place}.token_ids": text.token_ids, f"{place}.prompt_length": torch.tensor(text.prompt_length)}
+            tensors |= {f"{place}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
         with _whole(self._folder / name) as part:
             save_file(tensors, part)
         shard = {"file": name, "texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
@@ -164,6 +171,7 @@ class SavedStates:
         self.layout, shards = read_index(self.folder)
         self._files = [_open(self.folder / shard["file"]) for shard in shards]
         self._homes = [(file, place) for file, shard in zip(self._files, shards, strict=True) for place in range(shard["texts"])]
+        self._names = ("token_ids", "prompt_length", *(part for part, _ in self.layout.parts))
         self.lengths = [self._length(index) for index in range(len(self._homes))]
 
     def __len__(self) -> int:
@@ -171,8 +179,8 @@ class SavedStates:
 
     def __getitem__(self, index: int) -> SavedText:
         file, place = self._homes[index]
-        token_ids, prompt_length, *states = (file.get_tensor(f"{place}.{part}") for part in SavedText._fields)
-        return SavedText(token_ids, int(prompt_length), *states)
+        token_ids, prompt_length, *states = (file.get_tensor(f"{place}.{part}") for part in self._names)
+        return SavedText(token_ids, int(prompt_length), states[0], states[-1])
 
     def token_ids(self, index: int) -> Tensor:
         """Of one text, without its states."""
@@ -189,7 +197,7 @@ class SavedStates:
         layout = self.layout
         try:
             count, *_ = file.get_slice(f"{place}.token_ids").get_shape()
-            for part, size in (("features", layout.feature_size), ("hidden", layout.hidden_size)):
+            for part, size in layout.parts:
                 found = tuple(file.get_slice(f"{place}.{part}").get_shape())
                 if found != (count - 1, size):
                     raise ValueError(f"{self.folder}: {part} of text {index} have shape {found}, want {(count - 1, size)}")
