@@ -171,8 +171,11 @@ class Column(IntEnum):
 RESULT_FIELDS = 3  # count, finish, accepted; the tokens follow
 
 
-def round_specs(limits: Limits, greedy_only: bool = False) -> tuple[BufferSpec, ...]:
-    """The spec table: every tensor of the round that outlives a stage. R rows of state, B slots of a batch, K drafts."""
+def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
+    """The spec table: every tensor of the round that outlives a stage. R rows of state, B slots of a batch, K drafts.
+
+    drawn: whether drafts may be drawn from a distribution, which then has to be kept.
+    """
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, depth, columns = limits.mask_words, limits.ring_depth, len(Column)
     int64, int32 = torch.int64, torch.int32
@@ -190,7 +193,7 @@ def round_specs(limits: Limits, greedy_only: bool = False) -> tuple[BufferSpec, 
         BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
         # whether each draft was chosen, not drawn; else, in sampled rounds: what it was drawn from
         BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
-        BufferSpec("row_draft_probs", (rows, 0 if greedy_only else drafts, limits.num_tokens), torch.float32),
+        BufferSpec("row_draft_probs", (rows, drafts if drawn else 0, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
         # the batch of one round: slot -> row, and what crosses between streams

@@ -98,7 +98,11 @@ def going_on(after: Batch) -> Tensor:
 
 def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> None:
     """Leave the drafts in their rows for the next target_verify."""
-    chain = torch.stack(drafts, 1)
+    keep_chain(buffers, after, torch.stack(drafts, 1))
+
+
+def keep_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
+    """chain [B, K], -1 behind its last draft."""
     buffers.row_drafts.index_copy_(0, after.rows, chain)
     state = torch.cat(
         [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1

@@ -8,7 +8,7 @@ weights are its parameters and registered buffers: a tensor that it holds otherw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -90,9 +90,41 @@ class DraftModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class History(NamedTuple):
+    """What a proposer is shown of B rows, after what a round added to them. Inert rows show whatever they hold, also -1 alone."""
+
+    tokens: Tensor  # [B, T] int32: a row's history at [0, length), old tokens behind it; the given text from `given_from` on, then -1
+    length: Tensor  # [B] int64, at least 1
+    generated: Tensor  # [B] int64, how many of these are output
+    given_from: int  # in front of it: a column of -1, then the last ANCHOR tokens of the prompt
+    num_drafts: int  # K
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """What drafts without a model: whole chains at once, from the text alone, as device code inside the round.
+
+    It asks the host for nothing, like a model, may keep a state of its own in static buffers, one entry per row (at
+    `buffers.batch_rows[:B]`), and may have `notes`. Whatever it proposes changes speed only: its drafts are certainties,
+    judged under the target's own masked distribution.
+    """
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
+
+    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
+        """[B, K] int64, token ids. A chain ends at its first -1, or at any other id that is no token's."""
+
+
 class ModelPair(NamedTuple):
+    """Who verifies and who drafts: a draft model or a proposer, neither exactly where num_speculative_tokens is 0."""
+
     target: TargetModel
-    draft: DraftModel | None  # None exactly where num_speculative_tokens is 0
+    draft: DraftModel | None
+    proposer: Proposer | None = None
+
+    @property
+    def drafter(self) -> DraftModel | Proposer | None:
+        return self.draft if self.proposer is None else self.proposer
 
 
 def check_shape(name: str, tensor: Tensor, *sizes: int) -> None:

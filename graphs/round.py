@@ -1,7 +1,7 @@
 """One decode round, in reading order: the stages, the two streams and the host nodes.
 
     main                                      side: host nodes, native work under the models' compute
-    target_verify                             accept d_K, fill mask row K          (K = 0 or unmasked: commit, walk all)
+    target_verify                             accept d_K, fill mask row K          (K = 0, unmasked or proposed: commit, walk all)
       wait; mask, choose, accept
     draft_prefill                             commit the round's tokens, fill row 0
       wait row 0; mask, choose d_1
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs import drafting, stages
+from stepgraph.graphs import drafting, proposing, stages
 from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import StaticBuffers
@@ -45,7 +45,7 @@ class Round:
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         flow = current_flow()
-        target, draft = self.models
+        target, draft, proposer = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
         batch = read_batch(buffers, key.rows, self.attention)
 
@@ -54,6 +54,9 @@ class Round:
         if masks_ready:
             flow.wait(masks_ready)
         emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
+        if proposer is not None:
+            proposing.note_emission(buffers, batch, emission, self.limits)
+            proposing.propose(buffers, after, proposer, self.limits)
         if draft is None:
             return
 
@@ -86,7 +89,7 @@ class GrammarLane:
     def head(self) -> Mark:
         """Under target_verify: the end of the chain that the round before began."""
         drafts = self.round.limits.num_speculative_tokens
-        walk_all = drafts == 0 or not self.round.draft_masks
+        walk_all = drafts == 0 or not self.round.draft_masks or self.round.models.proposer is not None
         steps = [BEGIN, start(stage=drafts), advance(drafts)]
         if walk_all:
             steps = [BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END]

@@ -14,6 +14,7 @@ from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import prefill
+from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.acceptance import FinishCode
@@ -52,6 +53,7 @@ class Admission:
         self._backend, self._buffers, self._models, self._limits, self._attention = backend, buffers, models, limits, attention
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
+        self._texts = None if models.proposer is None else PinnedRing(backend, buffers.text_ring_host)
 
     def prefill(self, seat: Seat, budget: int) -> int:
         """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
@@ -100,14 +102,32 @@ class Admission:
 
         self._backend.run(place)
         self._admissions.sent()
+        if self._texts is not None:
+            self._place_text(seat, self._texts)
+
+    def _place_text(self, seat: Seat, texts: PinnedRing) -> None:
+        """What a proposer reads: the prompt, and the given text behind the prompt's end."""
+        row_text, prompt, start = self._buffers.row_text[seat.row], seat.job.prompt_ids, given_from(self._limits)
+        given = (*prompt[-ANCHOR:], *seat.job.draft_ids) if seat.job.draft_ids else ()
+        first, split, end = start + len(seat.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
+        slot = texts.write((*prompt, *given))
+
+        def place() -> None:
+            row_text.fill_(-1)
+            row_text[:split].copy_(slot[:split], non_blocking=True)
+            row_text[first : first + len(given)].copy_(slot[split:end], non_blocking=True)
+
+        self._backend.run(place)
+        texts.sent()
 
     def _place_state(self, seat: Seat) -> None:
         buffers, job, row = self._buffers, seat.job, seat.row
-        prompt = len(job.prompt_ids)
+        prompt, offered, start = len(job.prompt_ids), min(len(job.draft_ids), job.num_speculative_tokens), given_from(self._limits)
         state = {
             Column.OWNER: job.id,
             Column.LAST_TOKEN: job.prompt_ids[-1],
             Column.FINISH: int(FinishCode.RUNNING),
+            Column.DRAFT_COUNT: offered,
             Column.LENGTH: prompt,
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
             Column.CONSTRAINED: int(seat.matcher is not None),
@@ -130,6 +150,8 @@ class Admission:
         def place() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
+            if offered:
+                buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
             buffers.row_params[row].copy_(_floats(bits_part))

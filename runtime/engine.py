@@ -16,19 +16,19 @@ import torch
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
-from stepgraph.graphs.model import DraftModel, ModelPair, TargetModel
+from stepgraph.graphs.model import DraftModel, Proposer, TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.drafters import take_drafter
 from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.models.loading import load_models
 from stepgraph.runtime.placement import (
     attention_for,
     backend_for,
     check_device,
-    check_draft,
     check_mode,
     check_vocabularies,
     kernel_notes,
@@ -53,15 +53,14 @@ class Engine:
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel | None = None,
+        draft: DraftModel | Proposer | str | None = None,
         *,
         vocabulary: Vocabulary | None = None,
         config: EngineConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.config = config or EngineConfig()
-        drafts = check_draft(self.config, draft)
-        self._models = models = ModelPair(target, draft if drafts else None)
+        models, self.config = take_drafter(target, draft, config or EngineConfig())
+        self._models = models
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models)
@@ -75,7 +74,8 @@ class Engine:
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention)
         self._desk = Desk(self.limits)
-        self._submissions = Submissions(self.config, self.limits, vocabulary.stop_token_ids if vocabulary else ())
+        stop_ids = vocabulary.stop_token_ids if vocabulary else ()
+        self._submissions = Submissions(self.config, self.limits, stop_ids, takes_draft_ids=models.proposer is not None)
         self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits)
         self._step_lock = threading.Lock()
         self._closed = ""
@@ -118,14 +118,16 @@ class Engine:
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 128,
         num_speculative_tokens: int | None = None,
+        draft_ids: Any = None,
     ) -> Job:
         """Queue a request. ValueError names what cannot be served; nothing has changed then.
 
         prompt_ids: list, array or 1-D tensor of ids. sampling: None is greedy. max_new_tokens counts a final stop token.
         num_speculative_tokens: drafts per round for this request, 0 switches speculation off; None takes the engine's.
+        draft_ids: what the output will be like, to draft from: an earlier version of a text, say. For engines that look texts up.
         """
         self._require_open("submit")
-        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens)
+        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids)
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job

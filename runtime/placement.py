@@ -9,7 +9,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
 from stepgraph.graphs.buffers import StaticBuffers, round_specs
 from stepgraph.graphs.capture import Backend, make_backend
-from stepgraph.graphs.model import DraftModel, ModelPair
+from stepgraph.graphs.model import DraftModel, ModelPair, Proposer
+from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.sampling import kernels
@@ -27,7 +28,7 @@ def backend_for(name: str, models: ModelPair) -> Backend:
 
 
 def check_device(models: ModelPair, backend: Backend) -> None:
-    for name, model in (("target", models.target), ("draft", models.draft)):
+    for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
             raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
@@ -57,7 +58,7 @@ def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair, 
 
 def check_mode(models: ModelPair) -> None:
     """Dropout is refused here: a graph would freeze it on one device and refuse it on the other."""
-    for name, model in (("target", models.target), ("draft", models.draft)):
+    for name, model in (("target", models.target), ("draft", models.drafter)):
         if not isinstance(model, nn.Module):
             continue
         for inner, module in model.named_modules():
@@ -65,17 +66,17 @@ def check_mode(models: ModelPair) -> None:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
 
 
-def check_draft(config: EngineConfig, draft: DraftModel | None) -> int:
+def check_draft(config: EngineConfig, draft: DraftModel | Proposer | None) -> int:
     """The drafts of a round; ValueError where nobody would make them."""
     drafts = config.num_speculative_tokens
     if drafts and draft is None:
-        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a draft model, or num_speculative_tokens=0")
+        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a drafter, or num_speculative_tokens=0")
     return drafts
 
 
 def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
     """The number of tokens. A draft shares the target's vocabulary, or tells which of its tokens each of its own stands for."""
-    target, draft = models
+    target, draft, _ = models
     if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
         wanted = f"the target's vocab_size {target.vocab_size}"
         raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want {wanted}")
@@ -97,8 +98,11 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
 
 def make_buffers(limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool) -> StaticBuffers:
     """The round's spec table and the models' own caches; the models' weights as constants."""
-    named = {name: model for name, model in (("target", models.target), ("draft", models.draft)) if model is not None}
-    specs = [*round_specs(limits, greedy_only), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    named = {name: model for name, model in (("target", models.target), ("draft", models.drafter)) if model is not None}
+    drawn = not greedy_only and models.proposer is None
+    specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
+    if models.proposer is not None:
+        specs += text_specs(limits)
     constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     return StaticBuffers(specs, backend.device, constants)
 

@@ -66,6 +66,7 @@ class Job:
     num_speculative_tokens: int
     stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
     seed: int  # the request's, or the one it was given
+    draft_ids: tuple[int, ...] = ()  # the text that the request gave to draft from
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
     num_accepted_drafts: int = 0

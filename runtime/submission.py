@@ -18,12 +18,13 @@ from stepgraph.sampling.params import SamplingParams
 class Submissions:
     """Makes jobs of what is asked for. Safe from any thread: nothing here changes but the next id."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int], takes_draft_ids: bool = False) -> None:
         if len(stop_token_ids) > limits.max_stop_ids:
             raise ValueError(
                 f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
             )
         self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
+        self._takes_draft_ids = takes_draft_ids
         self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
 
     def job(
@@ -33,6 +34,7 @@ class Submissions:
         sampling: SamplingParams | None,
         max_new_tokens: int,
         num_speculative_tokens: int | None,
+        draft_ids: Any = None,
     ) -> Job:
         """ValueError names the field that cannot be served, what it got and what was wanted."""
         limits, most = self._limits, self._limits.num_speculative_tokens
@@ -41,12 +43,24 @@ class Submissions:
         new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), why)
         drafts = most if num_speculative_tokens is None else num_speculative_tokens
         drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
+        given = () if draft_ids is None else self._given(draft_ids, drafts)
         sampling = checked_sampling(
             sampling, limits, greedy_only=self._config.greedy_only, constrained=constraint is not None, max_new_tokens=new_tokens
         )
         stops = self._stops(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens), sampling.ignore_eos)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
-        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed)
+        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given)
+
+    def _given(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
+        """The text that a request expects, if it can be of use."""
+        given, most = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
+        if not self._takes_draft_ids:
+            raise ValueError(f"draft_ids: got {len(given)} tokens, want None: the engine drafts from no text; Engine(draft='ngram') does")
+        if not drafts:
+            raise ValueError(f"draft_ids: got {len(given)} tokens with num_speculative_tokens=0, want None")
+        if len(given) > most:
+            raise ValueError(f"draft_ids: got {len(given)} tokens, want at most max_length={most}")
+        return given
 
     def _stops(self, extra: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
         """The vocabulary's stop ids, unless they are ignored, and the request's own."""

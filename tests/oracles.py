@@ -122,3 +122,28 @@ def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: f
     for token in kept:
         result[token] = weight[token] / total
     return result
+
+
+def looked_up(history: Sequence[int], prompt: int, given: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
+    """The drafts of n-gram look-up: what followed where the text, or the given one behind the prompt's end, went on after the same tokens.
+
+    `prompt` of the history's tokens are the prompt. -1 where the given text has ended, and everywhere without a match.
+    """
+    start = min(prompt, 8)
+    told = [*history[prompt - start : prompt], *given]
+    for size in range(longest, shortest - 1, -1):
+        ending = list(history[-size:])
+        if len(ending) < size:
+            continue
+        places = [place for place in range(start, len(told)) if place >= size and told[place - size : place] == ending]
+        if places:
+            expected = start + len(history) - prompt
+            best = min(places, key=lambda place: (abs(place - expected), -place))
+            return [*told[best : best + count], *[-1] * count][:count]
+        places = [place for place in range(size, len(history)) if list(history[place - size : place]) == ending]
+        if places:
+            copy = list(history)
+            for _ in range(count):
+                copy.append(copy[places[-1] + len(copy) - len(history)])
+            return copy[len(history) :]
+    return [-1] * count

@@ -39,6 +39,7 @@ class Ask:
     stop_ids: tuple[int, ...]
     drafts: int | None
     cancel_after: int | None  # steps
+    draft_ids: tuple[int, ...] | None = None
 
 
 def answer(ask: Ask) -> Answer:
@@ -53,6 +54,7 @@ def submit(engine: Engine, ask: Ask) -> Job:
         sampling=SamplingParams(temperature=0, stop_token_ids=ask.stop_ids),
         max_new_tokens=ask.max_new_tokens,
         num_speculative_tokens=drafts,
+        draft_ids=ask.draft_ids if drafts != 0 else None,
     )
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.native import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
+from tests.proposers import always, noise, parrot
 
 try:
     load()
@@ -38,6 +40,12 @@ DRAFTERS = {
     "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
     "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
     "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in an order of its own
+    "ngram": NgramLookup,
+    "parrot": parrot,
+    "noise": lambda: noise(CONTROL + 1),
+    "control": lambda: always(CONTROL),  # never legal under a grammar
+    "stops": lambda: always(STOP),
+    "outside": lambda: always(7, 2**40, 7, -(2**40), CONTROL + 1),
 }
 
 SCHEMA = {

@@ -12,7 +12,8 @@ from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, draftin
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import ModelPair, Proposer
+from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
@@ -28,7 +29,7 @@ GRAMMAR = Constraint.regex("[a-f]{0,12}(x|yy)")
 class RoundBench:
     """All that the stages of a round need, on any device."""
 
-    def __init__(self, backend: Backend, k: int, draft_masks: bool = True) -> None:
+    def __init__(self, backend: Backend, k: int, draft_masks: bool = True, proposer: Proposer | None = None) -> None:
         self.backend = backend
         num_tokens = len(VOCABULARY.tokens)
         target = toy_target(backend.device)
@@ -43,7 +44,7 @@ class RoundBench:
             num_tokens=num_tokens,
             feature_size=3,
         )
-        self.models = ModelPair(target, draft if k else None)
+        self.models = ModelPair(target, draft if k and proposer is None else None, proposer)
         self.draft = draft
         outputs = (
             BufferSpec("out_logits", (ROWS, k + 1, num_tokens), torch.float32),
@@ -51,7 +52,8 @@ class RoundBench:
             BufferSpec("in_features", (ROWS, k + 1, 3), torch.float32),
             BufferSpec("out_tokens", (ROWS,), torch.int64),
         )
-        specs = [*round_specs(self.limits), *target.cache_specs(self.limits), *draft.cache_specs(self.limits), *outputs]
+        specs = [*round_specs(self.limits, drawn=proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
+        specs += outputs if proposer is None else (*outputs, *text_specs(self.limits))
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
         self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256)
@@ -71,6 +73,9 @@ class RoundBench:
         numbers("row_masks", -(2**31), 2**31 - 1)
         numbers("row_stop_ids", -1, self.limits.num_tokens)
         numbers("row_drafts", -1, self.limits.num_tokens)
+        if "row_text" in b:
+            numbers("row_text", -1, 4)
+            b.row_text[:, self.limits.max_length].fill_(-1)
         self._randomise_sampling(made)
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
@@ -127,7 +132,7 @@ class RoundBench:
         b.row_prompt_seen.copy_(torch.rand(rows, width, generator=made) < 0.3)
         b.row_output_counts.copy_(torch.randint(-3, 4, (rows, width), generator=made).clamp(min=0))
         b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=made).softmax(-1))
-        b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < 0.3)
+        b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < (0.3 if self.models.proposer is None else 2))
 
     def announce(self, size: int) -> None:
         """Fresh matchers that stand where the random rows say."""

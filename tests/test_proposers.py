@@ -1,0 +1,241 @@
+"""Drafts from the text alone: whatever is proposed, tokens are those of plain decoding, and what is right is taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stepgraph.graphs import BufferSpec, GraphKey, Limits, StaticBuffers, TapeBackend
+from stepgraph.graphs.model import History
+from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.ngram import NgramLookup
+from tests.proposers import Proposes, noise
+from tests.test_engine_oracle import Ask, answer, asks, run_schedule
+from tests.toy_engines import CONSTRAINTS, CONTROL, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+from tools.checks.states import RoundBench
+
+SETUPS = [
+    Setup(k=1, drafter="ngram"),
+    Setup(k=2, drafter="parrot", rounds_in_flight=3),
+    Setup(k=3, drafter="noise"),
+    Setup(k=4, drafter="control", max_rows=3),
+    Setup(k=5, drafter="stops", rounds_in_flight=1),
+    Setup(k=6, drafter="outside", asynchronous=False),
+    Setup(k=6, drafter="ngram"),
+]
+
+
+@st.composite
+def asks_with_texts(draw: st.DrawFn) -> Ask:
+    """Requests of which some tell what they expect: the right text, that with a part changed or lost, or any."""
+    ask = draw(asks)
+    right = answer(replace(ask, draft_ids=None)).tokens
+    cut = draw(st.integers(0, 12))
+    damaged = [*right[:cut], *draw(st.lists(st.integers(0, CONTROL), max_size=2)), *right[cut + draw(st.integers(0, 2)) :]]
+    told = draw(st.sampled_from([None, right, damaged, list(ask.prompt)]))
+    return ask if told is None else replace(ask, draft_ids=tuple(told))
+
+
+batches = st.lists(st.tuples(asks_with_texts(), st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=12)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=1000, derandomize=False)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[6]], ids=str)
+@pytest.mark.parametrize("place", range(4))
+def test_a_text_that_was_foreseen_takes_the_fewest_rounds(setup: Setup, place: int) -> None:
+    engine, constraint = shared_engine(setup), CONSTRAINTS[place]
+    expected = plain([place, 9], 40, constraint)
+    job = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens)
+    assert (job.tokens, job.finish_reason) == (expected.tokens, expected.reason)
+    assert job.rounds <= len(job.tokens) // (setup.k + 1) + 1, "the first round drafts as well"
+    fewer = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens, num_speculative_tokens=1)
+    assert fewer.tokens == expected.tokens and len(job.tokens) // 2 <= fewer.rounds <= len(job.tokens) // 2 + 1
+
+
+def test_the_look_up_finds_its_way_back_into_a_text_that_differs() -> None:
+    engine, expected = shared_engine(SETUPS[6]), plain([2, 9], 60, CONSTRAINTS[2]).tokens
+    told = [*expected[:9], 1, 1, *expected[11:20], *expected[26:]]  # two tokens changed, six missing
+    job = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60, draft_ids=told)
+    assert job.tokens == expected
+    alone = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60)
+    assert job.rounds < 20 < alone.rounds
+
+
+def test_what_the_device_keeps_of_a_text_is_the_text() -> None:
+    """Prompts in chunks, a prompt of one token, rows that had owners before, rows that emit at different speeds."""
+    with make_engine(Setup(k=3, drafter="ngram", max_rows=2, asynchronous=False)) as engine:
+        for seed in range(3):
+            jobs = [engine.submit([*range(seed, 14 * seed + 1)], max_new_tokens=12 + 9 * seed) for _ in range(2)]
+            while engine.has_work:
+                engine.step()
+                for job in jobs:
+                    if not job.finished and job.tokens:
+                        known = [*job.prompt_ids, *job.tokens]
+                        assert known in engine.buffers.row_text[:2, : len(known)].tolist()
+        assert int(engine.buffers.row_text[:, engine.limits.max_length].max()) == -1
+
+
+def test_rows_without_speculation_and_their_neighbours_say_what_they_say_alone() -> None:
+    engine = shared_engine(SAMPLED)
+    wanted = [{"num_speculative_tokens": 0} if place % 2 else {} for place in range(6)]
+    alone = [ask(engine, place, **wanted[place]) for place in range(6)]
+    jobs = [submit(engine, place, **wanted[place]) for place in range(6)]
+    for _ in engine.stream():
+        pass
+    assert [job.tokens for job in jobs] == alone
+    assert alone[3] == ask(engine, 3) == plain([3, 7], 30, sampling=jobs[3].sampling).tokens, "greedy ones what everybody says"
+    assert all(job.num_accepted_drafts == 0 for job in jobs[1::2]) and all(job.num_accepted_drafts for job in jobs[::2])
+
+
+SAMPLED = Setup(k=3, drafter="ngram", greedy_only=False)
+
+
+def submit(engine: Engine, place: int, **options: Any) -> Any:
+    """Greedy and sampled requests by turns, some with a grammar; what repeats much is often foreseen."""
+    sampling = SamplingParams(temperature=place % 3 * 0.4, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
+    return engine.submit([place, 7], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=30, **options)
+
+
+def ask(engine: Engine, place: int, **options: Any) -> list[int]:
+    job = submit(engine, place, **options)
+    for _ in engine.stream():
+        pass
+    return list(job.tokens)
+
+
+def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
+    engine = shared_engine(SAMPLED)
+    alone = [ask(engine, place) for place in range(6)]
+    with make_engine(replace(SAMPLED, eager=True)) as eager:
+        jobs = [submit(eager, place) for place in reversed(range(6))]
+        for _ in eager.stream():
+            pass
+        assert [job.tokens for job in reversed(jobs)] == alone
+    assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
+
+
+@pytest.mark.parametrize(("k", "proposer"), [(1, NgramLookup()), (4, NgramLookup(3, 2)), (8, noise(CONTROL))], ids="135")
+def test_rounds_replay_as_eager(k: int, proposer: Any) -> None:
+    backend = TapeBackend(poison="every")
+    bench = RoundBench(backend, k, proposer=proposer)
+    for constrained, sampled in itertools.product((False, True), (False, True)):
+        step = bench.round.step(GraphKey(4, constrained, sampled))
+        bench.compare(step, 6, (lambda: bench.announce(4)) if constrained else lambda: None)
+    ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
+    assert len(ruled.report.host_nodes) == 1, "one walks the chain"
+    assert ruled.report.nodes.get("copied", 0) == 0
+    backend.close()
+
+
+def test_nothing_is_kept_of_distributions() -> None:
+    engine = shared_engine(SAMPLED)
+    assert engine.buffers.row_draft_probs.numel() == 0 and bool(engine.buffers.row_certain.all())
+
+
+@pytest.mark.parametrize(
+    ("setup", "asked", "message"),
+    [
+        (Setup(k=3), {}, r"draft_ids: got 2 tokens, want None: the engine drafts from no text; Engine\(draft='ngram'\) does"),
+        (SAMPLED, {"num_speculative_tokens": 0}, "draft_ids: got 2 tokens with num_speculative_tokens=0, want None"),
+        (SAMPLED, {"draft_ids": [1, CONTROL + 1]}, rf"draft_ids\[1\]: got {CONTROL + 1}, want a token id from 0 to {CONTROL}"),
+        (SAMPLED, {"draft_ids": [1] * 97}, "draft_ids: got 97 tokens, want at most max_length=96"),
+        (SAMPLED, {"draft_ids": "text"}, "draft_ids: got str, want a sequence of token ids"),
+    ],
+    ids=str,
+)
+def test_a_text_that_cannot_be_of_use_is_refused(setup: Setup, asked: dict[str, Any], message: str) -> None:
+    engine = shared_engine(setup)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **asked})
+    assert not engine.has_work
+
+
+def test_a_text_as_long_as_a_row() -> None:
+    expected = plain([1], 40).tokens
+    job = shared_engine(SETUPS[6]).generate([1], max_new_tokens=40, draft_ids=[*expected, *[3] * (96 - len(expected))])
+    assert job.tokens == expected
+
+
+def wrong_shape(history: History, index: Tensor) -> Tensor:
+    return index.expand(len(history.length), -1)[:, 1:]
+
+
+def wrong_type(history: History, index: Tensor) -> Tensor:
+    return index.expand(len(history.length), -1).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        (wrong_shape, r"drafts of the proposer: got shape \(1, 1\), want \(1, 2\)"),
+        (wrong_type, "drafts of the proposer: got torch.int32, want torch.int64"),
+    ],
+)
+def test_a_proposer_that_breaks_its_promise_is_named_at_capture(formula: Any, message: str) -> None:
+    with Engine(TARGET, Proposes(formula), config=CONFIG) as engine, pytest.raises(ValueError, match=message):
+        engine.capture()
+
+
+CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
+
+
+def test_words_for_drafters() -> None:
+    for word, told in (
+        ("ngram", "drafter: n-gram look-up, 1 to 8 tokens"),
+        ("auto", "drafter: n-gram look-up, 1 to 8 tokens (auto)"),
+    ):
+        with Engine(TARGET, word, config=replace(CONFIG, eager=True)) as engine:
+            assert told in engine.capture().notes
+    with Engine(TARGET, "none", config=replace(CONFIG, eager=True)) as engine:
+        assert (engine.limits.num_speculative_tokens, engine.config.num_speculative_tokens) == (0, 0)
+        engine.capture()
+        assert engine.generate([3, 4], max_new_tokens=8, sampling=SamplingParams(temperature=0)).tokens
+        with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
+            engine.submit([1], max_new_tokens=8, draft_ids=[1])
+    with pytest.raises(ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, or one of 'ngram', 'none', 'auto'"):
+        Engine(TARGET, "ngrams", config=CONFIG)
+
+
+class Counting:
+    """A state of its own, one entry per row: drafts follow from how often the row was asked."""
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return (BufferSpec("asked", (limits.rows,), torch.int64),)
+
+    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
+        rows = buffers.batch_rows[: len(history.length)]
+        buffers.asked.index_add_(0, rows, torch.ones_like(rows))
+        return buffers.asked[rows, None] + torch.arange(history.num_drafts, device=rows.device)
+
+
+def test_a_proposer_may_keep_a_state_of_its_own() -> None:
+    config = replace(CONFIG, max_rows=2)
+    with Engine(TARGET, Counting(), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        jobs = [engine.submit([place], max_new_tokens=20) for place in range(2)]
+        for _ in engine.stream():
+            pass
+        assert [job.tokens for job in jobs] == [plain([place], 20).tokens for place in range(2)]
+        assert all(asked >= job.rounds for asked, job in zip(engine.buffers.asked.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
