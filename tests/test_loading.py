@@ -17,7 +17,7 @@ from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.models import pretrained
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
-from stepgraph.runtime.models.tokens import token_bytes
+from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, by_pieces
 from tests.families import Cached, folder_of, judge, refused_when_damaged, save
 
 FAMILY = "llama-3.1"
@@ -63,8 +63,8 @@ def test_the_token_table(folder: Path) -> None:
     assert vocabulary.stop_token_ids == (2,) and set(vocabulary.control_token_ids) == {0, 1}, "<call> is text: it is not special"
     change_json(folder / "generation_config.json", eos_token_id=[2, 1])
     assert open_checkpoint(folder).vocabulary.stop_token_ids == (2, 1)
-    assert token_bytes("\u0120caf\u00c3\u00a9\u010a", True) == " caf\u00e9\n".encode()
-    assert token_bytes("\u2581caf\u00e9", False) == " caf\u00e9".encode() and token_bytes("<0x0A>", False) == b"\n"
+    assert by_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
+    assert by_pieces("\u2581caf\u00e9") == " caf\u00e9".encode() and by_pieces("<0x0A>") == b"\n"
 
 
 def test_what_loading_takes_is_told_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

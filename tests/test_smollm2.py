@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig
+from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.pretrained import open_checkpoint
+from tests.made_tokenizers import differences
 from tests.test_llama_engine import DraftLlama
 
 pytestmark = pytest.mark.models
@@ -79,6 +81,15 @@ def test_greedy_tokens_are_those_of_a_plain_computation_without_cache(judged: tu
             print(checkpoint.vocabulary.decode(job.tokens).decode(errors="replace")[:200])
         assert sum(len(job.tokens) for job in jobs) > 1000
         assert "Paris" in checkpoint.vocabulary.decode(jobs[0].tokens).decode()
+
+
+def test_the_table_is_that_of_transformers() -> None:
+    path = gguf_path()
+    judge = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    table = Vocabulary.from_gguf(path)
+    assert differences(table, functools.partial(judge.decode, clean_up_tokenization_spaces=False)) == 0
+    other = Vocabulary.from_tokenizer(judge)
+    assert (table.tokens, table.stop_token_ids, table.silent_ids) == (other.tokens, other.stop_token_ids, other.silent_ids)
 
 
 def test_a_grammar_holds(judged: tuple[Any, list[list[int]]]) -> None:

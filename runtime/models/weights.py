@@ -5,7 +5,6 @@ Knows files, names and shapes. Nothing here unpickles or runs what it finds: saf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,9 +16,9 @@ from tqdm import tqdm
 
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-MOST_JSON_BYTES = 256 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -103,21 +102,6 @@ class PartSource:
 
     def read(self, name: str) -> Tensor:
         return self._source.read(self._names[name])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ValueError names the file."""
-    try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise ValueError(f"{path}: got {path.stat().st_size} bytes, want at most {MOST_JSON_BYTES}")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}: no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: got {type(found).__name__}, want a JSON object")
-    return found
 
 
 def places(model: Llama) -> Iterator[tuple[str, Place]]:

@@ -5,9 +5,11 @@ Knows bytes and ids; does not know a tokenizer library, a constraint or a tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +67,46 @@ class Vocabulary:
         singles = [bytes([code]) for code in (*range(0x20, 0x7F), 0x0A, 0x09)]
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
+
+    # Of the doors: `logits_width` is the model's own, where it is wider than the table; `stop_token_ids` take the place of those
+    # that the tokenizer names.
+
+    @classmethod
+    def from_tokenizer_json(
+        cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None
+    ) -> Vocabulary:
+        """From a tokenizer.json, or from a model's folder: there config.json says how wide the logits are, generation_config.json
+        which tokens end a text."""
+        from stepgraph.sampling.grammar.tokenizers.tokenizer_json import from_path  # needs this module
+
+        return from_path(Path(path), logits_width, stop_token_ids)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
+        """From a tokenizer of `transformers` (a fast one, or one on sentencepiece), of `tokenizers` or of `sentencepiece`."""
+        from stepgraph.sampling.grammar.tokenizers.objects import from_object
+
+        return from_object(tokenizer, logits_width, stop_token_ids)
+
+    @classmethod
+    def from_tiktoken(
+        cls,
+        ranks: Any,
+        special_tokens: Mapping[str, int] | None = None,
+        logits_width: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> Vocabulary:
+        """From the path of a .tiktoken file or a dict of tokens and ranks, with the special tokens by name; or from an Encoding."""
+        from stepgraph.sampling.grammar.tokenizers.ranks import from_ranks
+
+        return from_ranks(ranks, special_tokens, logits_width, stop_token_ids)
+
+    @classmethod
+    def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
+        """From the tokenizer inside a GGUF file."""
+        from stepgraph.sampling.grammar.tokenizers.gguf_fields import from_gguf
+
+        return from_gguf(Path(path), logits_width, stop_token_ids)
 
     def __repr__(self) -> str:
         return f"Vocabulary({len(self.tokens)} tokens, stop_token_ids={self.stop_token_ids}, logits_width={self.logits_width})"
@@ -148,5 +190,5 @@ class Vocabulary:
         return packed
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

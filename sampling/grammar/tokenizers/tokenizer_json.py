@@ -1,0 +1,118 @@
+"""tokenizer.json, the file of the `tokenizers` library, and what else a model's folder says of tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepgraph.sampling.grammar.tokenizers.spelling import spelling_of
+from stepgraph.sampling.grammar.tokenizers.table import Table
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+
+MOST_JSON_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError names the file."""
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise ValueError(f"{path}: got {path.stat().st_size} bytes, want at most {MOST_JSON_BYTES}")
+        return json_object(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+
+
+def json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: got {type(found).__name__}, want a JSON object")
+    return found
+
+
+def from_path(path: Path, logits_width: int | None, stop_token_ids: Sequence[int] | None) -> Vocabulary:
+    """A tokenizer.json, or the folder of one, whose other files name the stop tokens and the width of the logits."""
+    if not path.is_dir():
+        return table_of(read_json(path), str(path), logits_width).vocabulary((), stop_token_ids)
+    config = _optional(path / "config.json")
+    return from_folder(path, config, _width(config) if logits_width is None else logits_width, stop_token_ids)
+
+
+def from_folder(
+    folder: Path, config: Mapping[str, Any], logits_width: int | None, stop_token_ids: Sequence[int] | None = None
+) -> Vocabulary:
+    path = folder / "tokenizer.json"
+    table = table_of(read_json(path), str(path), logits_width)
+    named = _optional(folder / "generation_config.json").get("eos_token_id")
+    stops = _listed(_text_part(config).get("eos_token_id", config.get("eos_token_id")) if named is None else named)
+    if not stops:
+        written = _optional(folder / "tokenizer_config.json").get("eos_token")
+        stops = _listed(table.control.get(str(written.get("content") if isinstance(written, dict) else written)))
+    return table.vocabulary(stops, stop_token_ids)
+
+
+def table_of(told: Mapping[str, Any], where: str, logits_width: int | None) -> Table:
+    """The table of a parsed tokenizer.json."""
+    spell = spelling_of(told.get("decoder"), told.get("pre_tokenizer"), where)
+    table = Table(where, logits_width)
+    for text, token_id in _model_tokens(told.get("model"), where):
+        table.add(token_id, spell(text), text)
+    for entry in _added(told.get("added_tokens"), where):
+        if entry.get("special"):
+            table.add_control(entry.get("id"), entry["content"])
+        else:
+            table.add(entry.get("id"), spell(entry["content"]), entry["content"])
+    for token_id, name in _unknown(told["model"]):
+        table.add_control(token_id, name)
+    return table
+
+
+def _unknown(model: Mapping[str, Any]) -> list[tuple[object, str]]:
+    """The token for what the tokenizer cannot write, which is no text whether or not it is among the added ones."""
+    vocab, name, token_id = model["vocab"], model.get("unk_token"), model.get("unk_id")
+    if isinstance(vocab, dict):
+        return [(vocab[name], name)] if isinstance(name, str) and name in vocab else []
+    return [(token_id, vocab[token_id][0])] if is_int(token_id) and 0 <= token_id < len(vocab) else []
+
+
+def _model_tokens(model: object, where: str) -> list[tuple[str, object]]:
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    kind = model.get("type") if isinstance(model, Mapping) else None
+    if kind == "BPE" and isinstance(vocab, dict):
+        return list(vocab.items())
+    if kind == "Unigram" and isinstance(vocab, list) and all(isinstance(one, list) and one and isinstance(one[0], str) for one in vocab):
+        return [(piece, token_id) for token_id, (piece, *_) in enumerate(vocab)]
+    wanted = "want a model of type BPE or Unigram with a vocab (WordPiece and WordLevel spell a token by its neighbours)"
+    raise ValueError(f"{where}: model: got a tokenizer of another kind, {kind!r:.60}; {wanted}")
+
+
+def _added(entries: object, where: str) -> list[dict[str, Any]]:
+    entries = entries or []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and isinstance(entry.get("content"), str) for entry in entries):
+        raise ValueError(f"{where}: added_tokens: want a list of objects with a content")
+    return entries
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Models that also see or hear keep what is about text in a part of its own."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _width(config: Mapping[str, Any]) -> int | None:
+    width = _text_part(config).get("vocab_size")
+    return width if is_int(width) else None
+
+
+def _listed(named: object) -> list[object]:
+    return named if isinstance(named, list) else [] if named is None else [named]

@@ -1,0 +1,107 @@
+"""Small tokenizers of each kind, made by their own libraries, and what it means that a vocabulary reads as they do."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import sentencepiece
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from stepgraph.sampling.grammar import Vocabulary
+
+TEXTS = [
+    "the cat sat on the mat",
+    'na\u00efve caf\u00e9 \u6f22\u5b57 {"a": 1, "b": [true]}\n',
+    "don't \u00ab\u00a0quote\u00a0\u00bb \U0001f600 ok",
+] * 4
+SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>"]
+Ids = Sequence[int]
+
+
+@functools.cache
+def byte_level() -> Tokenizer:
+    """In the manner of Llama 3 and Qwen, with tokens that were added as text: some of them letters of the spelling itself."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet))
+    made.add_tokens(
+        [AddedToken("<think>"), AddedToken("caf\u00e9 au lait"), AddedToken("caf\u00e9"), AddedToken("\u0120x"), AddedToken("\uff5c")]
+    )
+    return made
+
+
+@functools.cache
+def pieces(fallback: bool) -> Tokenizer:
+    """In the manner of Llama 2 and Mistral; without byte fallback <0x0A> is six characters of text."""
+    letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
+    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "\u2581the", "a\u2581b", "\u2581\u2581"]
+    made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
+    steps: list[Any] = [decoders.Replace("\u2581", " "), *([decoders.ByteFallback()] if fallback else []), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens(["<think>", "\u2581tail"])
+    return made
+
+
+@functools.cache
+def unigram() -> Tokenizer:
+    """In the manner of T5."""
+    letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
+    made = Tokenizer(models.Unigram([(name, -1.0) for name in [*SPECIAL, *letters, "\u2581the"]], unk_id=0))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(SPECIAL)
+    return made
+
+
+@functools.cache
+def sentence_pieces() -> sentencepiece.SentencePieceProcessor:
+    written = io.BytesIO()
+    options: dict[str, Any] = {"vocab_size": 330, "byte_fallback": True, "model_type": "bpe", "user_defined_symbols": ["<call>"]}
+    options["minloglevel"] = 9
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=written, **options)
+    return sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+
+
+MADE: dict[str, Callable[[], Tokenizer]] = {
+    "byte level": byte_level,
+    "pieces": functools.partial(pieces, True),
+    "pieces without bytes": functools.partial(pieces, False),
+    "unigram": unigram,
+}
+
+
+@functools.cache
+def made_table(kind: str) -> Vocabulary:
+    return Vocabulary.from_tokenizer(MADE[kind]())
+
+
+def is_text_of(table: Vocabulary, ids: Ids, text: str, stripped: bool) -> bool:
+    """Decoders of sentence pieces take a space from the front of a whole text. What stands for broken characters is of many kinds."""
+    found = table.decode(ids)
+    try:
+        return text in (found.decode(), found.decode().removeprefix(" " if stripped else ""))
+    except UnicodeDecodeError:
+        return "\ufffd" in text
+
+
+def sequences(table: Vocabulary, rounds: int) -> list[list[int]]:
+    """Random tokens, and now and then a character byte by byte."""
+    random, some = Random(0), sorted(set(range(len(table.tokens))) - table.silent_ids)
+    single = {token: token_id for token_id, token in enumerate(table.tokens) if len(token) == 1 and token_id not in table.silent_ids}
+
+    def one() -> list[int]:
+        spelled = random.choice(["a", "\u00e9", "\u6f22", "\U0001f600", "\n"]).encode()
+        in_bytes = random.random() < 0.3 and all(bytes([byte]) in single for byte in spelled)
+        return [single[bytes([byte])] for byte in spelled] if in_bytes else [random.choice(some)]
+
+    return [[token_id for _ in range(random.randint(1, 8)) for token_id in one()] for _ in range(rounds)]
+
+
+def differences(table: Vocabulary, decode: Callable[[list[int]], str], stripped: bool = False) -> int:
+    """How many random sequences have a text that is not the tokenizer's."""
+    return sum(not is_text_of(table, ids, decode(ids), stripped) for ids in sequences(table, 300))
