@@ -84,7 +84,7 @@ class Engine:
     def from_pretrained(
         cls,
         path: str | Path,
-        draft: DraftModel | str | Path | None = None,
+        draft: DraftModel | Proposer | str | Path | None = None,
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
@@ -93,7 +93,8 @@ class Engine:
     ) -> Engine:
         """An engine around a Llama, Mistral, Qwen2 or Qwen3 in a local Hugging Face folder or .gguf file, which is checked first.
 
-        draft: a model, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the modules in `path`.
+        draft: a model or a proposer, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the modules
+        in `path`, "ngram" for look-up, "auto" for the first of these that there is, "none" for neither.
         dtype: None takes the model's own. feature_layers: whose inputs a draft model is fed with; a folder says so itself.
         progress: tell how much memory it will take, and show a bar. ValueError names the file, field or tensor that is wrong;
         nothing is downloaded or run.

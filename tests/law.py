@@ -7,7 +7,7 @@ and the host nodes would leave for a round is written here; everything else is t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -113,10 +113,13 @@ class Law:
             max_bias_ids=4,
             prefill_chunk=1,
         )
-        self.buffers = StaticBuffers(spec for spec in round_specs(self.limits) if not spec.name.endswith("_host"))
+        self.buffers = StaticBuffers(spec for spec in self._specs() if not spec.name.endswith("_host"))
         made = torch.Generator().manual_seed(seed)
         self._make_tables(made, d2t)
         self._admit(torch.randperm(size, generator=made))
+
+    def _specs(self) -> Iterable[BufferSpec]:
+        return round_specs(self.limits)
 
     def _make_tables(self, made: torch.Generator, d2t: bool) -> None:
         length = self.limits.max_length

@@ -17,6 +17,7 @@ from stepgraph.graphs import BufferSpec, GraphKey, Limits, StaticBuffers, TapeBa
 from stepgraph.graphs.model import History
 from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.models.ngram import NgramLookup
+from tests.families import folder_of
 from tests.proposers import Proposes, noise
 from tests.test_engine_oracle import Ask, answer, asks, run_schedule
 from tests.toy_engines import CONSTRAINTS, CONTROL, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
@@ -48,7 +49,7 @@ batches = st.lists(st.tuples(asks_with_texts(), st.integers(0, 3)), min_size=1, 
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
     run_schedule(setup, batch)
@@ -214,7 +215,7 @@ def test_words_for_drafters() -> None:
         assert engine.generate([3, 4], max_new_tokens=8, sampling=SamplingParams(temperature=0)).tokens
         with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
             engine.submit([1], max_new_tokens=8, draft_ids=[1])
-    with pytest.raises(ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, or one of 'ngram', 'none', 'auto'"):
+    with pytest.raises(ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, or one of 'auto', 'ngram', 'none'"):
         Engine(TARGET, "ngrams", config=CONFIG)
 
 
@@ -239,3 +240,22 @@ def test_a_proposer_may_keep_a_state_of_its_own() -> None:
             pass
         assert [job.tokens for job in jobs] == [plain([place], 20).tokens for place in range(2)]
         assert all(asked >= job.rounds for asked, job in zip(engine.buffers.asked.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
+
+
+@pytest.mark.parametrize(
+    ("word", "drafts", "told"),
+    [
+        ("ngram", 4, "drafter: n-gram look-up, 1 to 8 tokens"),
+        ("auto", 4, "drafter: n-gram look-up, 1 to 8 tokens (auto: {name} has no MTP modules)"),
+        ("none", 0, ""),
+    ],
+)
+def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None:
+    folder = folder_of("llama-2")
+    with Engine.from_pretrained(folder, word, config=EngineConfig(max_rows=1, max_length=64, eager=True)) as engine:
+        assert engine.limits.num_speculative_tokens == drafts
+        assert told.format(name=folder.name) in (*engine.capture().notes, "")
+        found = engine.generate([5, 6, 7], max_new_tokens=20)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, eager=True)
+    with Engine.from_pretrained(folder, config=config) as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=20).tokens == found.tokens

@@ -65,7 +65,8 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
     if path.suffix == ".gguf" and path.is_file():
         return _open_model(path, target, dtype)
     if not path.is_dir():
-        raise ValueError(f"draft: got {str(draft)!r}, want a local folder with a config.json, a .gguf file, or {OWN_MTP!r}")
+        names = "'mtp', 'ngram', 'none', 'auto'"
+        raise ValueError(f"draft: got {str(draft)!r}, want a local folder with a config.json, a .gguf file, or one of {names}")
     told = read_json(path / "config.json")
     try:
         if is_eagle3(told):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.model import DraftModel, Proposer
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.models.draft_folder import open_draft
+from stepgraph.runtime.drafters import AUTO, NONE, WORDS, named_proposer, without_drafts
+from stepgraph.runtime.models.draft_folder import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.placement import check_draft
@@ -20,23 +21,36 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 class Loaded(NamedTuple):
     target: Llama
-    draft: DraftModel | None
+    draft: DraftModel | Proposer | None
     vocabulary: Vocabulary
     config: EngineConfig
 
 
 def load_models(
     path: str | Path,
-    draft: DraftModel | str | Path | None,
+    draft: DraftModel | Proposer | str | Path | None,
     config: EngineConfig | None,
     *,
     dtype: torch.dtype | None = None,
     feature_layers: Sequence[int] = (),
     progress: bool = False,
 ) -> Loaded:
-    """A target and its draft, on the device of the config's backend. No config: as many drafts as usual, or as the draft can make."""
+    """A target and its drafter, on the device of the config's backend. No config: as many drafts as usual, or as the drafter can make.
+
+    "auto" takes the MTP modules of the target's own folder, and n-gram look-up where it has none.
+    """
     checkpoint = open_checkpoint(path, dtype)
-    given, opened = (None, open_draft(draft, checkpoint, dtype)) if isinstance(draft, (str, Path)) else (draft, None)
+    if draft == AUTO and checkpoint.mtp_modules:
+        draft = OWN_MTP
+    if draft == NONE:
+        config = without_drafts(config)
+    given, opened = None, None
+    if isinstance(draft, str) and draft in WORDS:
+        given = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
+    elif isinstance(draft, (str, Path)):
+        opened = open_draft(draft, checkpoint, dtype)
+    else:
+        given = draft
     if opened is not None:
         if tuple(feature_layers) not in ((), opened.feature_layers):
             raise ValueError(f"feature_layers: got {tuple(feature_layers)}, want none; the draft takes {opened.feature_layers}")
