@@ -205,7 +205,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),  # raw, masked; of sampled rounds
         # admission and prompts
         BufferSpec("admission", (admission,), int64),
-        BufferSpec("prompt", (limits.prefill_chunk + 1,), int64),
+        BufferSpec("prompt", (limits.prompt_window,), int64),
         # host link: written and read by host nodes within one replay
         BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
@@ -216,5 +216,6 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("results_ring_host", (depth, slots, RESULT_FIELDS + positions), int64, "pinned"),
         BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
-        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prefill_chunk + 1), int64, "pinned"),
+        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
+        BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # bits: of a prompt
     )

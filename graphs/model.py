@@ -1,8 +1,9 @@
 """All that a stage may call of a model: bring your own nn.Module with these three methods; nothing else is inherited.
 
 A model keeps whatever it remembers of a row in static buffers that it declares itself, one entry per cache slot. The
-runtime tells it, on the device, which slot belongs to which position; rejected drafts are simply overwritten later. Its
-weights are its parameters and registered buffers: a tensor that it holds otherwise is refused when a step is captured.
+runtime tells it, on the device, which slot belongs to which position; rejected drafts are simply overwritten later, and
+requests that begin alike share the slots of full pages. A model that remembers anything elsewhere says `shares_prefix = False`.
+Its weights are its parameters and registered buffers: a tensor that it holds otherwise is refused when a step is captured.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from stepgraph.graphs.shapes import Limits
 Attend = Callable[[Tensor, Tensor, Tensor, "ModelInput", int, float, Tensor], None]  # query, keys, values, inputs, window, scale, output
 
 
+class Embeddings(NamedTuple):
+    """What stands in place of the embeddings of tokens, say of an image."""
+
+    values: Tensor  # [B, Q, E]
+    given: Tensor  # [B, Q] bool: where
+
+
 class ModelInput(NamedTuple):
     """One call's worth of tokens: B rows of Q positions. Prompts come with B = 1 and any Q, rounds with any B and a fixed Q.
 
     Positions are consecutive, but for inert ones at a row's end: those lie in the scratch page (slot < page_size), their
-    positions are only clamped into range, and what is computed for them is never used.
+    positions are only clamped into range, and what is computed for them is never used. Where a prompt goes on behind shared
+    pages, its first position may be the last of those: its entry is there, it lies in the scratch page, and it is used.
     """
 
     tokens: Tensor  # [B, Q] int64
@@ -34,6 +43,8 @@ class ModelInput(NamedTuple):
     features: Tensor | None = None  # draft only, [B, Q, F]: features of the position before each token; zeros at position 0
     step: int = 1  # draft only: which draft of the round this call is for; 1, and every prompt: the features are the target's
     attend: Attend | None = None  # what `attention` runs as in this call; None: its operation
+    shared: int = 0  # prompts only: entries at positions below are others' too; `slots` names none of them
+    embeddings: Embeddings | None = None  # target only, in prompts that bring some
 
 
 class ModelOutput(NamedTuple):
@@ -52,6 +63,7 @@ class TargetModel(Protocol):
 
     A model may also have `notes`, a tuple of sentences that the capture report repeats, and `attends`, a tuple of
     AttentionShape: what it asks of `attention`, so that a kernel is found for it, or refused, before anything is captured.
+    One that takes `inputs.embeddings` says so with `embedding_size`, how wide they are; they come as its `feature_dtype`.
     """
 
     @property
@@ -74,7 +86,11 @@ class TargetModel(Protocol):
 
 
 class DraftModel(Protocol):
-    """The model that proposes. Like a target, but it is fed with features, and its logits are asked at one position a row."""
+    """The model that proposes. Like a target, but it is fed with features, and its logits are asked at one position a row.
+
+    One that keeps entries in front of their token's position, of which they follow, says with `lookahead` how far at most; it
+    leaves positions below `inputs.shared` alone.
+    """
 
     @property
     def vocab_size(self) -> int: ...

@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import cache_slots
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
+from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel
 from stepgraph.graphs.shapes import Limits
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Which part of a prompt is taken next."""
+
+    row: int
+    start: int
+    count: int
+    shared: int = 0  # entries at positions below are there already, and not this row's alone: they are read, never written
+    spans: tuple[tuple[int, Tensor], ...] = ()  # places from `start` on with host tensors [n, E] in place of tokens' embeddings
 
 
 def prefill(
     buffers: StaticBuffers,
-    row: int,
-    start: int,
-    count: int,
+    chunk: Chunk,
     target: TargetModel,
     draft: DraftModel | None,
     limits: Limits,
     attention: AttentionChoice = OPERATION,
 ) -> None:
-    """Fill both caches with one chunk of a prompt, and note its tokens for the penalties; runs between rounds, never inside a graph.
+    """Fill both caches with one chunk of a prompt; runs between rounds, never inside a graph.
 
     `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
     the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
     """
+    row, start, count, shared = chunk.row, chunk.start, chunk.count, chunk.shared
     block_tables = buffers.row_block_tables[row : row + 1]
     tokens = buffers.prompt[None, : count + 1]
-    buffers.row_prompt_seen[row].scatter_(0, tokens[0], True)
     positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
-    slots = cache_slots(block_tables, positions, limits)
+    slots = torch.where(positions < shared, positions % limits.page_size, cache_slots(block_tables, positions, limits))
 
     def inputs(first: int, end: int, features: Tensor | None = None) -> ModelInput:
         part, attend = slice(first, end), attention.prompt_call(start + first, end - first)
-        return ModelInput(tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features, attend=attend)
+        return ModelInput(
+            tokens[:, part], positions[:, part], slots[:, part], block_tables, limits.page_size, features, attend=attend, shared=shared
+        )
 
     # No position comes before the first token.
     features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
     if count:
-        features = torch.cat([features, target.forward(inputs(0, count), buffers).features], 1)
-    if draft is not None:
-        skip = 1 if start else 0
+        shown = inputs(0, count)._replace(embeddings=_embeddings(chunk, target.feature_dtype, tokens.device))
+        features = torch.cat([features, target.forward(shown, buffers).features], 1)
+    skip = 1 if start else 0
+    if draft is not None and skip <= count:
         draft.forward(inputs(skip, count + 1, features[:, skip:]), buffers)
+
+
+def _embeddings(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> Embeddings | None:
+    if not chunk.spans:
+        return None
+    values = torch.zeros(1, chunk.count, chunk.spans[0][1].shape[1], dtype=dtype, device=device)
+    given = torch.zeros(1, chunk.count, dtype=torch.bool, device=device)
+    for place, span in chunk.spans:
+        values[0, place : place + len(span)].copy_(span, non_blocking=True)
+        given[0, place : place + len(span)].fill_(True)
+    return Embeddings(values, given)

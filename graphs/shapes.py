@@ -64,6 +64,11 @@ class Limits:
         return (self.num_pages + 1) * self.page_size
 
     @property
+    def prompt_window(self) -> int:
+        """Prompt tokens shown at once: a chunk and the token behind it. The first chunk behind reused pages takes two at least."""
+        return max(self.prefill_chunk, 2) + 1
+
+    @property
     def mask_words(self) -> int:
         return -(-self.vocab_size // 32)
 

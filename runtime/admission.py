@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,10 +14,11 @@ from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.prefill import prefill
+from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.rows import Seat
+from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.sampler import Param
 
@@ -29,7 +31,7 @@ class PinnedRing:
         self._events: list[Event | None] = [None] * len(ring_host)
         self._next = 0
 
-    def write(self, values: Sequence[int]) -> Any:
+    def write(self, values: Sequence[int] | npt.NDArray[np.int32]) -> Any:
         """Put `values` at the start of the next slot; returns the slot's tensor, to be copied before `sent`."""
         busy = self._events[self._next]
         if busy is not None and not busy.query():
@@ -54,18 +56,19 @@ class Admission:
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
         self._texts = None if models.proposer is None else PinnedRing(backend, buffers.text_ring_host)
+        self._seen = PinnedRing(backend, buffers.seen_ring_host)
 
     def prefill(self, seat: Seat, budget: int) -> int:
         """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
-        if seat.prefilled == 0:
-            self._place_tables(seat)
-        start, count = seat.prefilled, min(seat.to_prefill, budget)
+        start, again = seat.prefilled, max(0, seat.reused - seat.prefilled)
+        count = min(seat.to_prefill, max(budget, again + 1))  # a position whose entry is not written needs one that vouches for it
+        chunk = Chunk(seat.row, start, count, seat.reused)
         slot = self._prompts.write(seat.job.prompt_ids[start : start + count + 1])
-        buffers, models, limits, row = self._buffers, self._models, self._limits, seat.row
+        buffers, models, limits = self._buffers, self._models, self._limits
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
-            prefill(buffers, row, start, count, models.target, models.draft, limits, self._attention)
+            prefill(buffers, chunk, models.target, models.draft, limits, self._attention)
 
         self._backend.run(run_chunk)
         self._prompts.sent()
@@ -80,7 +83,8 @@ class Admission:
         state = self._buffers.row_state
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
-    def _place_tables(self, seat: Seat) -> None:
+    def begin(self, seat: Seat) -> None:
+        """Bring a seat's pages and lists; before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
         table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
@@ -102,8 +106,19 @@ class Admission:
 
         self._backend.run(place)
         self._admissions.sent()
+        if seat.job.sampling.repetition_penalty != 1:  # else it multiplies by one, whatever the prompt was
+            self._place_seen(seat)
         if self._texts is not None:
             self._place_text(seat, self._texts)
+
+    def _place_seen(self, seat: Seat) -> None:
+        """Tell which tokens are in the prompt; whole and at once, for the part of it that is found in the cache is not prefilled."""
+        row_seen, count = self._buffers.row_prompt_seen[seat.row], self._limits.num_tokens
+        seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
+        seen[list(seat.job.prompt_ids)] = True
+        slot = self._seen.write(np.packbits(seen, bitorder="little").view(np.int32))
+        self._backend.run(lambda: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
+        self._seen.sent()
 
     def _place_text(self, seat: Seat, texts: PinnedRing) -> None:
         """What a proposer reads: the prompt, and the given text behind the prompt's end."""

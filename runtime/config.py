@@ -22,6 +22,8 @@ class EngineConfig:
     max_length: int = 1024  # tokens of one request, prompt included
     page_size: int = 16
     num_pages: int | None = None  # None: enough for max_rows requests of max_length
+    prefix_reuse: bool = True  # full pages of what was computed before serve requests that begin alike: same tokens, sooner
+    prefix_cache_pages: int | None = None  # pages kept for that while nobody uses them; None: all that are free
     rounds_in_flight: int = 2  # rounds launched before the first of them is read
     prefill_chunk: int = 128  # prompt tokens taken between two rounds
     max_stop_ids: int = 8
@@ -51,7 +53,10 @@ class EngineConfig:
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
         checked_backend("EngineConfig.grammar_backend", self.grammar_backend)
-        for name in ("draft_masks", "greedy_only", "check_masks", "eager"):
+        kept = self.prefix_cache_pages
+        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):
+            raise ValueError(f"EngineConfig.prefix_cache_pages: got {kept!r}, want a whole number >= 0, or None")
+        for name in ("draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
         try:

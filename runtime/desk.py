@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent, TokenLogprob
-from stepgraph.runtime.rows import RowTable, Seat
+from stepgraph.runtime.rows import RowTable, Seat, Sharing
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.host_link import MatcherRow
 
@@ -17,13 +17,13 @@ from stepgraph.sampling.grammar.host_link import MatcherRow
 class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, sharing: Sharing) -> None:
         self._lock = threading.Lock()
         self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
         self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
         self.jobs: dict[int, Job] = {}
-        self.rows = RowTable(limits)
+        self.rows = RowTable(limits, sharing)
         self.tokens = 0
         self.accepted_drafts = 0
 

@@ -34,6 +34,7 @@ from stepgraph.runtime.placement import (
     kernel_notes,
     make_buffers,
     make_host_link,
+    sharing_for,
 )
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.stats import EngineStats
@@ -73,7 +74,8 @@ class Engine:
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention)
-        self._desk = Desk(self.limits)
+        self._sharing = sharing_for(self.config, models)
+        self._desk = Desk(self.limits, self._sharing)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
         self._submissions = Submissions(self.config, self.limits, stop_ids, takes_draft_ids=models.proposer is not None)
         self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits)
@@ -109,6 +111,7 @@ class Engine:
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
+            notes += self._sharing.notes
             return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
@@ -120,15 +123,17 @@ class Engine:
         max_new_tokens: int = 128,
         num_speculative_tokens: int | None = None,
         draft_ids: Any = None,
+        cache_salt: str = "",
     ) -> Job:
         """Queue a request. ValueError names what cannot be served; nothing has changed then.
 
         prompt_ids: list, array or 1-D tensor of ids. sampling: None is greedy. max_new_tokens counts a final stop token.
         num_speculative_tokens: drafts per round for this request, 0 switches speculation off; None takes the engine's.
         draft_ids: what the output will be like, to draft from: an earlier version of a text, say. For engines that look texts up.
+        cache_salt: only requests of one salt share cached prefixes, so that a tenant cannot tell from the time what others asked.
         """
         self._require_open("submit")
-        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids)
+        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt)
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job
@@ -197,6 +202,9 @@ class Engine:
             running=len(desk.rows),
             waiting=desk.waiting,
             free_pages=desk.rows.free_pages,
+            cached_pages=desk.rows.cached_pages,
+            evicted_pages=desk.rows.evicted_pages,
+            reused_tokens=desk.rows.reused_tokens,
         )
 
     def close(self) -> None:
@@ -224,8 +232,13 @@ class Engine:
         self._desk.seat_waiting()
         budget = self.limits.prefill_chunk
         for seat in self._desk.rows:
-            if not seat.joined and budget > 0:
-                budget -= self._admission.prefill(seat, budget)
+            if seat.joined or budget <= 0:
+                continue
+            if not seat.begun:
+                self._desk.rows.begin(seat)
+                self._admission.begin(seat)
+            budget -= self._admission.prefill(seat, budget)
+            self._desk.rows.share(seat)
 
     def _matcher(self, job: Job) -> MatcherRow | None:
         if job.constraint is None:

@@ -13,6 +13,7 @@ from stepgraph.graphs.model import DraftModel, ModelPair, Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.rows import Sharing
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.host_link import HostLink
 from stepgraph.sampling.grammar.native_link import open_host_link
@@ -72,6 +73,17 @@ def check_draft(config: EngineConfig, draft: DraftModel | Proposer | None) -> in
     if drafts and draft is None:
         raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a drafter, or num_speculative_tokens=0")
     return drafts
+
+
+def sharing_for(config: EngineConfig, models: ModelPair) -> Sharing:
+    """How far requests share pages: as asked for, and as the models allow."""
+    named = {"target": models.target, "draft": models.draft}
+    refused = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
+    lookahead = int(getattr(models.draft, "lookahead", 0))
+    again = int(models.draft is not None and lookahead == 0)
+    off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
+    off = off or (f"the {refused[0]} has shares_prefix = False" if refused else "")
+    return Sharing(off, config.prefix_cache_pages, again, lookahead)
 
 
 def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:

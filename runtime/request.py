@@ -67,12 +67,19 @@ class Job:
     stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
     seed: int  # the request's, or the one it was given
     draft_ids: tuple[int, ...] = ()  # the text that the request gave to draft from
+    cache_salt: str = ""  # prefixes are shared among requests of one salt
+    num_cached_tokens: int = 0  # of the prompt: not computed, but found in the cache
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
     num_accepted_drafts: int = 0
     rounds: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
+
+    @property
+    def shareable(self) -> int:
+        """Positions from the first on whose cache entries follow from the tokens alone."""
+        return len(self.prompt_ids) + self.max_new_tokens
 
     @property
     def finished(self) -> bool:

@@ -18,4 +18,7 @@ class EngineStats:
     matcher_rollbacks: int
     running: int
     waiting: int
-    free_pages: int
+    free_pages: int  # those that are only kept for their prefix included
+    cached_pages: int  # that a request may find its prefix in
+    evicted_pages: int
+    reused_tokens: int  # of prompts: found, not computed

@@ -35,6 +35,7 @@ class Submissions:
         max_new_tokens: int,
         num_speculative_tokens: int | None,
         draft_ids: Any = None,
+        cache_salt: str = "",
     ) -> Job:
         """ValueError names the field that cannot be served, what it got and what was wanted."""
         limits, most = self._limits, self._limits.num_speculative_tokens
@@ -49,7 +50,9 @@ class Submissions:
         )
         stops = self._stops(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens), sampling.ignore_eos)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
-        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given)
+        if not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, want a string")
+        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given, cache_salt=cache_salt)
 
     def _given(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
         """The text that a request expects, if it can be of use."""
