@@ -31,7 +31,7 @@ def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[i
             anchor = history[max(0, prompt - ANCHOR) : prompt]
             line[start - len(anchor) : start + len(told)] = torch.tensor([*anchor, *told])
     lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
-    return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()  # type: ignore[no-any-return]
+    return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
 
 
 @st.composite

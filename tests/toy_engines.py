@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.model import DraftModel, Proposer
 from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -32,7 +33,7 @@ VOCABULARY = Vocabulary([*_PRINTABLE.tokens, b"<|im_start|>"], [STOP], logits_wi
 COMPILER = GrammarCompiler(VOCABULARY)
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
 
-DRAFTERS = {
+DRAFTERS: dict[str, Callable[[], DraftModel | Proposer]] = {
     "perfect": lambda: ToyDraft(TARGET, 1.0),
     "fair": lambda: ToyDraft(TARGET, 0.7),
     "random": lambda: ToyDraft(TARGET, 0.0),

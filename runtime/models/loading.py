@@ -44,7 +44,8 @@ def load_models(
         draft = OWN_MTP
     if draft == NONE:
         config = without_drafts(config)
-    given, opened = None, None
+    given: DraftModel | Proposer | None = None
+    opened = None
     if isinstance(draft, str) and draft in WORDS:
         given = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
     elif isinstance(draft, (str, Path)):
