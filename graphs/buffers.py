@@ -219,3 +219,14 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # bits: of a prompt
     )
+
+
+def state_specs(limits: Limits, width: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """On top of `round_specs`, where the target's states are saved: `width` numbers for every position."""
+    depth, slots, positions = limits.ring_depth, limits.max_rows, limits.positions
+    return (
+        BufferSpec("results_states", (slots, positions, width), dtype),
+        BufferSpec("states_ring_host", (depth, slots, positions, width), dtype, "pinned"),
+        # lines of tokens: between two rounds at most prefill_chunk of them are taken
+        BufferSpec("prompt_states_ring_host", (depth * limits.prefill_chunk, width), dtype, "pinned"),
+    )

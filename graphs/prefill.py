@@ -32,11 +32,13 @@ def prefill(
     draft: DraftModel | None,
     limits: Limits,
     attention: AttentionChoice = OPERATION,
+    states_host: Tensor | None = None,
 ) -> None:
     """Fill both caches with one chunk of a prompt; runs between rounds, never inside a graph.
 
     `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
     the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
+    states_host: pinned lines for what is saved of the target, one for each token that it takes.
     """
     row, start, count, shared = chunk.row, chunk.start, chunk.count, chunk.shared
     block_tables = buffers.row_block_tables[row : row + 1]
@@ -53,8 +55,10 @@ def prefill(
     # No position comes before the first token.
     features = torch.zeros(1, 1, limits.feature_size, dtype=target.feature_dtype, device=tokens.device)
     if count:
-        shown = inputs(0, count)._replace(embeddings=_embeddings(chunk, target.feature_dtype, tokens.device))
-        features = torch.cat([features, target.forward(shown, buffers).features], 1)
+        output = target.forward(inputs(0, count)._replace(embeddings=_embeddings(chunk, target.feature_dtype, tokens.device)), buffers)
+        features = torch.cat([features, output.features], 1)
+        if states_host is not None:
+            states_host.copy_(output.saved(states_host.shape[-1])[0], non_blocking=True)
     skip = 1 if start else 0
     if draft is not None and skip <= count:
         draft.forward(inputs(skip, count + 1, features[:, skip:]), buffers)

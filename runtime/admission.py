@@ -17,6 +17,7 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
@@ -50,9 +51,16 @@ class Admission:
     """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
 
     def __init__(
-        self, backend: Backend, buffers: StaticBuffers, models: ModelPair, limits: Limits, attention: AttentionChoice = OPERATION
+        self,
+        backend: Backend,
+        buffers: StaticBuffers,
+        models: ModelPair,
+        limits: Limits,
+        attention: AttentionChoice = OPERATION,
+        states: HiddenStates | None = None,
     ) -> None:
         self._backend, self._buffers, self._models, self._limits, self._attention = backend, buffers, models, limits, attention
+        self._states = states
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
         self._texts = None if models.proposer is None else PinnedRing(backend, buffers.text_ring_host)
@@ -68,10 +76,13 @@ class Admission:
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
-            prefill(buffers, chunk, models.target, models.draft, limits, self._attention)
+            prefill(buffers, chunk, models.target, models.draft, limits, self._attention, lines)
 
+        lines = self._states.prompt_lines(seat.job, count) if self._states else None
         self._backend.run(run_chunk)
         self._prompts.sent()
+        if self._states:
+            self._states.prompt_sent(seat.job, count)
         seat.prefilled += count
         if seat.to_prefill == 0:
             self._place_state(seat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
@@ -37,6 +38,8 @@ class EngineConfig:
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph of their own; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: where the target model is
     grammar_backend: BackendChoice = "auto"  # for constraints that name none: xgrammar, llguidance, or auto
+    save_hidden_states: str | Path | None = None  # a folder: what the target thinks of every text is kept there, to train a draft from
+    states_shard_bytes: int = 1 << 28  # of one file of these; twice as much may wait in memory
     check_masks: bool = False  # True: every token that a grammar takes is held against its mask; a disagreement is that request's error
     eager: bool = False  # True: run every round without recording it
     host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
@@ -52,6 +55,10 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.attention: got {self.attention!r}, want one of {', '.join(map(repr, ATTENTION_WISHES))}")
         if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
             raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
+        if not isinstance(self.save_hidden_states, (str, Path, type(None))) or self.save_hidden_states == "":
+            raise ValueError(f"EngineConfig.save_hidden_states: got {self.save_hidden_states!r}, want the path of a folder, or None")
+        if isinstance(self.states_shard_bytes, bool) or not isinstance(self.states_shard_bytes, int) or self.states_shard_bytes < 1:
+            raise ValueError(f"EngineConfig.states_shard_bytes: got {self.states_shard_bytes!r}, want a whole number >= 1")
         checked_backend("EngineConfig.grammar_backend", self.grammar_backend)
         kept = self.prefix_cache_pages
         if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):

@@ -17,8 +17,8 @@ from stepgraph.sampling.grammar.host_link import MatcherRow
 class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
-    def __init__(self, limits: Limits, sharing: Sharing) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None) -> None:
+        self._lock, self._ended = threading.Lock(), ended
         self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
         self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
@@ -95,6 +95,8 @@ class Desk:
                 del self._seats[job.id]
                 self.rows.release(seat)
                 seat.matcher = None  # rounds on their way hold what they still need
+        if self._ended:
+            self._ended(job)
         return StepEvent(job.id, (), 0, reason, error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:

@@ -24,6 +24,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.drafters import take_drafter
 from stepgraph.runtime.flights import Flights
+from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.models.loading import load_models
 from stepgraph.runtime.placement import (
     attention_for,
@@ -67,18 +68,20 @@ class Engine:
         self.backend = backend or backend_for(self.config.backend, models)
         check_device(models, self.backend)
         check_mode(models)
-        self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only)
+        saved = states_layout(target) if self.config.save_hidden_states else None
+        self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved)
         self._attention = attention_for(self.backend.device, self.config, models)
         self._compiler = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
-        self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention)
-        self._sharing = sharing_for(self.config, models)
-        self._desk = Desk(self.limits, self._sharing)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
         self._submissions = Submissions(self.config, self.limits, stop_ids, takes_draft_ids=models.proposer is not None)
-        self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits)
+        self._states = open_states(self.config, saved, self.backend, self.buffers)
+        self._sharing = sharing_for(self.config, models)
+        self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None)
+        self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
+        self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._step_lock = threading.Lock()
         self._closed = ""
 
@@ -188,7 +191,7 @@ class Engine:
         return job
 
     def stats(self) -> EngineStats:
-        counts, host, desk = self.backend.stats, self._host.stats, self._desk
+        counts, host, desk, states = self.backend.stats, self._host.stats, self._desk, self._states
         return EngineStats(
             rounds=self._flights.rounds,
             replays=counts.replays,
@@ -199,6 +202,9 @@ class Engine:
             mask_fills=host.fills,
             matcher_accepts=host.accepts,
             matcher_rollbacks=host.rollbacks,
+            saved_texts=states.saved if states else 0,
+            unsaved_texts=states.unsaved if states else 0,
+            saving_error=states.error if states else "",
             running=len(desk.rows),
             waiting=desk.waiting,
             free_pages=desk.rows.free_pages,
@@ -261,3 +267,5 @@ class Engine:
             self.backend.synchronize()
         self.backend.close()
         self._host.close()
+        if self._states:
+            self._states.close()

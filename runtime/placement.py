@@ -7,13 +7,14 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
-from stepgraph.graphs.buffers import StaticBuffers, round_specs
+from stepgraph.graphs.buffers import StaticBuffers, round_specs, state_specs
 from stepgraph.graphs.capture import Backend, make_backend
-from stepgraph.graphs.model import DraftModel, ModelPair, Proposer
+from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.rows import Sharing
+from stepgraph.runtime.states_folder import StatesLayout
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.host_link import HostLink
 from stepgraph.sampling.grammar.native_link import open_host_link
@@ -67,7 +68,7 @@ def check_mode(models: ModelPair) -> None:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
 
 
-def check_draft(config: EngineConfig, draft: DraftModel | Proposer | None) -> int:
+def check_draft(config: EngineConfig, draft: object) -> int:
     """The drafts of a round; ValueError where nobody would make them."""
     drafts = config.num_speculative_tokens
     if drafts and draft is None:
@@ -82,6 +83,7 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> Sharing:
     lookahead = int(getattr(models.draft, "lookahead", 0))
     again = int(models.draft is not None and lookahead == 0)
     off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
+    off = off or ("the states of whole texts are saved" if config.save_hidden_states else "")
     off = off or (f"the {refused[0]} has shares_prefix = False" if refused else "")
     return Sharing(off, config.prefix_cache_pages, again, lookahead)
 
@@ -108,13 +110,17 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
     return num_tokens
 
 
-def make_buffers(limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool) -> StaticBuffers:
-    """The round's spec table and the models' own caches; the models' weights as constants."""
+def make_buffers(
+    limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None
+) -> StaticBuffers:
+    """The round's spec table, the models' own caches and what is saved; the models' weights as constants."""
     named = {name: model for name, model in (("target", models.target), ("draft", models.drafter)) if model is not None}
     drawn = not greedy_only and models.proposer is None
     specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     if models.proposer is not None:
         specs += text_specs(limits)
+    if saved:
+        specs += state_specs(limits, saved.width, models.target.feature_dtype)
     constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     return StaticBuffers(specs, backend.device, constants)
 

@@ -16,6 +16,9 @@ class EngineStats:
     mask_fills: int
     matcher_accepts: int
     matcher_rollbacks: int
+    saved_texts: int  # whose hidden states are on disk
+    unsaved_texts: int  # that the disk was too slow for, or refused
+    saving_error: str  # why nothing more is saved; empty while all is well
     running: int
     waiting: int
     free_pages: int  # those that are only kept for their prefix included
