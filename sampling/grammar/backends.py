@@ -14,7 +14,7 @@ from stepgraph.sampling.grammar.limits import GrammarLimits, check_size, named
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.worker_process import CompileWorker
+from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
 from stepgraph.sampling.grammar.xgrammar_grammar import XGrammarBuilder
 
 # Under "auto" in this order. xgrammar first: its grammars are written here rule by rule and keep the masks of their states, so a
@@ -97,12 +97,14 @@ class Backends:
             for name in asked(constraint, self._choice):
                 try:
                     result = attempt(name)
+                except WorkerError:
+                    raise  # a limit is not what another library is there for
                 except ValueError as error:
                     reasons[name] = _shortened(named(str(error)))
                     continue
                 return result, name, "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         except ValueError as error:
-            reasons[""] = str(error)
+            reasons = {"": str(error)}
         told = list(dict.fromkeys(reasons.values()))
         why = told[0] if len(told) == 1 else "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")

@@ -55,15 +55,15 @@ class CompiledConstraint:
 
 @dataclass(frozen=True)
 class CompileStats:
-    hits: int  # claims of a grammar that was compiled already, or on its way
-    misses: int
-    failures: int
-    running: int  # compiles in a thread
-    waiting: int  # compiles for a thread
-    grammars: int  # compiled, in the cache
-    nbytes: int  # of them
-    dropped: int  # from the cache, to make room
-    workers_started: int
+    hits: int = 0  # claims of a grammar that was compiled already, or on its way
+    misses: int = 0
+    failures: int = 0
+    running: int = 0  # compiles in a thread
+    waiting: int = 0  # compiles for a thread
+    grammars: int = 0  # compiled, in the cache
+    nbytes: int = 0  # of them
+    dropped: int = 0  # from the cache, to make room
+    workers_started: int = 0
 
 
 class Claim:
@@ -132,6 +132,14 @@ class GrammarCompiler:
     @property
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
+
+    @property
+    def told(self) -> str:
+        """Where grammars are compiled, for a report."""
+        limits = self.limits
+        if self._isolation == "none":
+            return "compiled in this process, whatever time and memory they take"
+        return f"compiled in a worker process, in at most {limits.compile_seconds:g} s and {limits.compile_bytes // MIB} MiB"
 
     @property
     def stats(self) -> CompileStats:

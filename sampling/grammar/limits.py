@@ -80,6 +80,9 @@ class GrammarLimits:
         return {name: int(getattr(self, field)) for name, field in FUEL.items()}
 
 
+DEFAULTS = GrammarLimits()
+
+
 def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
     """ValueError where the text alone is beyond the limits."""
     kind, payload = constraint.kind, constraint.payload

@@ -126,9 +126,9 @@ class CompileWorker:
                 raise EOFError  # `kill` found no process
             self._exchange([bounds, json.dumps(options).encode(), *tables], START_SECONDS)
         except (OSError, EOFError) as error:
-            told = "the compile was cancelled" if self._cancelled else self._epitaph() or str(error)
+            told, said = self._fate(error), self._epitaph()
             self.close()
-            raise WorkerError(f"the compile worker did not start: {told}") from None
+            raise WorkerError(f"{told}, before it was ready{said and ': ' + said}") from None
 
     def _exchange(self, parts: list[bytes], seconds: float) -> list[bytes]:
         assert self._process is not None
@@ -139,18 +139,17 @@ class CompileWorker:
 
     def _fate(self, error: BaseException) -> str:
         limits = self._limits
-        if isinstance(error, TimeoutError):
-            return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
         if self._cancelled:
             return "the compile was cancelled"
+        if isinstance(error, TimeoutError):
+            return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
         code = self._code()
         if code == -signal.SIGALRM:
             return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        told = self._epitaph()
-        if code == -signal.SIGABRT and "bad_alloc" in told:
+        if code == -signal.SIGABRT and any(sign in self._epitaph() for sign in ("bad_alloc", "memory allocation")):
             return self._no_memory()
         if code >= 0:
-            return f"the compile worker ended with exit code {code}: {told}"
+            return f"the compile worker ended with exit code {code}"
         memory = ", as where the system is out of memory" if code == -signal.SIGKILL else ""
         return f"the compile worker died of {signal.Signals(-code).name}{memory}"
 
