@@ -1,34 +1,42 @@
-"""Which drafter an engine has: a draft model, a proposer, or one of the words for those that need no weights of their own."""
+"""Which drafter an engine has: a draft model, a proposer, a function, or one of the words for those without weights of their own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.placement import check_draft
 
 AUTO, NGRAM, NONE = "auto", "ngram", "none"
 WORDS = (AUTO, NGRAM, NONE)
+Drafter = DraftModel | Proposer | DraftFunction
 
 
-def take_drafter(target: TargetModel, draft: DraftModel | Proposer | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
+def take_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
     """The models of an engine, and its config, in which "none" leaves no drafts. ValueError where nobody would make them."""
     if draft == NONE:
         config = without_drafts(config)
     if isinstance(draft, str):
         draft = named_proposer(draft)
+    if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
+        draft = _function_proposer(draft, config)
     drafts = check_draft(config, draft)
     if not drafts or draft is None:
         return ModelPair(target, None), config
-    return (ModelPair(target, None, draft) if isinstance(draft, Proposer) else ModelPair(target, draft)), config
+    if isinstance(draft, Proposer):
+        return ModelPair(target, None, draft), config
+    return ModelPair(target, cast(DraftModel, draft)), config
 
 
 def named_proposer(word: str, why: str = "") -> Proposer | None:
     """What a word stands for. "auto" is the look-up where no folder offers more, which a loader knows, and says in `why`."""
     if word not in WORDS:
-        raise ValueError(f"Engine.draft: got {word!r}, want a draft model, a proposer, or one of {', '.join(map(repr, WORDS))}")
+        wanted = f"a draft model, a proposer, a function, or one of {', '.join(map(repr, WORDS))}"
+        raise ValueError(f"Engine.draft: got {word!r}, want {wanted}")
     if word == NONE:
         return None
     return NgramLookup(why=why or AUTO if word == AUTO else "")
@@ -36,3 +44,12 @@ def named_proposer(word: str, why: str = "") -> Proposer | None:
 
 def without_drafts(config: EngineConfig | None) -> EngineConfig:
     return replace(config or EngineConfig(), num_speculative_tokens=0)
+
+
+def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:
+    if not callable(function):
+        raise ValueError(f"Engine.draft: got {type(function).__name__}, want a draft model, a proposer, a function or a word")
+    if config.num_speculative_tokens and config.rounds_in_flight != 1:
+        wanted = "want rounds_in_flight=1: a function is shown no tokens of rounds on their way"
+        raise ValueError(f"Engine.draft: got a function with rounds_in_flight={config.rounds_in_flight}, {wanted}")
+    return FunctionProposer(function)

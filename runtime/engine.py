@@ -16,15 +16,16 @@ import torch
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
-from stepgraph.graphs.model import DraftModel, Proposer, TargetModel
+from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.drafters import take_drafter
+from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.hidden_states import open_states, states_layout
+from stepgraph.runtime.host_drafts import function_drafts
 from stepgraph.runtime.models.loading import load_models
 from stepgraph.runtime.placement import (
     attention_for,
@@ -55,7 +56,7 @@ class Engine:
     def __init__(
         self,
         target: TargetModel,
-        draft: DraftModel | Proposer | str | None = None,
+        draft: Drafter | str | None = None,
         *,
         vocabulary: Vocabulary | None = None,
         config: EngineConfig | None = None,
@@ -82,6 +83,7 @@ class Engine:
         self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None)
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
         self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
+        self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)
         self._step_lock = threading.Lock()
         self._closed = ""
 
@@ -89,7 +91,7 @@ class Engine:
     def from_pretrained(
         cls,
         path: str | Path,
-        draft: DraftModel | Proposer | str | Path | None = None,
+        draft: Drafter | str | Path | None = None,
         *,
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
@@ -98,8 +100,8 @@ class Engine:
     ) -> Engine:
         """An engine around a Llama, Mistral, Qwen2 or Qwen3 in a local Hugging Face folder or .gguf file, which is checked first.
 
-        draft: a model or a proposer, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for the modules
-        in `path`, "ngram" for look-up, "auto" for the first of these that there is, "none" for neither.
+        draft: a model, a proposer or a function, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for
+        the modules in `path`, "ngram" for look-up, "auto" for the first of these that there is, "none" for neither.
         dtype: None takes the model's own. feature_layers: whose inputs a draft model is fed with; a folder says so itself.
         progress: tell how much memory it will take, and show a bar. ValueError names the file, field or tensor that is wrong;
         nothing is downloaded or run.
@@ -156,6 +158,8 @@ class Engine:
                 self._admit()
                 seats = tuple(seat for seat in self._desk.rows if seat.joined)
                 if seats:
+                    if self._function_drafts:
+                        self._function_drafts.bring(seats)
                     self._flights.launch(seats)
                 while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
                     events += [self._desk.record(*outcome) for outcome in self._flights.collect()]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.model import History
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
+from stepgraph.runtime import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.families import folder_of
 from tests.proposers import Proposes, noise
@@ -31,6 +31,7 @@ SETUPS = [
     Setup(k=5, drafter="stops", rounds_in_flight=1),
     Setup(k=6, drafter="outside", asynchronous=False),
     Setup(k=6, drafter="ngram"),
+    Setup(k=4, drafter="function", rounds_in_flight=1),
 ]
 
 
@@ -63,7 +64,7 @@ def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple
     run_schedule(setup, batch)
 
 
-@pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[6]], ids=str)
+@pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[6], SETUPS[7]], ids=str)
 @pytest.mark.parametrize("place", range(4))
 def test_a_text_that_was_foreseen_takes_the_fewest_rounds(setup: Setup, place: int) -> None:
     engine, constraint = shared_engine(setup), CONSTRAINTS[place]
@@ -215,7 +216,9 @@ def test_words_for_drafters() -> None:
         assert engine.generate([3, 4], max_new_tokens=8, sampling=SamplingParams(temperature=0)).tokens
         with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
             engine.submit([1], max_new_tokens=8, draft_ids=[1])
-    with pytest.raises(ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, or one of 'auto', 'ngram', 'none'"):
+    with pytest.raises(
+        ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, a function, or one of 'auto', 'ngram', 'none'"
+    ):
         Engine(TARGET, "ngrams", config=CONFIG)
 
 
@@ -259,3 +262,25 @@ def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, eager=True)
     with Engine.from_pretrained(folder, config=config) as engine:
         assert engine.generate([5, 6, 7], max_new_tokens=20).tokens == found.tokens
+
+
+def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_every_job() -> None:
+    def broken(job: Job) -> list[int]:
+        raise KeyError("no such text")
+
+    with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, want rounds_in_flight=1"):
+        Engine(TARGET, broken, config=CONFIG)
+    with pytest.raises(ValueError, match=r"Engine.draft: got list, want a draft model, a proposer, a function or a word"):
+        Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
+    alone = replace(CONFIG, rounds_in_flight=1, eager=True)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (broken, KeyError, "no such text"),
+        (lambda job: [0.5], ValueError, "drafts of the function: got 0.5"),
+    ]
+    for function, error, message in cases:
+        with Engine(TARGET, function, config=alone) as engine:
+            engine.capture()
+            job = engine.submit([1], max_new_tokens=4)
+            with pytest.raises(error, match=message):
+                engine.step()
+            assert job.finish_reason == "error" and message in job.error

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import pytest
 
 from stepgraph.graphs import TapeBackend
-from stepgraph.graphs.model import DraftModel, Proposer
 from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
 from stepgraph.sampling.grammar.native import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
-from tests.proposers import always, noise, parrot
+from tests.proposers import always, noise, parrot, told
 
 try:
     load()
@@ -33,7 +33,7 @@ VOCABULARY = Vocabulary([*_PRINTABLE.tokens, b"<|im_start|>"], [STOP], logits_wi
 COMPILER = GrammarCompiler(VOCABULARY)
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
 
-DRAFTERS: dict[str, Callable[[], DraftModel | Proposer]] = {
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "perfect": lambda: ToyDraft(TARGET, 1.0),
     "fair": lambda: ToyDraft(TARGET, 0.7),
     "random": lambda: ToyDraft(TARGET, 0.0),
@@ -43,6 +43,7 @@ DRAFTERS: dict[str, Callable[[], DraftModel | Proposer]] = {
     "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in an order of its own
     "ngram": NgramLookup,
     "parrot": parrot,
+    "function": lambda: told,
     "noise": lambda: noise(CONTROL + 1),
     "control": lambda: always(CONTROL),  # never legal under a grammar
     "stops": lambda: always(STOP),

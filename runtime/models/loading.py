@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.model import DraftModel, Proposer
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import AUTO, NONE, WORDS, named_proposer, without_drafts
+from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, named_proposer, without_drafts
 from stepgraph.runtime.models.draft_folder import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
@@ -21,14 +20,14 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 class Loaded(NamedTuple):
     target: Llama
-    draft: DraftModel | Proposer | None
+    draft: Drafter | None
     vocabulary: Vocabulary
     config: EngineConfig
 
 
 def load_models(
     path: str | Path,
-    draft: DraftModel | Proposer | str | Path | None,
+    draft: Drafter | str | Path | None,
     config: EngineConfig | None,
     *,
     dtype: torch.dtype | None = None,
@@ -44,7 +43,7 @@ def load_models(
         draft = OWN_MTP
     if draft == NONE:
         config = without_drafts(config)
-    given: DraftModel | Proposer | None = None
+    given: Drafter | None = None
     opened = None
     if isinstance(draft, str) and draft in WORDS:
         given = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
