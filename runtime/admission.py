@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.request import Job
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
@@ -70,7 +71,7 @@ class Admission:
         """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
         start, again = seat.prefilled, max(0, seat.reused - seat.prefilled)
         count = min(seat.to_prefill, max(budget, again + 1))  # a position whose entry is not written needs one that vouches for it
-        chunk = Chunk(seat.row, start, count, seat.reused)
+        chunk = Chunk(seat.row, start, count, seat.reused, tuple(_spans(seat.job, start, count)))
         slot = self._prompts.write(seat.job.prompt_ids[start : start + count + 1])
         buffers, models, limits = self._buffers, self._models, self._limits
 
@@ -185,6 +186,14 @@ class Admission:
 
         self._backend.run(place)
         self._admissions.sent()
+
+
+def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    """What of a request's embeddings lies in a chunk, by the place in it."""
+    for place, values in job.embeddings:
+        first, end = max(place, start), min(place + len(values), start + count)
+        if first < end:
+            yield first - start, values[first - place : end - place]
 
 
 def _bits(values: Sequence[float]) -> list[int]:

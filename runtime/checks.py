@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.params import GREEDY, SamplingParams
@@ -30,6 +33,37 @@ def checked_prompt(prompt_ids: Any, limits: Limits) -> tuple[int, ...]:
     if len(prompt) >= limits.max_length:
         raise ValueError(f"prompt_ids: got {len(prompt)} tokens, want fewer than max_length={limits.max_length}")
     return prompt
+
+
+def checked_embeddings(given: Any, prompt: int, size: int, dtype: torch.dtype) -> tuple[tuple[int, Tensor], ...]:
+    """Spans of embeddings by the place in the prompt where each begins, in order, as host tensors of their own.
+
+    size: how wide the target takes them, 0 where it takes none. Their ids are placeholders: a draft, a proposer and penalties
+    go by them.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"prompt_embeddings: got {type(given).__name__}, want a mapping from places in prompt_ids to tensors [n, width]")
+    if given and not size:
+        raise ValueError(f"prompt_embeddings: got {len(given)} spans, want none: the target takes ids only, it has no embedding_size")
+    for place, values in given.items():
+        name = f"prompt_embeddings[{place!r}]"
+        if isinstance(place, bool) or not isinstance(place, int) or place < 0:
+            raise ValueError(f"{name}: want a place in prompt_ids as the key, from 0 on")
+        if not isinstance(values, Tensor) or values.dim() != 2 or values.shape[1] != size or not len(values):
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"{name}: got {got}, want a tensor [n, {size}]")
+        if values.dtype != dtype:
+            raise ValueError(f"{name}: got {values.dtype}, want {dtype}, as the target computes")
+        if place + len(values) >= prompt:
+            wanted = f"an end in front of the last of {prompt} prompt tokens, which the first round takes by its id"
+            raise ValueError(f"{name}: got {len(values)} rows, want {wanted}")
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name}: holds NaN or infinity")
+    spans = sorted(given.items(), key=lambda span: span[0])
+    for (place, values), (following, _) in itertools.pairwise(spans):
+        if place + len(values) > following:
+            raise ValueError(f"prompt_embeddings[{place}]: got {len(values)} rows, want at most {following - place}, up to the next span")
+    return tuple((place, values.detach().to("cpu", copy=True).contiguous()) for place, values in spans)
 
 
 def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int:

@@ -77,7 +77,7 @@ class Engine:
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
-        self._submissions = Submissions(self.config, self.limits, stop_ids, takes_draft_ids=models.proposer is not None)
+        self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
         self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None)
@@ -129,6 +129,7 @@ class Engine:
         num_speculative_tokens: int | None = None,
         draft_ids: Any = None,
         cache_salt: str = "",
+        prompt_embeddings: Any = None,
     ) -> Job:
         """Queue a request. ValueError names what cannot be served; nothing has changed then.
 
@@ -136,9 +137,12 @@ class Engine:
         num_speculative_tokens: drafts per round for this request, 0 switches speculation off; None takes the engine's.
         draft_ids: what the output will be like, to draft from: an earlier version of a text, say. For engines that look texts up.
         cache_salt: only requests of one salt share cached prefixes, so that a tenant cannot tell from the time what others asked.
+        prompt_embeddings: {place in prompt_ids: tensor [n, width]}, in place of the embeddings of the n ids there, say of an image.
         """
         self._require_open("submit")
-        job = self._submissions.job(prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt)
+        job = self._submissions.job(
+            prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
+        )
         matcher = self._matcher(job)
         self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
         return job

@@ -1,10 +1,12 @@
-"""What a user holds of a request: the job, its events, and why it ended. Knows no rows and no tensors."""
+"""What a user holds of a request: the job, its events, and why it ended. Knows no rows and no device."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.constraint import Constraint
@@ -68,6 +70,8 @@ class Job:
     seed: int  # the request's, or the one it was given
     draft_ids: tuple[int, ...] = ()  # the text that the request gave to draft from
     cache_salt: str = ""  # prefixes are shared among requests of one salt
+    # places in the prompt, in order, and what stands there in place of the tokens' embeddings; on the host
+    embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     num_cached_tokens: int = 0  # of the prompt: not computed, but found in the cache
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
@@ -79,7 +83,7 @@ class Job:
     @property
     def shareable(self) -> int:
         """Positions from the first on whose cache entries follow from the tokens alone."""
-        return len(self.prompt_ids) + self.max_new_tokens
+        return self.embeddings[0][0] if self.embeddings else len(self.prompt_ids) + self.max_new_tokens
 
     @property
     def finished(self) -> bool:

@@ -7,8 +7,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
+from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.checks import checked_count, checked_ids, checked_prompt, checked_sampling
+from stepgraph.runtime.checks import checked_count, checked_embeddings, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.grammar.constraint import Constraint
@@ -18,13 +21,15 @@ from stepgraph.sampling.params import SamplingParams
 class Submissions:
     """Makes jobs of what is asked for. Safe from any thread: nothing here changes but the next id."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int], takes_draft_ids: bool = False) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int], models: ModelPair, pinned: bool) -> None:
         if len(stop_token_ids) > limits.max_stop_ids:
             raise ValueError(
                 f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
             )
         self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
-        self._takes_draft_ids = takes_draft_ids
+        self._takes_draft_ids = models.proposer is not None
+        self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
+        self._pinned = pinned  # embeddings on their way to the device: a copy from other memory would wait for it
         self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
 
     def job(
@@ -36,6 +41,7 @@ class Submissions:
         num_speculative_tokens: int | None,
         draft_ids: Any = None,
         cache_salt: str = "",
+        prompt_embeddings: Any = None,
     ) -> Job:
         """ValueError names the field that cannot be served, what it got and what was wanted."""
         limits, most = self._limits, self._limits.num_speculative_tokens
@@ -52,7 +58,12 @@ class Submissions:
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, want a string")
-        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given, cache_salt=cache_salt)
+        embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
+        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given, cache_salt, embeddings)
+
+    def _embeddings(self, given: Any, prompt: int) -> tuple[tuple[int, Tensor], ...]:
+        spans = checked_embeddings(given, prompt, self._embedding_size, self._embedding_dtype)
+        return tuple((place, values.pin_memory()) for place, values in spans) if self._pinned else spans
 
     def _given(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
         """The text that a request expects, if it can be of use."""

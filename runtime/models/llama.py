@@ -42,7 +42,7 @@ class Llama(nn.Module):
                 raise ValueError(f"Llama.feature_layers: got {layer!r}, want whole numbers from 0 to {config.num_layers}")
         self.config, self.name, self.feature_layers = config, name, tuple(feature_layers)
         self.vocab_size = config.vocab_size
-        self.hidden_size, self.origin = config.hidden_size, ""
+        self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
         self.feature_size = config.hidden_size * max(1, len(self.feature_layers))
         self.feature_dtype = config.dtype
         like = torch.empty(0, dtype=config.dtype, device=device)
@@ -69,6 +69,9 @@ class Llama(nn.Module):
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
         states = functional.embedding(inputs.tokens.flatten(), self.embedding)
+        if inputs.embeddings is not None:
+            given = inputs.embeddings
+            states = torch.where(given.given.flatten()[:, None], given.values.flatten(0, 1), states)
         turns = angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
         entering: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
