@@ -88,8 +88,8 @@ class HiddenStates:
         kept = self._kept.pop(job.id, [])
         token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
         if job.finish_reason != FinishReason.ERROR and kept and sum(map(len, kept)) == len(token_ids) - 1:
-            *features, hidden = torch.cat(kept).split([size for _, size in self._layout.parts], 1)
-            self._writer.put(SavedText(token_ids, len(job.prompt_ids), *features or [hidden], hidden))
+            parts = torch.cat(kept).split([size for _, size in self._layout.parts], 1)
+            self._writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
         if self.error and not self._warned:
             self._warned = True
             warnings.warn(

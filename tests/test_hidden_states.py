@@ -17,8 +17,9 @@ from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from tests.families import FEATURE_LAYERS, folder_of, judge
+from tests.family_texts import CONFIG, CONSTRAINTS, PROMPTS
 from tests.test_engine import NoSyncs
-from tests.test_llama_engine import CONFIG, CONSTRAINTS, PROMPTS, DraftLlama
+from tests.test_llama_engine import DraftLlama
 from tests.toy_engines import TARGET, VOCABULARY
 
 LAYOUT = StatesLayout("model", 100, (0, 2), 6, 3, "float32")
@@ -63,7 +64,7 @@ def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, 
     assert {(*job.prompt_ids, *job.tokens) for job in jobs} == set(texts)
     assert saved.lengths == [len(text.token_ids) for text in saved]
     for job in jobs:
-        text = texts[(*job.prompt_ids, *job.tokens)]
+        text = texts[tuple([*job.prompt_ids, *job.tokens])]
         with torch.no_grad():
             expected = judge("smollm2").model(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
         assert text.prompt_length == len(job.prompt_ids)

@@ -1,0 +1,132 @@
+"""A head run over its own states for several steps, for whole texts at once and under autograd.
+
+What decoding does at one place is done here at every place of a text. Pair i of a text is the target's state at position i and
+the token behind it. At step 1 a pair sees the pairs up to its own. At step s a chain has grown from pair i: it takes the token
+at i + s and its own last state, stands at position i + s - 1, and sees the pairs up to i at step 1, then its own steps. So the
+entries of other chains, and those of true states behind pair i, stay out of its sight, as they do while drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.llama import LlamaLayer, product, rms_norm
+from stepgraph.runtime.models.mtp import Mtp, MtpModule
+from stepgraph.runtime.models.rope import angles, rotate
+
+
+class Entering(NamedTuple):
+    taken: Tensor  # [P, in], what attention takes
+    shortcut: Tensor  # [P, H], what it is added to
+
+
+class Learner(Protocol):
+    """What differs between the kinds of heads: what enters the layer and what is made of what leaves it."""
+
+    layer: LlamaLayer
+    frequencies: Tensor
+
+    def begin(self, features: Tensor) -> Tensor:
+        """[P, F] of the target -> [P, H], as if the head had left them."""
+
+    def enter(self, states: Tensor, embedded: Tensor) -> Entering: ...
+
+    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What is fed back, and what the logits are taken from."""
+
+
+class Eagle3Learner:
+    def __init__(self, head: Eagle3) -> None:
+        self.head, self.layer = head, head.layer
+        self.frequencies = head.frequency_bits.view(torch.float32)
+
+    def begin(self, features: Tensor) -> Tensor:
+        return product(features, self.head.fuse)
+
+    def enter(self, states: Tensor, embedded: Tensor) -> Entering:
+        epsilon = self.layer.config.norm_epsilon
+        normed = rms_norm(states, self.head.state_norm, epsilon)
+        taken = torch.cat([rms_norm(embedded, self.layer.attention_norm, epsilon), normed], -1)
+        return Entering(taken, normed if self.head.config.norm_before_residual else states)
+
+    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return states, rms_norm(states, self.head.norm, self.layer.config.norm_epsilon)
+
+
+class MtpLearner:
+    """One module, used again and again."""
+
+    def __init__(self, head: Mtp) -> None:
+        (module,) = head.depths
+        assert isinstance(module, MtpModule)
+        self.module, self.layer = module, module.layer
+        self.frequencies = head.frequency_bits.view(torch.float32)
+
+    def begin(self, features: Tensor) -> Tensor:
+        return features
+
+    def enter(self, states: Tensor, embedded: Tensor) -> Entering:
+        module, epsilon = self.module, self.module.epsilon
+        pair = [rms_norm(embedded, module.token_norm, epsilon), rms_norm(states, module.state_norm, epsilon)]
+        joined = product(torch.cat(pair, -1), module.join)
+        return Entering(rms_norm(joined, self.layer.attention_norm, epsilon), joined)
+
+    def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = rms_norm(states, self.module.norm, self.module.epsilon)
+        return hidden, hidden
+
+
+def unroll(learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[Tensor]:
+    """What the logits of every step are taken from, [P, H] each.
+
+    features [P, F]: the pairs of all texts, one text behind the other, `lengths` pairs each. embedded: for every step, the
+    tokens that it takes, [P, H]; where a text has no token so far on, anything: nothing but that chain sees it.
+    """
+    layer, config = learner.layer, learner.layer.config
+    sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    positions = torch.cat([torch.arange(length, device=features.device) for length in lengths])
+    chain: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # for every step, the entries of each text
+    states = learner.begin(features)
+    for step, tokens in enumerate(embedded):
+        taken, shortcut = learner.enter(states, tokens)
+        mixed = product(taken, layer.qkv, layer.qkv_bias).view(len(taken), -1, config.head_size)
+        query, key, value = mixed.split(sizes, 1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = rms_norm(query, layer.query_norm, config.norm_epsilon), rms_norm(key, layer.key_norm, config.norm_epsilon)
+        turns = angles(positions + step, learner.frequencies, mixed.dtype)
+        chain.append((rotate(key, *turns).split(list(lengths)), value.split(list(lengths))))
+        queries = rotate(query, *turns).split(list(lengths))
+        attended = [
+            attend(queries[text], [keys[text] for keys, _ in chain], [values[text] for _, values in chain], layer.window)
+            for text in range(len(lengths))
+        ]
+        joined = torch.cat(attended).flatten(1)
+        states, hidden = learner.leave(layer.feed_forward(shortcut + product(joined, layer.output, layer.output_bias)))
+        yield hidden
+
+
+def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None) -> Tensor:
+    """One text at its last step. query [P, heads, size]; keys, values: [P, kv_heads, size] of every step so far."""
+    count, heads, size = query.shape
+    kv_heads = keys[0].shape[1]
+    grouped = query.view(count, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3) * size**-0.5
+    behind = torch.arange(count, device=query.device)
+    visible = behind[:, None] >= behind
+    if window:
+        visible = visible & (behind[:, None] + len(keys) - 1 - behind < window)
+    pairs = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (-1, count))
+    own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
+    if window:  # a chain longer than the window loses sight of its own beginning
+        own = [each if len(own) - place < window else each - torch.inf for place, each in enumerate(own, 1)]
+    scores = torch.cat([pairs.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
+    weights: Tensor = scores.softmax(-1).to(values[0].dtype)
+    found: Tensor = (weights[..., :count].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (-1, count))
+    for place, value in enumerate(values[1:]):
+        found = found + weights[..., count + place, None] * value.transpose(0, 1)[:, None]
+    result: Tensor = found.permute(2, 0, 1, 3).reshape(count, heads, size)
+    return result

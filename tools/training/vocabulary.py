@@ -1,0 +1,31 @@
+"""Which tokens a head learns to propose: the frequent ones, and those without which it could not draft under a grammar."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+
+def always_proposed(vocabulary: Vocabulary) -> list[int]:
+    """Stop ids, and every token of one printable character of ASCII: digits, letters, JSON's punctuation. The lowest id of each."""
+    found: dict[bytes, int] = {}
+    for token_id, spelled in enumerate(vocabulary.tokens):
+        if len(spelled) == 1 and (0x20 <= spelled[0] < 0x7F or spelled == b"\n") and token_id not in vocabulary.stop_token_ids:
+            found.setdefault(spelled, token_id)
+    return [*vocabulary.stop_token_ids, *found.values()]
+
+
+def choose_proposed(frequencies: Tensor, vocabulary: Vocabulary, count: int | None) -> Tensor:
+    """[count] the target's ids, in their order; None: all of them. Of equals the lower id."""
+    known = len(vocabulary.tokens)
+    if count is None or count == known:
+        return torch.arange(known)
+    always = always_proposed(vocabulary)
+    if not len(always) <= count <= known:
+        raise ValueError(
+            f"--draft-vocab: got {count}, want {len(always)}, for stop ids and single characters, to {known}, the target's tokens"
+        )
+    ranked = torch.argsort(frequencies[:known], descending=True, stable=True).tolist()
+    return torch.tensor(sorted(list(dict.fromkeys([*always, *ranked]))[:count]))
