@@ -7,10 +7,11 @@ from pathlib import Path
 
 from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
-from stepgraph.sampling.grammar.compiler import GrammarCompiler
+from stepgraph.sampling.grammar.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
 from stepgraph.sampling.grammar.constraint import BackendChoice, checked_backend
+from stepgraph.sampling.grammar.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.native_link import HOST_LINKS
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 from stepgraph.sampling.kernels.filter_choice import WISHES
 
 
@@ -40,6 +41,10 @@ class EngineConfig:
     grammar_backend: BackendChoice = "auto"  # for constraints that name none: xgrammar, llguidance, or auto
     save_hidden_states: str | Path | None = None  # a folder: what the target thinks of every text is kept there, to train a draft from
     states_shard_bytes: int = 1 << 28  # of one file of these; twice as much may wait in memory
+    grammar_limits: GrammarLimits = DEFAULTS  # what one constraint may cost
+    grammar_cache_bytes: int = CACHE_BYTES  # of compiled grammars kept; those that live jobs use are kept beyond it
+    compile_isolation: Isolation = "process"  # xgrammar compiles in a process of its own; "none": in this one, without bounds
+    max_compiles: int = 2  # at a time, each with a worker process of its own; started when first needed
     check_masks: bool = False  # True: every token that a grammar takes is held against its mask; a disagreement is that request's error
     eager: bool = False  # True: run every round without recording it
     host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
@@ -49,20 +54,14 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.backend: got {self.backend!r}, want 'auto', 'tape' or 'cuda'")
         if self.host_link not in HOST_LINKS:
             raise ValueError(f"EngineConfig.host_link: got {self.host_link!r}, want one of {', '.join(HOST_LINKS)}")
-        if self.filters not in WISHES:
-            raise ValueError(f"EngineConfig.filters: got {self.filters!r}, want one of {', '.join(map(repr, WISHES))}")
-        if self.attention not in ATTENTION_WISHES:
-            raise ValueError(f"EngineConfig.attention: got {self.attention!r}, want one of {', '.join(map(repr, ATTENTION_WISHES))}")
-        if isinstance(self.max_queued, bool) or not isinstance(self.max_queued, int) or self.max_queued < 1:
-            raise ValueError(f"EngineConfig.max_queued: got {self.max_queued!r}, want a whole number >= 1")
-        if not isinstance(self.save_hidden_states, (str, Path, type(None))) or self.save_hidden_states == "":
-            raise ValueError(f"EngineConfig.save_hidden_states: got {self.save_hidden_states!r}, want the path of a folder, or None")
-        if isinstance(self.states_shard_bytes, bool) or not isinstance(self.states_shard_bytes, int) or self.states_shard_bytes < 1:
-            raise ValueError(f"EngineConfig.states_shard_bytes: got {self.states_shard_bytes!r}, want a whole number >= 1")
-        checked_backend("EngineConfig.grammar_backend", self.grammar_backend)
-        kept = self.prefix_cache_pages
-        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):
-            raise ValueError(f"EngineConfig.prefix_cache_pages: got {kept!r}, want a whole number >= 0, or None")
+        for name, wishes in (("filters", WISHES), ("attention", ATTENTION_WISHES)):
+            if getattr(self, name) not in wishes:
+                raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want one of {', '.join(map(repr, wishes))}")
+        for name in ("max_queued", "states_shard_bytes", "grammar_cache_bytes", "max_compiles"):
+            if not is_int(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want a whole number >= 1")
+        self._check_grammars()
+        self._check_kept()
         for name in ("draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
@@ -79,6 +78,19 @@ class EngineConfig:
         forced = ("acceptance is forced: the texts are not the models'",) if self.forced_acceptance else ()
         return (f"host link: {host_link}", *forced)
 
+    def _check_grammars(self) -> None:
+        checked_backend("EngineConfig.grammar_backend", self.grammar_backend)
+        checked_isolation("EngineConfig.compile_isolation", self.compile_isolation)
+        if not isinstance(self.grammar_limits, GrammarLimits):
+            raise ValueError(f"EngineConfig.grammar_limits: got {type(self.grammar_limits).__name__}, want GrammarLimits")
+
+    def _check_kept(self) -> None:
+        if not isinstance(self.save_hidden_states, (str, Path, type(None))) or self.save_hidden_states == "":
+            raise ValueError(f"EngineConfig.save_hidden_states: got {self.save_hidden_states!r}, want the path of a folder, or None")
+        kept = self.prefix_cache_pages
+        if kept is not None and (not is_int(kept) or kept < 0):
+            raise ValueError(f"EngineConfig.prefix_cache_pages: got {kept!r}, want a whole number >= 0, or None")
+
     def _check_forced(self) -> None:
         forced, drafts = self.forced_acceptance, self.num_speculative_tokens
         if forced is None:
@@ -93,7 +105,15 @@ class EngineConfig:
         return bucket_sizes(self.max_rows) if self.buckets is None else checked_buckets(self.buckets, self.max_rows)
 
     def grammar_compiler(self, vocabulary: Vocabulary) -> GrammarCompiler:
-        return GrammarCompiler(vocabulary, backend=self.grammar_backend, check_masks=self.check_masks)
+        return GrammarCompiler(
+            vocabulary,
+            backend=self.grammar_backend,
+            check_masks=self.check_masks,
+            limits=self.grammar_limits,
+            isolation=self.compile_isolation,
+            max_compiles=self.max_compiles,
+            cache_bytes=self.grammar_cache_bytes,
+        )
 
     def limits(self, vocab_size: int, num_tokens: int, feature_size: int) -> Limits:
         try:

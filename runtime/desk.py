@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.grammars import Waiting
 from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import RowTable, Seat, Sharing
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.compiler import Claim
+from stepgraph.sampling.grammar.limits import named
 
 
 class Desk:
@@ -19,7 +21,8 @@ class Desk:
 
     def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None) -> None:
         self._lock, self._ended = threading.Lock(), ended
-        self._waiting: collections.deque[tuple[Job, MatcherRow | None]] = collections.deque()
+        self._waiting: collections.deque[Waiting] = collections.deque()
+        self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
         self.jobs: dict[int, Job] = {}
@@ -31,13 +34,15 @@ class Desk:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def enqueue(self, job: Job, matcher: MatcherRow | None, max_queued: int, still_open: Callable[[str], None]) -> None:
+    def enqueue(self, waiting: Waiting, max_queued: int, still_open: Callable[[str], None]) -> None:
         with self._lock:
             still_open("submit")
             if len(self._waiting) >= max_queued:
                 raise RuntimeError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
-            self.jobs[job.id] = job
-            self._waiting.append((job, matcher))
+            self.jobs[waiting.job.id] = waiting.job
+            self._waiting.append(waiting)
+            if waiting.claim:
+                self._claims[waiting.job.id] = waiting.claim
 
     def ask_cancel(self, job_id: int) -> bool:
         with self._lock:
@@ -45,24 +50,36 @@ class Desk:
             if job is None or job.finished:
                 return False
             self._cancelled[job_id] = job
-            return True
+            claim = self._claims.get(job_id)
+        if claim and not claim.done:
+            claim.release()  # at once: a compile that nobody else waits for ends here
+        return True
 
     def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
         with self._lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
-                self._waiting = collections.deque(entry for entry in self._waiting if entry[0].id not in cancelled)
+                self._waiting = collections.deque(waiting for waiting in self._waiting if waiting.job.id not in cancelled)
         return [(job, self._seats.get(job.id)) for job in cancelled.values() if not job.finished]
 
-    def seat_waiting(self) -> None:
-        """Seat in order of arrival; the first one that finds no row or pages keeps the others waiting."""
+    def seat_waiting(self) -> list[Waiting]:
+        """Seat in order of arrival. The first one that finds no row or pages keeps the others waiting; one whose grammar is still being
+        compiled does not. Returns those whose grammar is not to be had."""
+        failed, not_yet = list[Waiting](), list[Waiting]()
         with self._lock:
             while self._waiting:
-                seat = self.rows.take(*self._waiting[0])
-                if seat is None:
-                    return
-                self._seats[seat.job.id] = seat
+                first = self._waiting[0]
+                if not first.ready or first.job.id in self._cancelled:
+                    not_yet.append(first)
+                elif first.error:
+                    failed.append(first)
+                elif seat := self.rows.take(first.job, first.matcher):
+                    self._seats[seat.job.id] = seat
+                else:
+                    break
                 self._waiting.popleft()
+            self._waiting.extendleft(reversed(not_yet))
+        return failed
 
     def record(self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode, logprobs: Sequence[TokenLogprob]) -> StepEvent:
         """Book what a round emitted for a seat."""
@@ -78,9 +95,8 @@ class Desk:
             return event
         error = ""
         if code == FinishCode.MASK_FAULT:
-            error = (
-                f"no valid grammar mask: {(seat.matcher and seat.matcher.fault) or 'its tag names another request, history or position'}"
-            )
+            fault = named(seat.matcher.fault) if seat.matcher else ""
+            error = f"no valid grammar mask: {fault or 'its tag names another request, history or position'}"
         elif code == FinishCode.LOGITS_FAULT:
             error = "the target's best legal logit is not finite"
         self.finish(job, seat, FINISH_REASONS[code], error)
@@ -91,10 +107,13 @@ class Desk:
         with self._lock:
             job.error, job.finish_reason = error, reason
             del self.jobs[job.id]
+            claim = self._claims.pop(job.id, None)
             if seat is not None:
                 del self._seats[job.id]
                 self.rows.release(seat)
                 seat.matcher = None  # rounds on their way hold what they still need
+        if claim:
+            claim.release()
         if self._ended:
             self._ended(job)
         return StepEvent(job.id, (), 0, reason, error)

@@ -24,6 +24,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.flights import Flights
+from stepgraph.runtime.grammars import Grammars
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
 from stepgraph.runtime.models.loading import load_models
@@ -41,8 +42,8 @@ from stepgraph.runtime.placement import (
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.submission import Submissions
+from stepgraph.sampling.grammar.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
 
@@ -72,8 +73,8 @@ class Engine:
         saved = states_layout(target) if self.config.save_hidden_states else None
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved)
         self._attention = attention_for(self.backend.device, self.config, models)
-        self._compiler = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
+        self._grammars = Grammars(self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, self._host)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
@@ -116,7 +117,7 @@ class Engine:
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
-            notes += self._sharing.notes
+            notes += self._grammars.notes + self._sharing.notes
             return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
@@ -143,9 +144,19 @@ class Engine:
         job = self._submissions.job(
             prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
         )
-        matcher = self._matcher(job)
-        self._desk.enqueue(job, matcher, self.config.max_queued, self._require_open)
+        waiting = self._grammars.wait(job)
+        try:
+            self._desk.enqueue(waiting, self.config.max_queued, self._require_open)
+        except RuntimeError:
+            if waiting.claim:
+                waiting.claim.release()
+            raise
         return job
+
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Have the grammar of a constraint ready, and wait for it; ValueError where it cannot be enforced. From any thread."""
+        self._require_open("compile")
+        return self._grammars.compile(constraint)
 
     def cancel(self, job: Job | int) -> bool:
         """End a job. True where it was still running; False where it had ended or is not known. Safe at any time."""
@@ -159,7 +170,7 @@ class Engine:
                 raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
                 events = self._cancel()
-                self._admit()
+                events += self._admit()
                 seats = tuple(seat for seat in self._desk.rows if seat.joined)
                 if seats:
                     if self._function_drafts:
@@ -167,6 +178,8 @@ class Engine:
                     self._flights.launch(seats)
                 while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
                     events += [self._desk.record(*outcome) for outcome in self._flights.collect()]
+                if not self._desk.rows and self._desk.waiting:
+                    self._grammars.pause()  # who waits for a grammar is all there is
                 return events
             except BaseException as error:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
@@ -213,6 +226,7 @@ class Engine:
             saved_texts=states.saved if states else 0,
             unsaved_texts=states.unsaved if states else 0,
             saving_error=states.error if states else "",
+            grammars=self._grammars.stats,
             running=len(desk.rows),
             waiting=desk.waiting,
             free_pages=desk.rows.free_pages,
@@ -241,9 +255,9 @@ class Engine:
             events.append(self._desk.finish(job, seat, FinishReason.CANCELLED))
         return events
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[StepEvent]:
         """Seat who waits, and take prompts up to one chunk between two rounds."""
-        self._desk.seat_waiting()
+        failed = self._desk.seat_waiting()
         budget = self.limits.prefill_chunk
         for seat in self._desk.rows:
             if seat.joined or budget <= 0:
@@ -253,15 +267,7 @@ class Engine:
                 self._admission.begin(seat)
             budget -= self._admission.prefill(seat, budget)
             self._desk.rows.share(seat)
-
-    def _matcher(self, job: Job) -> MatcherRow | None:
-        if job.constraint is None:
-            return None
-        if not isinstance(job.constraint, Constraint):
-            raise ValueError(f"constraint: got {type(job.constraint).__name__}, want a Constraint")
-        if self._compiler is None:
-            raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
-        return self._host.row(job.id, self._compiler.compile(job.constraint).matcher())
+        return [self._desk.finish(waiting.job, None, FinishReason.ERROR, waiting.error) for waiting in failed]
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -275,5 +281,6 @@ class Engine:
             self.backend.synchronize()
         self.backend.close()
         self._host.close()
+        self._grammars.close()
         if self._states:
             self._states.close()

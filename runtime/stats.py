@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepgraph.sampling.grammar.compiler import CompileStats
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -16,6 +18,7 @@ class EngineStats:
     mask_fills: int
     matcher_accepts: int
     matcher_rollbacks: int
+    grammars: CompileStats
     saved_texts: int  # whose hidden states are on disk
     unsaved_texts: int  # that the disk was too slow for, or refused
     saving_error: str  # why nothing more is saved; empty while all is well

@@ -77,11 +77,13 @@ def test_in_the_engine_it_is_one_requests_error(check: bool, monkeypatch: pytest
         greedy_only=True,
         draft_masks=False,
         host_link="python",
+        compile_isolation="none",
         check_masks=check,
     )
     with Engine(TARGET, ToyDraft(TARGET, 1.0), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         asked = Constraint.regex("[^]{9}")
+        assert all(engine.compile(constraint) for constraint in (asked, CONSTRAINTS[4]))
         # A drafter that knows no masks proposes the token that the mask lacks.
         prompt = next([place] for place in range(99) if plain([place], 2).tokens == plain([place], 2, asked).tokens)
         wanted = plain(prompt, 9, asked).tokens[1]

@@ -170,7 +170,7 @@ def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:
     pid = busy_worker(compiler)
     compiler.close()
     for claim in (running, waiting):
-        with pytest.raises(ValueError, match="constraint .*: cannot be compiled: the compile"):
+        with pytest.raises(ValueError, match=r"constraint .*: cannot be compiled: the compile"):
             claim.result(60)
         claim.release()
     waited(lambda: gone(pid), "the worker lives")
@@ -212,7 +212,7 @@ def test_a_worker_ends_with_its_parent_and_outlives_a_fork() -> None:
 def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = isolated()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(ValueError, match="cannot be compiled: the compile worker did not start: .*No such file"):
+    with pytest.raises(ValueError, match=r"cannot be compiled: the compile worker did not start: .*No such file"):
         compiler.compile(Constraint.regex("a"))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ValueError, match="cannot be compiled: the compile worker ended with exit code 1, before it was ready"):

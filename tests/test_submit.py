@@ -56,7 +56,6 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
     ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
     ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
-    ({"constraint": Constraint.ebnf("root ::= missing")}, r"constraint ebnf"),
 ]
 
 

@@ -14,6 +14,7 @@ from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.compiler import Isolation
 from stepgraph.sampling.grammar.native import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
@@ -87,6 +88,7 @@ class Setup:
     greedy_only: bool = True
     forced_acceptance: tuple[float, ...] | None = None
     host_link: str = "auto"
+    compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
@@ -103,11 +105,14 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
         host_link=setup.host_link,
+        compile_isolation=setup.compile_isolation,
         backend="tape",
     )
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
     engine.capture()
+    for constraint in filter(None, CONSTRAINTS):
+        engine.compile(constraint)  # so that a job is seated by the step behind its submit
     return engine
 
 

@@ -1,0 +1,77 @@
+"""The grammars of an engine's requests: claimed when they are submitted, made rows of when compiled, let go of when they end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from stepgraph.runtime.request import Job
+from stepgraph.sampling.grammar.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+
+PAUSE_SECONDS = 0.001
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A job in the queue. One with a constraint is not ready before its grammar is compiled, or is known not to be had."""
+
+    job: Job
+    claim: Claim | None = None
+    matcher: MatcherRow | None = None
+    error: str = ""
+    ready: bool = True
+
+
+class Grammars:
+    """Between the compiler, which has threads of its own, and the queue. `wait` and `compile` are for any thread."""
+
+    def __init__(self, compiler: GrammarCompiler | None, host: HostLink) -> None:
+        self._compiler, self._host = compiler, host
+        self._news = threading.Event()
+
+    @property
+    def stats(self) -> CompileStats:
+        return self._compiler.stats if self._compiler else CompileStats()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a capture report should say."""
+        return (f"grammars: {self._compiler.told}",) if self._compiler else ()
+
+    def wait(self, job: Job) -> Waiting:
+        """A place in the queue for a job, whose grammar is compiled from now on; ValueError where it is refused without compiling."""
+        if job.constraint is None:
+            return Waiting(job)
+        claim = self._required(job.constraint).claim(job.constraint)
+        waiting = Waiting(job, claim, ready=False)
+        claim.then(lambda claim: self._settle(waiting, claim))
+        return waiting
+
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        return self._required(constraint).compile(constraint)
+
+    def pause(self) -> None:
+        """For who has nothing to do until a grammar is there: long enough not to be in its way."""
+        self._news.wait(PAUSE_SECONDS)
+        self._news.clear()
+
+    def close(self) -> None:
+        if self._compiler:
+            self._compiler.close()
+
+    def _settle(self, waiting: Waiting, claim: Claim) -> None:
+        try:
+            waiting.matcher = self._host.row(waiting.job.id, claim.result().matcher())
+        except Exception as error:  # whatever went wrong is this request's fault
+            waiting.error = str(error) or type(error).__name__
+        waiting.ready = True
+        self._news.set()
+
+    def _required(self, constraint: Constraint) -> GrammarCompiler:
+        if not isinstance(constraint, Constraint):
+            raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
+        if self._compiler is None:
+            raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
+        return self._compiler
