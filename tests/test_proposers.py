@@ -135,6 +135,9 @@ def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
         for _ in eager.stream():
             pass
         assert [job.tokens for job in reversed(jobs)] == alone
+    submit(engine, 1, draft_ids=alone[1] * 2)
+    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "in a row whose former owner gave a text, beside one that does"
+    assert ask(engine, 2) == alone[2]
     assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
 
 
