@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.mask_row import classify
 from stepgraph.sampling.grammar.native import NativeLibrary, find_library, llguidance_binding
 from stepgraph.sampling.grammar.native.layout import FAULT_BYTES, LLGuidanceStruct
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceApi
+from stepgraph.sampling.grammar.native.llguidance_binding import MOST_LESSONS, LLGuidanceApi
 from stepgraph.sampling.grammar.native.unavailable import Unavailable
 from stepgraph.sampling.grammar.native_link import NativeLink, NativeRow
 from tests.link_bench import OTHER_COMPILER, WALK, A, Guest, Memory, Twins, resident, running
@@ -193,6 +193,23 @@ def test_hundreds_of_texts_leave_nothing_behind() -> None:
         if turn % 100 == 99:
             grown.append(resident())
     assert grown[-1] - grown[0] < 4 << 20, "a matcher takes some hundred kilobytes"
+
+
+def test_the_first_rows_leave_behind_what_their_lexers_have_learnt() -> None:
+    compiled = GrammarCompiler(VOCABULARY, backend="llguidance").compile(NESTED)
+    grammar = cast(LLGuidanceGrammar, compiled.grammar).native
+    assert grammar is not None
+    memory, starts = Memory.make(1, 3), []
+    memory.drafts[:] = A
+    for _ in range(MOST_LESSONS + 3):
+        starts.append(grammar.start)
+        link, rows = rows_of(memory, compiled)
+        link.announce(rows)
+        link.node(WALK)()
+        assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
+        link.close()
+        del link, rows
+    assert len(set(starts)) == MOST_LESSONS + 1 and not grammar.learns
 
 
 # what is not as it was when this was written

@@ -24,6 +24,8 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.backends import BACKENDS
+from stepgraph.sampling.grammar.constraint import BackendChoice
 from stepgraph.sampling.grammar.native_link import available_processors
 from stepgraph.sampling.grammar.python_link import PythonLink
 from tools.grammar_documents import TEXTS, Reader, Turn, encode, vocabulary
@@ -43,11 +45,13 @@ class Figures:
 class Bench:
     """One batch size: every variant has matchers and masks of its own."""
 
-    def __init__(self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]]) -> None:
+    def __init__(
+        self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]], backend: str
+    ) -> None:
         words = table.mask_words
         self.rows, self.drafts, self.documents, self.luck = rows, drafts, documents, random.Random(7)
         self.legal = torch.from_numpy(table.text_words | table.stop_words)
-        self.loops = [PythonLoop(rows, words, drafts), LibraryBatch(rows, words, drafts)]
+        self.loops = [loop(rows, words, drafts) for loop in library_loops(backend)]
         self.links = [Linked("python link", PythonLink, rows, words, drafts)]
         if native_reason() == "":
             self.links += [
@@ -110,6 +114,15 @@ class Bench:
         return counts
 
 
+def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
+    """The library's own ways, without a link."""
+    if backend == "xgrammar":
+        return PythonLoop, LibraryBatch
+    from tools.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # of an optional library
+
+    return LLGuidanceLoop, LLGuidanceBatch
+
+
 def count_bytecodes(call: Callable[[], object]) -> int:
     count = 0
 
@@ -140,8 +153,8 @@ def rounds_for(rows: int, rounds: int) -> int:
     return max(rounds // max(1, rows // 8), 100)
 
 
-def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any) -> dict[str, object]:
-    bench = Bench(rows, drafts, table, documents)
+def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: Any, backend: str) -> dict[str, object]:
+    bench = Bench(rows, drafts, table, documents, backend)
     warm_up = max(20, rounds // 10)
     gc.collect()
     gc.disable()
@@ -164,19 +177,20 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
     return report
 
 
-def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4) -> dict[str, object]:
+def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4, backend: BackendChoice = "xgrammar") -> dict[str, object]:
     table, what = vocabulary()
     ids = {token: token_id for token_id, token in reversed(list(enumerate(table.tokens))) if token}
-    compiler = GrammarCompiler(table)
+    compiler = GrammarCompiler(table, backend=backend)
     documents = [(compiler.compile(constraint), encode(text, ids)) for _, constraint, text in TEXTS]
     return {
         "vocabulary": what,
+        "library": backend,
         "drafts": drafts,
         "grammars": {name: len(tokens) for (name, _, _), (_, tokens) in zip(TEXTS, documents, strict=True)},
         "processors": available_processors(),
         "native": native_reason() or "available",
         "python": platform.python_version(),
-        "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents) for rows in batches],
+        "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents, backend) for rows in batches],
     }
 
 
@@ -184,7 +198,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The report for people."""
     for batch in found["batches"]:
         yield (
-            f"{batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
+            f"{found['library']}, {batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
             f"{batch['fills_per_round']:g} fills and {batch['accepts_per_round']:g} accepts"
         )
         yield f"  {'us per round':<28}{'p50':>10}{'p99':>10}{'p99.9':>10}{'x python loop':>15}{'x python link':>15}{'bytecodes':>11}"
@@ -200,9 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
+    parser.add_argument("--library", choices=BACKENDS, default="xgrammar", help="whose grammars (default: xgrammar)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = report(options.rows, options.rounds, options.drafts)
+    found = report(options.rows, options.rounds, options.drafts, options.library)
     print("\n".join(lines(found)))
     print(json.dumps(found))
     return 0

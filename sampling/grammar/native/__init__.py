@@ -58,7 +58,8 @@ class NativeLibrary:
         quick.stepgraph_bind_llguidance.restype, quick.stepgraph_bind_llguidance.argtypes = None, (POINTER(LLGuidanceStruct),)
         waiting.stepgraph_open_llguidance.restype = c_void_p
         waiting.stepgraph_open_llguidance.argtypes = (c_void_p, c_void_p, c_void_p, POINTER(c_uint32), c_int64)
-        waiting.stepgraph_close_llguidance.restype, waiting.stepgraph_close_llguidance.argtypes = None, (c_void_p, c_void_p)
+        waiting.stepgraph_close_llguidance.restype = c_void_p
+        waiting.stepgraph_close_llguidance.argtypes = (c_void_p, c_void_p, c_int)
         waiting.stepgraph_close.restype, waiting.stepgraph_close.argtypes = None, (c_void_p,)
         waiting.stepgraph_node.restype, waiting.stepgraph_node.argtypes = None, (c_void_p,)
         waiting.stepgraph_run_calls.restype, waiting.stepgraph_run_calls.argtypes = None, (c_void_p,)

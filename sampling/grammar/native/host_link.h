@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 3, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
+enum { LAYOUT_VERSION = 4, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -131,6 +131,7 @@ typedef struct {
     int32_t (*consume_token)(void *matcher, uint32_t token);
     int32_t (*consume_tokens)(void *matcher, const uint32_t *tokens, size_t count);
     int32_t (*rollback)(void *matcher, size_t tokens);
+    int32_t (*reset)(void *matcher);
     bool (*is_accepting)(void *matcher);
     const char *(*get_error)(void *matcher); /* NULL where there is none */
     void *(*clone)(const void *matcher);
@@ -162,7 +163,7 @@ STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
 STEPGRAPH_API llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const int32_t *stop_words,
                                                              const uint32_t *tokens, int64_t count);
-STEPGRAPH_API void stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text);
+STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text, int keep);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
 
 #endif

@@ -9,7 +9,7 @@ from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
 from stepgraph.sampling.grammar.host_link import HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 3  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 4  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -44,6 +44,7 @@ class LLGuidanceStruct(Structure):
         ("consume_token", c_void_p),
         ("consume_tokens", c_void_p),
         ("rollback", c_void_p),
+        ("reset", c_void_p),
         ("is_accepting", c_void_p),
         ("get_error", c_void_p),
         ("clone", c_void_p),

@@ -131,14 +131,21 @@ llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, co
     char why[FAULT_BYTES];
     for (int64_t place = 0; place < count; place++) {
         if (accept(&library->functions, text, tokens[place], why) == 1) continue;
-        stepgraph_close_llguidance(library, text);
+        stepgraph_close_llguidance(library, text, 0);
         return NULL;
     }
     return text;
 }
 
-void stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text) {
-    library->free(text->matcher);
+/* The matcher, back at the start of a text and with all that its lexer has learnt on the way; NULL where it is not kept, or failed.
+   The mask that is computed drops the one that the library kept, as in `rollback`. */
+void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text, int keep) {
+    void *matcher = text->matcher;
+    if (!keep || text->dead_end || library->get_error(matcher) || library->reset(matcher) || library->compute_mask(matcher)) {
+        library->free(matcher);
+        matcher = NULL;
+    }
     free(text->history);
     free(text);
+    return matcher;
 }

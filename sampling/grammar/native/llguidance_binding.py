@@ -26,6 +26,7 @@ SYMBOLS = {  # what host nodes call
     "consume_token": "llg_matcher_consume_token",
     "consume_tokens": "llg_matcher_consume_tokens",
     "rollback": "llg_matcher_rollback",
+    "reset": "llg_matcher_reset",
     "is_accepting": "llg_matcher_is_accepting",
     "get_error": "llg_matcher_get_error",
     "clone": "llg_clone_matcher",
@@ -35,6 +36,7 @@ VERSION = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
 _MARK = b"\xff"  # in front of what is no text
 _ERROR_BYTES = 1000
 _UNTOUCHED = 0xA5
+MOST_LESSONS = 8
 
 
 class LimitsStruct(Structure):
@@ -166,21 +168,42 @@ class LLGuidanceTokenizer:
         return LLGuidanceNativeGrammar(self, lark, fuel, self._bytes)
 
 
+class LLGuidanceStart:
+    """A matcher at the start of a text, for rows to clone. It is never moved."""
+
+    def __init__(self, api: LLGuidanceApi, address: int) -> None:
+        self.address = address
+        weakref.finalize(self, api.library.llg_free_matcher, address).atexit = False
+
+
 class LLGuidanceNativeGrammar:
-    """A matcher at the start of a text, for rows to clone; ValueError in the library's words where there is none."""
+    """What rows begin with. A lexer works its states out as it meets them, and a clone has its own: so the first rows that end
+    leave behind what theirs has learnt, and later ones are spared it.
+    """
 
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
         assert "\0" not in lark, "the library would read less than all of it"
-        self.tokenizer, api = tokenizer, tokenizer.api
+        """ValueError in the library's words where the grammar is none."""
+        self.tokenizer, self._api, api = tokenizer, tokenizer.api, tokenizer.api
+        self._lessons = 0
         # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
         limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
         told = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
-        self.address: int = api.library.llg_new_matcher(byref(told), b"lark", lark.encode())
-        weakref.finalize(self, api.library.llg_free_matcher, self.address).atexit = False
-        error: bytes | None = api.library.llg_matcher_get_error(self.address)
+        self.start = LLGuidanceStart(api, api.library.llg_new_matcher(byref(told), b"lark", lark.encode()))
+        error: bytes | None = api.library.llg_matcher_get_error(self.start.address)
         if error is not None:
             raise ValueError(error.decode(errors="replace"))
-        assert api.library.llg_matcher_get_mask_byte_size(self.address) == mask_bytes
+        assert api.library.llg_matcher_get_mask_byte_size(self.start.address) == mask_bytes
+
+    @property
+    def learns(self) -> bool:
+        """What a lexer knows takes memory, and of some grammars there is no end to it."""
+        return self._lessons < MOST_LESSONS
+
+    def learn(self, address: int) -> None:
+        """From now on rows begin with this matcher, which is at the start of a text."""
+        self._lessons += 1
+        self.start = LLGuidanceStart(self._api, address)
 
 
 class LLGuidanceBinding:
