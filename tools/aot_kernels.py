@@ -110,18 +110,32 @@ def _filter_variants() -> list[Variant]:
     return found
 
 
+class Attended(NamedTuple):
+    """How attention may be launched."""
+
+    dtype: str
+    size: int
+    rows: int  # of queries: few in rounds, many in prompts
+    groups: int = 4
+    page: int = 16
+    alone: bool = False  # in one part
+
+
 def attention_variants() -> list[Variant]:
-    """A round's few rows in heads of all sizes, a prompt's many in some, as launched for pages of 16."""
+    """A round's few rows in heads of all sizes, a prompt's many in some; other groups, pages and halves, each once."""
     from stepgraph.graphs.attention_kernels import split
 
+    launched = [Attended("bf16", size, 16) for size in attention.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
+    launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
     found = []
-    shapes = [("bf16", size, 16) for size in attention.HEAD_SIZES] + [("bf16", size, 64) for size in (64, 256)]
-    for dtype, size, rows in shapes:
-        tile = split.tile_for(rows, size)
-        types = [*[f"*{dtype}"] * 3, *["*i64"] * 3, f"*{dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
-        sizes = {"size": size, "GROUPS": 4, "PAGE": 16, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
-        constants = sizes | {"ALONE": False, "WIDE": False}
-        found.append(_variant(f"attend_part {dtype} {size}, {tile.rows} rows", split.attend_part, types, constants, tile.warps))
+    for one in launched:
+        tile = split.tile_for(one.rows, one.size)
+        types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, f"*{one.dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
+        shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
+        constants = shape | {"ALONE": one.alone, "WIDE": False}
+        where = f"{one.groups} to a cache head, pages of {one.page}{', one part' if one.alone else ''}"
+        label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
+        found.append(_variant(label, split.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
     return [*found, _variant("join_parts", split.join_parts, types, {"PARTS": split.MOST_PARTS, "SIZE": 256}, 2)]
 

@@ -1,4 +1,4 @@
-"""Measure rounds, grammars, sampling and kernels: variants interleaved, medians and ratios, one JSON document last. Never fails on time.
+"""Measure rounds, stages, grammars, sampling, kernels: variants take turns, medians and ratios, JSON document last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
@@ -21,9 +22,10 @@ from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tools import bench_grammar, bench_kernels, bench_sampling
+from tools import bench_grammar, bench_kernels, bench_sampling, bench_stages
 from tools.checks.context import Context
 
+PARTS = ("round", "grammar", "sampling", "stages", "kernels", "attention")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -103,21 +105,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--backend", default="auto", choices=("auto", "tape", "cuda"))
-    parser.add_argument("--only", choices=("round", "grammar", "sampling", "kernels"), help="one of the parts (default: all)")
+    parser.add_argument("--only", choices=PARTS, help="one of the parts (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
-    parts: dict[str, Callable[[], dict[str, object]]] = {
+    parts: dict[str, Callable[[], Any]] = {
         "round": lambda: measure_rounds(options),
         "grammar": lambda: bench_grammar.report(rounds=400, drafts=options.drafts),
         "sampling": lambda: bench_sampling.report(context, bench_sampling.SHAPES, bench_sampling.SECONDS),
+        "stages": lambda: bench_stages.report(context, rows=4, drafts=options.drafts),
         "kernels": lambda: bench_kernels.report(context),
+        "attention": bench_kernels.attention_bytes,
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if "grammar" in found:
         print("\n".join(bench_grammar.lines(found["grammar"])))
     if "sampling" in found:
         print(bench_sampling.table(found["sampling"]))
+    if "stages" in found:
+        print("\n".join(bench_stages.lines(found["stages"])))
     print(json.dumps(found, indent=2))
     return 0
 

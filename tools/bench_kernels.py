@@ -9,6 +9,7 @@ store when no cache helps. Prints one JSON document last; times are there only w
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -197,9 +198,18 @@ def _figures(
 
 
 def registers() -> object:
-    """In a process of its own, where nothing is interpreted."""
-    command = [sys.executable, "-m", "tools.aot_kernels"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).resolve().parent.parent, check=False)
+    return _told_by("tools.aot_kernels")
+
+
+def attention_bytes() -> object:
+    return _told_by("tools.bench_attention", TRITON_INTERPRET="1")
+
+
+def _told_by(tool: str, **settings: str) -> object:
+    """In a process of its own: from its import on, a program is either interpreted or compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | settings
+    command, root = [sys.executable, "-m", tool], Path(__file__).resolve().parent.parent
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=root, env=environment, check=False)
     return json.loads(result.stdout.splitlines()[-1]) if result.returncode == 0 else result.stderr.strip().splitlines()[-1:]
 
 

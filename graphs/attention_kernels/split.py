@@ -39,6 +39,12 @@ def tile_for(rows: int, size: int) -> Tile:
     return Tile(min(most, max(16, triton.next_power_of_2(rows))), 64 if wide <= 128 else 32, wide, 4 if wide <= 64 else 8)
 
 
+def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
+    """Keys of a part, and how many parts there are, for a table of so many keys: the same for every row."""
+    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MOST_PARTS)))
+    return part, triton.cdiv(keys, part)
+
+
 @triton.jit
 def last_position(positions, slots, count, PAGE: tl.constexpr):
     """Of one row: inert positions, which lie in the scratch page, vouch for nothing."""
@@ -104,15 +110,15 @@ def attend_part(
     real = row < count * GROUPS
     line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
     column = tl.arange(0, SIZE)
-    wanted = real[:, None] & (column < size)[None, :]
-    asked = tl.load(query + line[:, None] * size + column[None, :], mask=wanted, other=0.0)
+    begin = number * part
     position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
 
-    end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, (number + 1) * part)
-    begin = number * part
+    end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
     if window > 0:
-        oldest = tl.min(tl.where(real, position, end), 0) - window + 1
+        oldest = tl.min(tl.where(real, position, last), 0) - window + 1
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
+    asking = row < tl.where(begin < end, count * GROUPS, 0)  # nobody, where there is nothing to see
+    asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, SIZE], tl.float32)
@@ -132,6 +138,7 @@ def attend_part(
 
     if ALONE:
         found = summed / tl.where(total == 0, 1.0, total)[:, None]
+        wanted = real[:, None] & (column < size)[None, :]
         tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
     else:
         parts = tl.cdiv(pages * PAGE, part)
@@ -185,8 +192,7 @@ def attention(
     kv_heads, pages = keys.shape[1], tables.shape[1]
     groups = heads // kv_heads
     tile = tile_for(groups * count, size)
-    part = max(least_part, triton.next_power_of_2(triton.cdiv(pages * page_size, MOST_PARTS)))
-    parts = triton.cdiv(pages * page_size, part)
+    part, parts = parts_of(pages * page_size, least_part)
     lines = batch * count * heads if parts > 1 else 0
     sums = torch.empty(lines, parts, tile.size, dtype=torch.float32, device=query.device)
     peaks, totals = (torch.empty(lines, parts, dtype=torch.float32, device=query.device) for _ in range(2))

@@ -9,6 +9,7 @@ import triton
 from stepgraph.graphs.attention import attention
 from stepgraph.graphs.attention_kernels import split
 from tests.test_attention import Case, make_case
+from tools.bench_attention import Shape, figures
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
@@ -62,11 +63,11 @@ def test_as_many_queries_as_a_round_may_have(count: int) -> None:
     compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
 
 
-def test_rows_of_thirty_thousand_entries() -> None:
+@pytest.mark.parametrize(("length", "window"), [(8_200, 0), (32_750, 300)])
+def test_long_rows(length: int, window: int) -> None:
     """Parts are longer there, and in a window most of them see nothing."""
-    case = make_case([32_750], 2, 2, 1, 64, page=64)
-    for window in (0, 300):
-        torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
+    case = make_case([length], 2, 2, 1, 64, page=64)
+    torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
@@ -96,6 +97,21 @@ def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
         faulty[0, 1, 0] = clean[0, 1, 0]
         assert torch.equal(faulty, clean)
         case.query[0, 1, 0, 5] = 1.0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((300, 40), 3, 6, 2, 64, max_length=640),
+        Shape((600,), 5, 3, 1, 96, window=70, max_length=640, page=32),
+        Shape((100,), 5, 8, 2, 64, window=9, max_length=128),
+    ],
+    ids=str,
+)
+def test_it_moves_what_its_tiles_say_and_no_more(shape: Shape) -> None:
+    """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
+    found = figures(shape)
+    assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:

@@ -1,0 +1,227 @@
+"""What each stage of a round costs by the call, and how many operations it has: toy pair and a small Llama with an EAGLE-3 head.
+
+Every stage runs by itself over rows that an engine left in the middle of their texts, free and constrained, greedily and
+sampled; host nodes run in whole rounds, where their matchers are. On a GPU a stage is timed in a graph of its own, elsewhere by
+the clock. Times on a shared machine are noise: the counts, of operations and of the nodes of a whole round, are what to compare.
+
+    python tools/bench_stages.py --rows 4 --drafts 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import torch
+from tqdm import tqdm
+
+from stepgraph.graphs import GraphKey, drafting, stages
+from stepgraph.graphs.batch import cache_slots, read_batch
+from stepgraph.graphs.capture import EagerFlow, use_flow
+from stepgraph.graphs.model import ModelInput
+from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tools.bench_sampling import seen
+from tools.checks.context import Context, summary
+from tools.checks.kernels import stopwatch
+
+Call = Callable[[], object]
+KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
+CONSTRAINT = Constraint.regex("[ -~]{400}")  # rows that do not end meanwhile
+ASKED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
+PROMPT = 32  # tokens of the chunk that is measured
+VOCABULARY = Vocabulary.printable()
+
+
+class Pair(NamedTuple):
+    """Models to measure."""
+
+    name: str
+    target: Any
+    draft: Any
+
+
+def toy(device: torch.device) -> Pair:
+    target = ToyTarget(VOCABULARY.logits_width, biases=dict.fromkeys(VOCABULARY.stop_token_ids, -20.0)).to(device)
+    return Pair("toy pair", target, ToyDraft(target, 0.8).to(device))
+
+
+def llama(device: torch.device) -> Pair:
+    width, layers = VOCABULARY.logits_width, (1, 2, 3)
+    sizes = LlamaConfig(width, 256, 512, 4, 2, 64, (None,) * 4, dtype=torch.bfloat16)
+    target = Llama(sizes, feature_layers=layers, device=device).randomise()
+    head = Eagle3Config(replace(sizes, windows=(None,)), layers, sizes.hidden_size, width)
+    return Pair("random Llama of 4 layers, EAGLE-3", target, Eagle3(head, device=device).randomise())
+
+
+MODELS = {"toy": toy, "llama": llama}
+
+
+class TimedFlow(EagerFlow):
+    """Notes what each host node takes."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        super().__init__(synchronize)
+        self.times: dict[str, list[float]] = {}
+
+    def host_node(self, name: str, function: Callable[[], object], **accesses: Any) -> None:
+        self._synchronize()
+        start = time.perf_counter()
+        super().host_node(name, function, **accesses)
+        self.times.setdefault(name.split()[0], []).append((time.perf_counter() - start) * 1e6)
+
+
+class Scene:
+    """An engine whose rows are in the middle of their texts, and the stages of their next round."""
+
+    def __init__(self, pair: Pair, rows: int, drafts: int, constrained: bool, sampled: bool) -> None:
+        self.pair, self.rows, self.key = pair, rows, GraphKey(rows, constrained, sampled)
+        config = EngineConfig(
+            max_rows=rows,
+            num_speculative_tokens=drafts,
+            max_length=512,
+            buckets=(rows,),
+            rounds_in_flight=1,
+            greedy_only=not sampled,
+        )
+        self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=VOCABULARY, config=config)
+        self.report = dict(self.engine.capture().keys)[self.key]
+        for row in range(rows):
+            asked = ASKED if sampled else None
+            prompt = [(row + place) % 90 for place in range(PROMPT + 1)]
+            self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=asked, max_new_tokens=400)
+        for _ in range(rows + 6):
+            self.engine.step()
+        self.engine.backend.synchronize()
+        assert self.engine.stats().running == rows, "every row goes on"
+        self.batch = read_batch(self.engine.buffers, rows, self.engine._attention)
+
+    @torch.no_grad()
+    def calls(self) -> dict[str, Call]:
+        """Each stage over the same state, however often it runs: a stage computes the state behind it from that in front."""
+        buffers, limits, batch, key = self.engine.buffers, self.engine.limits, self.batch, self.key
+        target, draft = self.pair.target, self.pair.draft
+        verify = partial(stages.target_verify, buffers, batch, target, limits)
+        logits, features = verify()
+        accept = partial(stages.accept, buffers, batch, logits, key.constrained, key.sampled)
+        emission, after = accept()
+        found: dict[str, Call] = {"target_verify": verify, "accept": accept}
+        if limits.num_speculative_tokens:
+            prefill = partial(drafting.draft_prefill, buffers, batch, emission, features, draft, limits)
+            drafted, state = prefill()
+            alive = torch.ones_like(batch.rows, dtype=torch.bool)
+            choose = partial(drafting.choose_draft, buffers, after, 1, drafted, alive, key.constrained, key.sampled, draft.d2t)
+            tokens = choose()
+            found |= {"draft_prefill": prefill, "choose_draft": choose}
+            found["draft_decode"] = partial(drafting.draft_decode, buffers, after, 1, tokens, state, draft, limits)
+        return {**found, "prompt": self.prompt}
+
+    def prompt(self) -> object:
+        """The target's part of a chunk of one row's prompt."""
+        engine, table = self.engine, self.batch.block_tables[:1]
+        positions = torch.arange(PROMPT, device=table.device)[None]
+        attend = engine._attention.prompt_call(0, PROMPT)
+        slots = cache_slots(table, positions, engine.limits)
+        inputs = ModelInput(positions % 90, positions, slots, table, engine.limits.page_size, attend=attend)
+        return self.pair.target.forward(inputs, engine.buffers)
+
+    def host_nodes(self, rounds: int) -> dict[str, list[float]]:
+        """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
+        engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
+        flow = TimedFlow(torch.cuda.synchronize if gpu else lambda: None)
+        matchers = [seat.matcher for seat in engine._desk.rows]
+        step = engine._graphs._step_of(self.key)
+        for _ in range(rounds):
+            engine._host.announce(matchers)
+            with use_flow(flow), torch.no_grad():
+                step(engine.buffers)
+            engine.backend.synchronize()
+            engine._host.let_go()
+        return flow.times
+
+
+@torch.no_grad()
+def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bool, bool], turns: int) -> dict[str, object]:
+    constrained, sampled = kind
+    scene = Scene(pair, rows, drafts, constrained, sampled)
+    try:
+        calls = scene.calls()
+        counts = {name: len(seen(call).calls) for name, call in calls.items()}
+        watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
+        watches["prompt"] = partial(_until_done, context, calls["prompt"])  # planned on the host, where it is planned: no graph holds it
+        times: dict[str, list[float]] = {name: [] for name in watches}
+        for _ in range(turns + 1):
+            for name, watch in watches.items():
+                times[name].append(watch())
+        told = {name: {"us": summary(times[name][1:]), "operations": counts[name]} for name in calls}
+        nodes = scene.host_nodes(turns + 1) if constrained else {}
+        return {
+            "models": pair.name,
+            "constrained": constrained,
+            "sampled": sampled,
+            "round_nodes": dict(scene.report.nodes),
+            "round_host_nodes": list(scene.report.host_nodes),
+            "stages": told,
+            "host_nodes": {name: {"us": summary(each[1:])} for name, each in nodes.items()},
+        }
+    finally:
+        scene.engine.close()
+
+
+def _until_done(context: Context, call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    if not context.rehearsal:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = tuple(MODELS)) -> dict[str, object]:
+    found = []
+    wanted = list(itertools.product((MODELS[name](context.device) for name in models), KINDS))
+    for pair, kind in tqdm(wanted, desc="stages", disable=not sys.stderr.isatty(), leave=False):
+        found.append(measure(context, pair, rows, drafts, kind, turns))
+    backend = "tape" if context.rehearsal else "cuda"
+    return {"backend": backend, "torch": torch.__version__, "rows": rows, "drafts": drafts, "prompt_tokens": PROMPT, "rounds": found}
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The report for people: microseconds, and operations, of every stage."""
+    for entry in found["rounds"]:
+        kind = f"{'constrained' if entry['constrained'] else 'free'} {'sampled' if entry['sampled'] else 'greedy'}"
+        nodes, host_nodes = sum(entry["round_nodes"].values()), len(entry["round_host_nodes"])
+        yield f"{entry['models']}, {kind}: {nodes} nodes a round, {host_nodes} of them the host's"
+        for name, told in (*entry["stages"].items(), *entry["host_nodes"].items()):
+            yield f"  {name:<16}{told['us']['median']:>10} us{told.get('operations', ''):>8}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4, help="rows of a round (default: 4)")
+    parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
+    parser.add_argument("--turns", type=int, default=20, help="times that each stage is timed (default: 20)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which pairs (default: all)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
+    found = report(context, options.rows, options.drafts, options.turns, options.models)
+    print("\n".join(lines(found)))
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
