@@ -46,7 +46,7 @@ def find_stepgraph() -> None:
 
 
 def load_checks() -> dict[str, Check]:
-    from tools.checks import filters, kernels, llama, masks, rejection, rounds, steps, timing
+    from tools.checks import attention, filters, kernels, llama, masks, rejection, rounds, steps, timing
 
     checks = (
         steps.capture_user_step,
@@ -68,6 +68,7 @@ def load_checks() -> dict[str, Check]:
         filters.filters_equal_references,
         rejection.rejection_equals_reference,
         llama.attention_equals_reference,
+        attention.attention_choices_equal_reference,
         llama.llama_decodes_alike,
         timing.gil_hold,
         timing.figures,
