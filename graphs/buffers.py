@@ -168,7 +168,17 @@ class Column(IntEnum):
     SEED = 10  # of the request's random numbers
 
 
-RESULT_FIELDS = 3  # count, finish, accepted; the tokens follow
+RESULT_FIELDS = 4  # count, finish, accepted in front of the tokens; behind them a bit per draft, of constrained rounds: forced
+
+
+def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """On top of `round_specs`, where grammars propose the drafts that they force."""
+    rows, slots, drafts = limits.rows, limits.max_rows, limits.num_speculative_tokens
+    return (
+        BufferSpec("row_forced", (rows, drafts), torch.bool),  # whether a grammar forced each draft
+        BufferSpec("batch_forced", (drafts, slots), torch.int64, fill=-1),
+        BufferSpec("forced_host", (drafts, slots), torch.int64, "pinned", fill=-1),
+    )
 
 
 def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:

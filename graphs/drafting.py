@@ -11,6 +11,7 @@ from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Ruling
 
 
@@ -51,7 +52,7 @@ def choose_draft(
     """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
 
     With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
-    of the target's tokens are not proposed.
+    of the target's tokens are not proposed, but for those that a grammar forces.
     """
     ruling = None
     if masked:
@@ -61,7 +62,20 @@ def choose_draft(
         ruling = Ruling(masks, None, ruled, status)
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    if ruling is not None and "batch_forced" in buffers:
+        wanted, forced = _forced(buffers, after, step, ruling)
+        if sampled:
+            buffers.row_certain[:, step - 1].index_copy_(0, after.rows, forced)
+        finite, tokens = finite | forced, torch.where(forced, wanted, tokens)
     return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
+
+
+def _forced(buffers: StaticBuffers, after: Batch, step: int, ruling: Ruling) -> tuple[Tensor, Tensor]:
+    """The token that a grammar forces every row to, and whether it does: under a mask that is the row's own."""
+    wanted = buffers.batch_forced[step - 1, : len(after.rows)]
+    forced = (wanted >= 0) & ruling.ruled & (ruling.status[:, 0] == MaskStatus.OK)
+    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, forced)
+    return wanted, forced
 
 
 def _draft_greedy(

@@ -126,14 +126,17 @@ class GrammarLane:
     def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> Mark:
         """A host node over this round's pinned memory, then the way back of what it filled."""
         buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
+        forced = [buffers.forced_host] if "forced_host" in buffers else []
         self.flow.host_node(
             name,
             self.round.host.node(steps),
             reads=[buffers.state_host, buffers.drafts_host],
-            writes=[buffers.masks_host[first:last], buffers.tags_host],
+            writes=[buffers.masks_host[first:last], buffers.tags_host, *forced],
         )
         for stage in stages_filled:
             buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
             buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
             stages.place_masks(buffers, size, stage)
+            if forced and stage < self.round.limits.num_speculative_tokens:
+                buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
         return self.flow.record()

@@ -67,7 +67,9 @@ def accept(
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
     results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], tokens], 1)
-    buffers.results[: len(batch.rows)].copy_(results)
+    buffers.results[: len(batch.rows), :-1].copy_(results)
+    if constrained and "row_forced" in buffers:
+        buffers.results[: len(batch.rows), -1].copy_(_forced_drafts(buffers, batch))
     return emission, after
 
 
@@ -113,6 +115,13 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling
         tokens = _behind_drafts(batch, accepted, drawn[:, None].expand_as(tokens))
     buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
     return Choice(tokens, finite, accepted, status)
+
+
+def _forced_drafts(buffers: StaticBuffers, batch: Batch) -> Tensor:
+    """[B] int64 a bit per draft on offer: whether a grammar forced it."""
+    index = torch.arange(batch.drafts.shape[1], device=batch.rows.device)
+    forced = buffers.row_forced[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
+    return (forced.to(torch.int64) << index).sum(1)
 
 
 def _forced(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:

@@ -31,6 +31,7 @@ class EngineConfig:
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries that a request's logit_bias and bad_token_ids may have together
     max_queued: int = 4096  # submits waiting for a row; more are refused
+    forced_drafts: bool = True  # what a grammar leaves no choice about is drafted as the tokenizer writes it; needs draft_masks
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
@@ -62,7 +63,7 @@ class EngineConfig:
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want a whole number >= 1")
         self._check_grammars()
         self._check_kept()
-        for name in ("draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
+        for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
         try:

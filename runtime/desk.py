@@ -29,6 +29,7 @@ class Desk:
         self.rows = RowTable(limits, sharing)
         self.tokens = 0
         self.accepted_drafts = 0
+        self.forced_drafts = self.accepted_forced_drafts = 0
 
     @property
     def waiting(self) -> int:
@@ -81,8 +82,11 @@ class Desk:
             self._waiting.extendleft(reversed(not_yet))
         return failed
 
-    def record(self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode, logprobs: Sequence[TokenLogprob]) -> StepEvent:
-        """Book what a round emitted for a seat."""
+    def record(
+        self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode, logprobs: Sequence[TokenLogprob], forced: int = 0
+    ) -> StepEvent:
+        """Book what a round emitted for a seat. `forced`: a bit per draft, set where a grammar forced it."""
+        forced_drafts, accepted_forced = forced.bit_count(), (forced & ~(-1 << accepted)).bit_count()
         job = seat.job
         job.tokens.extend(tokens)
         job.logprobs.extend(logprobs)
@@ -90,7 +94,16 @@ class Desk:
         job.rounds += 1
         self.tokens += len(tokens)
         self.accepted_drafts += accepted
-        event = StepEvent(job.id, tuple(tokens), accepted, logprobs=tuple(logprobs))
+        self.forced_drafts += forced_drafts
+        self.accepted_forced_drafts += accepted_forced
+        event = StepEvent(
+            job.id,
+            tuple(tokens),
+            accepted,
+            logprobs=tuple(logprobs),
+            num_forced_drafts=forced_drafts,
+            num_accepted_forced_drafts=accepted_forced,
+        )
         if code == FinishCode.RUNNING:
             return event
         error = ""

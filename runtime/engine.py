@@ -34,6 +34,7 @@ from stepgraph.runtime.placement import (
     check_device,
     check_mode,
     check_vocabularies,
+    forces_drafts,
     kernel_notes,
     make_buffers,
     make_host_link,
@@ -71,9 +72,10 @@ class Engine:
         check_device(models, self.backend)
         check_mode(models)
         saved = states_layout(target) if self.config.save_hidden_states else None
-        self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved)
+        forced = forces_drafts(self.config, models, vocabulary)
+        self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved, forced)
         self._attention = attention_for(self.backend.device, self.config, models)
-        self._host = make_host_link(self.config.host_link, self.buffers, self.limits)
+        self._host = make_host_link(self.config.host_link, self.buffers, self.limits, vocabulary)
         self._grammars = Grammars(self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, self._host)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
@@ -117,7 +119,7 @@ class Engine:
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
-            notes += self._grammars.notes + self._sharing.notes
+            notes += self._grammars.notes + self._sharing.notes + (("forced drafts: on",) if "forced_host" in self.buffers else ())
             return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
@@ -220,6 +222,9 @@ class Engine:
             event_waits=counts.event_waits,
             tokens=desk.tokens,
             accepted_drafts=desk.accepted_drafts,
+            forced_drafts=desk.forced_drafts,
+            accepted_forced_drafts=desk.accepted_forced_drafts,
+            forced_looks=host.looks,
             mask_fills=host.fills,
             matcher_accepts=host.accepts,
             matcher_rollbacks=host.rollbacks,

@@ -23,6 +23,7 @@ class Flight(NamedTuple):
     event: Event
     slot: int  # of the results ring
     seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
+    constrained: bool
     logprobs: bool  # some seat wants them, and they are on their way too
 
 
@@ -34,6 +35,7 @@ class Outcome(NamedTuple):
     accepted: int
     code: FinishCode
     logprobs: list[TokenLogprob]
+    forced: int  # a bit per draft of the round: whether a grammar forced it
 
 
 class Flights:
@@ -77,7 +79,7 @@ class Flights:
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
             self._states.launched(slot, len(seats))
-        self._flights.append(Flight(self._backend.event(), slot, seats, logprobs))
+        self._flights.append(Flight(self._backend.event(), slot, seats, key.constrained, logprobs))
 
     def collect(self) -> Iterator[Outcome]:
         """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
@@ -86,13 +88,14 @@ class Flights:
         self._host.let_go()
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        for place, (seat, (count, finish, accepted, *tokens), told) in enumerate(zip(flight.seats, results, logprobs, strict=False)):
+        told_of = zip(flight.seats, results, logprobs, strict=False)
+        for place, (seat, (count, finish, accepted, *tokens, forced), told) in enumerate(told_of):
             assert len(tokens) + RESULT_FIELDS == len(results[0])
             if not seat.job.finished:  # else: launched before its end was known, and inert
                 if self._states:
                     self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                yield Outcome(seat, tokens[:count], accepted, FinishCode(finish), wanted)
+                yield Outcome(seat, tokens[:count], accepted, FinishCode(finish), wanted, forced if flight.constrained else 0)
 
     def forget(self) -> None:
         self._flights.clear()

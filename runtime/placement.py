@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
-from stepgraph.graphs.buffers import StaticBuffers, round_specs, state_specs
+from stepgraph.graphs.buffers import StaticBuffers, forced_specs, round_specs, state_specs
 from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
@@ -16,6 +16,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.rows import Sharing
 from stepgraph.runtime.states_folder import StatesLayout
 from stepgraph.sampling import kernels
+from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
 from stepgraph.sampling.grammar.host_link import HostLink
 from stepgraph.sampling.grammar.native_link import open_host_link
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -112,8 +113,13 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
     return num_tokens
 
 
+def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
+    """Whether grammars propose the drafts that they force: each mask has to be there before its draft is chosen."""
+    return config.forced_drafts and config.draft_masks and models.draft is not None and vocabulary is not None
+
+
 def make_buffers(
-    limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None
+    limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None, forced: bool = False
 ) -> StaticBuffers:
     """The round's spec table, the models' own caches and what is saved; the models' weights as constants."""
     named = {name: model for name, model in (("target", models.target), ("draft", models.drafter)) if model is not None}
@@ -123,13 +129,15 @@ def make_buffers(
         specs += text_specs(limits)
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
+    specs += forced_specs(limits) if forced else ()
     constants = {name: model for name, model in named.items() if isinstance(model, nn.Module)}
     return StaticBuffers(specs, backend.device, constants)
 
 
-def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits) -> HostLink:
+def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
-    return open_host_link(choice, *pinned, depth=limits.ring_depth)
+    forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
+    return open_host_link(choice, *pinned, depth=limits.ring_depth, forcing=forcing)
 
 
 def _devices(model: object) -> list[torch.device]:

@@ -54,6 +54,8 @@ class StepEvent:
     finish_reason: FinishReason | None = None
     error: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request wants them
+    num_forced_drafts: int = 0  # of the round's drafts: those that a grammar forced
+    num_accepted_forced_drafts: int = 0
 
 
 @dataclass(eq=False)

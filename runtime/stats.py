@@ -15,6 +15,9 @@ class EngineStats:
     event_waits: int  # reads of a round's results
     tokens: int
     accepted_drafts: int
+    forced_drafts: int  # drafts that a grammar forced
+    accepted_forced_drafts: int
+    forced_looks: int  # how often a grammar was asked what must come next
     mask_fills: int
     matcher_accepts: int
     matcher_rollbacks: int

@@ -1,0 +1,175 @@
+"""Drafts that a grammar forces, in an engine: same tokens, fewer rounds, counted, and nothing where it is switched off."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.forced_tokens import ForcedText
+from tests.oracles import Answer, greedy
+from tests.toy_engines import needs_native
+
+WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
+VOCABULARY = Vocabulary.printable(word.encode() for word in WORDS)
+STOP = VOCABULARY.stop_token_ids[0]
+# What a trained target writes its texts in: it likes a token the better the longer it is.
+LENGTHS = {index: 9.0 * len(token) for index, token in enumerate(VOCABULARY.tokens) if len(token) > 1 and index != STOP}
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=5, biases=LENGTHS)
+CHOICE = Constraint.choice(["alpha", "alphabet", "alpha_bet"])
+ORDER = Constraint.json_schema(
+    {
+        "type": "object",
+        "properties": {"quantity": {"type": "integer"}, "unit_price": {"type": "boolean"}, "currency": {"enum": ["alpha", "alphabet"]}},
+        "required": ["quantity", "unit_price", "currency"],
+        "additionalProperties": False,
+    }
+)
+COMPILER = GrammarCompiler(VOCABULARY)
+CONSTRAINTS = (None, ORDER, CHOICE, Constraint.regex("(total: [0-9]{1,3}, ){2}"), ORDER.after("|"), replace(ORDER, backend="llguidance"))
+K = 4
+BUCKETS = (4,)
+
+
+@functools.cache
+def engine(k: int = K, agreement: float = 0.0, link: str = "auto", forced: bool = True, greedy_only: bool = True) -> Engine:
+    return make(ToyDraft(TARGET, agreement), k, host_link=link, forced_drafts=forced, greedy_only=greedy_only)
+
+
+def make(draft: ToyDraft, k: int = K, **options: Any) -> Engine:
+    sizes = {"max_rows": 4, "buckets": BUCKETS, "max_length": 96, "page_size": 8, "prefill_chunk": 8, "backend": "tape"}
+    config = EngineConfig(num_speculative_tokens=k, **{**sizes, **options})
+    made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=True))
+    made.capture()
+    return made
+
+
+@functools.cache
+def answer(prompt: tuple[int, ...], constraint: Constraint | None) -> Answer:
+    compiled = COMPILER.compile(constraint) if constraint else None
+    return greedy(TARGET, prompt, 32, [STOP], compiled, len(VOCABULARY.tokens))
+
+
+def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
+    """Every constraint behind two prompts, a few at a time."""
+    asked = [((7, place, start), constraint) for start in (1, 60) for place, constraint in enumerate(CONSTRAINTS)]
+    jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in asked]
+    for _ in made.stream():
+        pass
+    return [(answer(*ask), job) for ask, job in jobs]
+
+
+def counts(made: Engine) -> tuple[int, int, int, int]:
+    stats = made.stats()
+    return stats.forced_drafts, stats.accepted_forced_drafts, stats.forced_looks, stats.rounds
+
+
+def check(jobs: list[tuple[Answer, Job]]) -> None:
+    for expected, job in jobs:
+        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, ""), job.constraint
+
+
+@pytest.mark.parametrize(
+    ("k", "link", "agreement"),
+    [(1, "auto", 0.0), (2, "auto", 0.6), (3, "python", 0.0), (4, "auto", 0.0), (5, "python", 0.9), (6, "auto", 0.3)],
+)
+def test_tokens_are_those_of_plain_greedy(k: int, link: str, agreement: float) -> None:
+    made = engine(k, agreement, link)
+    before = made.stats()
+    jobs = run(made)
+    check(jobs)
+    after = made.stats()
+    assert after.accepted_forced_drafts > before.accepted_forced_drafts
+    fills = after.mask_fills - before.mask_fills
+    assert fills <= sum((k + 1) * job.rounds for _, job in jobs if job.constraint) + len(jobs) * (k + 1) * made.limits.rounds_in_flight
+
+
+def test_a_drafter_that_knows_nothing_gains_what_the_grammar_knows() -> None:
+    """Where the target writes as its tokenizer does."""
+    forced, free = engine(), engine(forced=False)
+    with_forced, without = run(forced), run(free)
+    check(without)
+    proposed, accepted, looks, _ = counts(forced)
+    assert counts(free)[:3] == (0, 0, 0)
+    assert accepted > 0.4 * proposed > 20 and looks < proposed, "the others stand behind drafts that do not hold"
+    rounds = [sum(job.rounds for _, job in jobs if job.constraint == ORDER) for jobs in (with_forced, without)]
+    assert rounds[0] < 0.8 * rounds[1], rounds
+
+
+@needs_native
+def test_both_links_propose_the_same() -> None:
+    native, python = engine(link="native"), engine(link="python")
+    check(run(native))
+    check(run(python))
+    assert native.stats().forced_drafts > 0
+    assert counts(native) == counts(python)
+
+
+def test_events_count_what_was_forced_and_what_of_it_held() -> None:
+    """Per request and round; a request without a grammar has none, and nobody has more than it wants drafts."""
+    made = engine()
+    before = made.stats()
+    plain = made.submit([1, 2], max_new_tokens=24)
+    few = made.submit([1, 2], constraint=ORDER, max_new_tokens=32, num_speculative_tokens=2)
+    many = made.submit([1, 2], constraint=ORDER, max_new_tokens=32)
+    events = list(made.stream())
+    after = made.stats()
+    assert sum(event.num_forced_drafts for event in events) == after.forced_drafts - before.forced_drafts
+    assert sum(event.num_accepted_forced_drafts for event in events) == after.accepted_forced_drafts - before.accepted_forced_drafts
+    most = {job.id: max(event.num_forced_drafts for event in events if event.job_id == job.id) for job in (plain, few, many)}
+    assert most == {plain.id: 0, few.id: 2, many.id: K}
+    assert all(event.num_accepted_forced_drafts <= min(event.num_forced_drafts, event.num_accepted_drafts) for event in events)
+    alone = made.submit([1, 2], max_new_tokens=24)
+    assert all(event.num_forced_drafts == 0 for event in made.stream()) and alone.tokens == plain.tokens, "in the slot of a former one"
+
+
+def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
+    known = [index for index, token in enumerate(VOCABULARY.tokens) if len(token) == 1]
+    made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True)
+    check(run(made))
+    assert made.stats().accepted_forced_drafts > 20
+    made.close()
+
+
+@pytest.mark.parametrize("wrong", [0, STOP, len(VOCABULARY.tokens) - 2], ids=["any", "stop", "longest"])
+def test_a_wrong_proposal_is_a_draft_that_does_not_hold(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    made = engine(3, 0.0, "python")
+    monkeypatch.setattr(ForcedText, "propose", lambda *_: wrong)
+    before = counts(made)
+    check(run(made))
+    after = counts(made)
+    assert after[0] - before[0] > 50 and after[1] - before[1] < 0.5 * (after[0] - before[0])
+
+
+def test_a_sampled_text_depends_on_its_seed_alone() -> None:
+    """Alone or in company, and whichever link finds what is forced."""
+    texts = []
+    for link in ("auto", "python"):
+        made = engine(3, 0.6, link, greedy_only=False)
+        asked = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
+        texts.append([made.generate([7, 1], constraint=ORDER, **asked).tokens])
+        company = [made.submit([7, 1], constraint=constraint, **asked) for constraint in (None, ORDER, CHOICE)]
+        for _ in made.stream():
+            pass
+        texts[-1].append(company[1].tokens)
+        assert made.stats().accepted_forced_drafts > 0
+    assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
+
+
+def test_the_switch_is_told_and_checked() -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True or False"):
+        EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
+    reports = []
+    for options in ({}, {"forced_drafts": False}, {"draft_masks": False}):
+        made = Engine(
+            TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=EngineConfig(max_rows=1, backend="tape", eager=True, **options)
+        )
+        reports.append("forced drafts: on" in made.capture().notes)
+        made.close()
+    assert reports == [True, False, False]
