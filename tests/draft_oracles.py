@@ -42,8 +42,9 @@ def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str,
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)
-    later = torch.ones(len(states), len(states), dtype=torch.bool).triu(1)
-    result = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), value)
+    back = torch.arange(len(states))[:, None] - torch.arange(len(states))
+    hidden = (back < 0) | (back >= (fields.get("sliding_window") or len(states)))
+    result = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
     return result.flatten(1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].double().T
 
 

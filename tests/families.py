@@ -24,7 +24,7 @@ PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-_BASE = {
+BASE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -48,26 +48,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@functools.cache
 def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -> Any:
     """A model of `transformers` with random weights. With `lean` its logits lean towards one token, as a trained model's do: in
     bfloat16 a tenth of a random model's choices would be near ties.
     """
     kind, changes = FAMILIES[family]
-    config = getattr(transformers, f"{kind}Config")(**_BASE | changes)
-    torch.manual_seed(len(family))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = random_model(kind, BASE | changes, seed=len(family))
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        if lean:
+            embedding.mul_(9)
+        if lean and not model.config.tie_word_embeddings:
+            model.lm_head.weight.add_(embedding.roll(1, 0), alpha=0.5)
+    return model.to(dtype)
+
+
+def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
+    """Of `transformers`; its products keep the size of what goes in."""
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.normal_(float("norm" in name), 0.3)
             else:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-        embedding = model.model.embed_tokens.weight
-        if lean:
-            embedding.mul_(9)
-        if lean and not config.tie_word_embeddings:
-            model.lm_head.weight.add_(embedding.roll(1, 0), alpha=0.5)
-    return model.to(dtype)
+    return model
 
 
 def save_tokenizer(folder: Path, size: int) -> None:

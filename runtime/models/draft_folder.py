@@ -49,7 +49,11 @@ class DraftCheckpoint(Protocol):
     def memory(self, limits: Limits) -> str:
         """What loading will take, for people to read."""
 
-    def load(self, target: Llama, device: Device, progress: bool = False) -> DraftModel: ...
+    def check(self, progress: bool = False) -> None:
+        """Read every number. ValueError names the tensor that will not do."""
+
+    def load(self, target: Llama, device: Device, progress: bool = False) -> DraftModel:
+        """After `check`, beside a target that is loaded."""
 
 
 def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None) -> DraftCheckpoint:
@@ -89,32 +93,37 @@ class HeadCheckpoint:
     path: Path
     kind: str
     make: Callable[[Llama, Device], Eagle3 | Mtp]  # around this target, on this device
-    target: Llama  # without memory
+    target: Checkpoint
     source: Source
     wanted: Mapping[str, Place]
     feature_layers: tuple[int, ...] = ()
     most_drafts: int = 8
-    repeated: Mapping[str, str] = field(default_factory=dict)  # stored tensors that have to be the target's, and its attribute
+    repeated: Mapping[str, str] = field(default_factory=dict)  # stored tensors that have to be the target's, and which of its
 
     def checked(self) -> HeadCheckpoint:
         """Every tensor is there, in its shape. ValueError names the one that is not."""
-        spare = {"d2t", "t2d", *self.repeated}
-        check_tensors(self.make(self.target, "meta"), self.wanted, self.source, self.path, spare)
-        for name, attribute in self.repeated.items():
-            shape = tuple(getattr(self.target, attribute).shape)
-            if name in self.source.tensors and self.source.tensors[name].shape != shape:
-                raise ValueError(f"{self.path}: {name} has shape {self.source.tensors[name].shape}, want {shape}, the target's")
+        check_tensors(self._outline()[1], self.wanted, self.source, self.path, {"d2t", "t2d", *self.repeated})
+        for name, its in self.repeated.items():
+            shape = self.target.source.tensors[its].shape
+            if self.source.tensors[name].shape != shape:
+                raise ValueError(f"{self.path}: {name} has shape {self.source.tensors[name].shape}, want {shape}, as the target's {its}")
         return self
 
     def memory(self, limits: Limits) -> str:
-        return memory(f"{self.path.name}: {self.kind}", self.make(self.target, "meta"), limits, shared=self.target)
+        target, head = self._outline()
+        return memory(f"{self.path.name}: {self.kind}", head, limits, shared=target)
+
+    def _outline(self) -> tuple[Llama, Eagle3 | Mtp]:
+        target = self.target.outline(self.feature_layers)
+        return target, self.make(target, "meta")
+
+    def check(self, progress: bool = False) -> None:
+        check_numbers(self.wanted, self.source, self.path, progress)
+        for name, its in self.repeated.items():
+            if not torch.equal(self.source.read(name), self.target.source.read(its)):
+                raise ValueError(f"{self.path}: {name} holds other numbers than the target's {its}, which the modules share")
 
     def load(self, target: Llama, device: Device, progress: bool = False) -> Eagle3 | Mtp:
-        check_numbers(self.wanted, self.source, self.path, progress)
-        for name, attribute in self.repeated.items():
-            its = getattr(target, attribute)
-            if name in self.source.tensors and not torch.equal(self.source.read(name).to(its), its):
-                raise ValueError(f"{self.path}: {name} holds other numbers than the target's, want the same: the modules share it")
         model = self.make(target, device)
         load_tensors(model, self.wanted, self.source, self.path, progress)
         model.eval()
@@ -133,19 +142,26 @@ class ModelCheckpoint:
     def memory(self, limits: Limits) -> str:
         return memory(f"{self.checkpoint.path.name}: draft", DraftLlama(self.checkpoint.config, device="meta"), limits)
 
+    def check(self, progress: bool = False) -> None:
+        self.checkpoint.check(progress)
+
     def load(self, target: Llama, device: Device, progress: bool = False) -> DraftLlama:
         opened = self.checkpoint
         model = DraftLlama(opened.config, self.translation, device=device)
-        wanted = dict(places(model))
-        check_numbers(wanted, opened.source, opened.path, progress)
-        load_tensors(model, wanted, opened.source, opened.path, progress)
+        load_tensors(model, dict(places(model)), opened.source, opened.path, progress)
         model.eval()
         return model
 
 
 def _open_eagle3(path: Path, told: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
     found = SafetensorsSource(path)
-    source = PartSource(found, {eagle3_name(name): name for name in found.tensors}, path)
+    names: dict[str, str] = {}
+    for name in found.tensors:
+        called = eagle3_name(name)
+        if called in names:
+            raise ValueError(f"{called} is there twice, as {names[called]} and as {name}")
+        names[called] = name
+    source = PartSource(found, names)
     config = read_eagle3(told, target.config)
     d2t = read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
@@ -161,15 +177,14 @@ def _open_eagle3(path: Path, told: Mapping[str, object], target: Checkpoint) -> 
         return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
 
     wanted_tensors = dict(eagle3_places(config, own_embedding, own_head))
-    outline = target.outline(config.feature_layers)
-    return HeadCheckpoint(path, "EAGLE-3 head", make, outline, source, wanted_tensors, config.feature_layers).checked()
+    return HeadCheckpoint(path, "EAGLE-3 head", make, target, source, wanted_tensors, config.feature_layers).checked()
 
 
 def _open_mtp(path: Path, found: Source, told: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
     """`told` is the config of a folder of their own; empty for the target's own modules."""
     layers = mtp_layers(found) if told else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     first, count = min(layers), len(layers)
-    source = PartSource(found, {name: name for name in found.tensors if told or name in target.mtp_tensors}, path)
+    source = PartSource(found, {name: name for name in found.tensors if told or name in target.mtp_tensors})
     refuse_other_layers(source)
     config = read_mtp(told, target.config, count) if told else replace(target.config, windows=(target.config.windows[-1],) * count)
 
@@ -177,8 +192,8 @@ def _open_mtp(path: Path, found: Source, told: Mapping[str, object], target: Che
         return Mtp(config, embedding=around.embedding, head=around.unembedding, device=device)
 
     most = 8 if count == 1 else count
-    wanted = dict(mtp_places(config, first))
-    return HeadCheckpoint(path, "MTP", make, target.outline(), source, wanted, (), most, mtp_shared(count, first)).checked()
+    repeated = {name: its for name, its in mtp_shared(config, first, target.config.tied).items() if name in source.tensors}
+    return HeadCheckpoint(path, "MTP", make, target, source, dict(mtp_places(config, first)), (), most, repeated).checked()
 
 
 def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None) -> ModelCheckpoint:

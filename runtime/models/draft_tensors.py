@@ -60,7 +60,10 @@ def mtp_places(config: LlamaConfig, first: int) -> Iterator[tuple[str, Place]]:
 def mtp_layers(source: Source) -> list[int]:
     """Which layers of a file are MTP modules."""
     named = (re.fullmatch(r"model\.layers\.(\d{1,6})\.eh_proj\.weight", name) for name in source.tensors)
-    return sorted(int(name[1]) for name in named if name)
+    layers = sorted(int(name[1]) for name in named if name)
+    if layers and layers != list(range(layers[0], layers[0] + len(layers))):
+        raise ValueError(f"got eh_proj.weight in the layers {layers}, want them in a row")
+    return layers
 
 
 def refuse_other_layers(source: Source) -> None:
@@ -71,10 +74,11 @@ def refuse_other_layers(source: Source) -> None:
             raise ValueError(f"{name} belongs to {kind}, which MTP modules are not supported with; want a dense layer as Llama has it")
 
 
-def mtp_shared(count: int, first: int) -> dict[str, str]:
-    """What a file may repeat of the target in each of `count` modules: the name there, and the target's parameter."""
-    names = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "head"}
-    return {f"model.layers.{first + index}.{name}": shared for index in range(count) for name, shared in names.items()}
+def mtp_shared(config: LlamaConfig, first: int, tied: bool) -> dict[str, str]:
+    """What a file may repeat of the target in each module: the name there, and the target's own."""
+    embedding = "model.embed_tokens.weight"
+    names = {"embed_tokens.weight": embedding, "shared_head.head.weight": embedding if tied else "lm_head.weight"}
+    return {f"model.layers.{first + index}.{name}": its for index in range(config.num_layers) for name, its in names.items()}
 
 
 def stored(model: nn.Module, places: Mapping[str, Place]) -> dict[str, Tensor]:

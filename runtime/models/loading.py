@@ -34,7 +34,7 @@ def load_models(
     feature_layers: Sequence[int] = (),
     progress: bool = False,
 ) -> Loaded:
-    """A target and its drafter, on the device of the config's backend. No config: as many drafts as usual, or as the drafter can make.
+    """A target and its drafter, on the device of the config's backend. No config: the usual one, as far as the models go.
 
     "auto" takes the MTP modules of the target's own folder, and n-gram look-up where it has none.
     """
@@ -57,7 +57,8 @@ def load_models(
         feature_layers = opened.feature_layers
     if config is None:
         most = opened.most_drafts if opened else 0 if given is None else EngineConfig.num_speculative_tokens
-        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most))
+        length = min(EngineConfig.max_length, checkpoint.config.max_positions)
+        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most), max_length=length)
     if opened is None:
         check_draft(config, given)
     outline = checkpoint.outline(feature_layers)
@@ -65,6 +66,9 @@ def load_models(
     for stated in [checkpoint.memory(limits), *([opened.memory(limits)] if opened else [])]:
         if progress:
             print(stated, file=sys.stderr, flush=True)  # where the bar goes
+    checkpoint.check(progress)
+    if opened is not None:
+        opened.check(progress)
     on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
     device = "cuda:0" if on_cuda else "cpu"
     target = checkpoint.load(device, feature_layers, progress)

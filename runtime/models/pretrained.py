@@ -52,11 +52,14 @@ class Checkpoint:
         """What loading will take, for people to read."""
         return memory(self.path.name, self.outline(), limits)
 
+    def check(self, progress: bool = False) -> None:
+        """Read every number. ValueError names the tensor that holds none."""
+        check_numbers(dict(places(self.outline())), self.source, self.path, progress)
+
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
-        wanted = dict(places(self.outline()))
-        check_numbers(wanted, self.source, self.path, progress)
+        """After `check`."""
         model = Llama(self.config, feature_layers=feature_layers, device=device)
-        load_tensors(model, wanted, self.source, self.path, progress)
+        load_tensors(model, dict(places(model)), self.source, self.path, progress)
         model.origin = self.path.name
         return model.eval()
 

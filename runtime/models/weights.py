@@ -96,7 +96,7 @@ class SafetensorsSource:
 class PartSource:
     """Some tensors of a source, under other names."""
 
-    def __init__(self, source: Source, names: Mapping[str, str], where: Path) -> None:
+    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self.tensors = {name: source.tensors[stored] for name, stored in names.items()}
         self._source, self._names = source, names
 
