@@ -161,7 +161,7 @@ def test_limits_that_are_none_are_refused_by_name() -> None:
         ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, want at most 120000"),
     ):
         with pytest.raises(ValueError, match=told):
-            GrammarLimits(**fields)  # type: ignore[arg-type]
+            GrammarLimits(**fields)
 
 
 def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -91,7 +92,8 @@ class Setup:
     compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
 
 
-def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
+def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
+    """`others` are fields of the config that no setup has."""
     config = EngineConfig(
         max_rows=setup.max_rows,
         num_speculative_tokens=setup.k,
@@ -107,6 +109,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None) -> Engine:
         host_link=setup.host_link,
         compile_isolation=setup.compile_isolation,
         backend="tape",
+        **others,
     )
     draft = DRAFTERS[setup.drafter]() if setup.k else None
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))

@@ -102,6 +102,9 @@ class Backends:
                 except ValueError as error:
                     reasons[name] = _shortened(named(str(error)))
                     continue
+                except Exception as error:  # numbers beyond floats, depths beyond the stack: what a constraint brings about is its fault
+                    reasons[name] = _shortened(f"{type(error).__name__}: {error}")
+                    continue
                 return result, name, "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         except ValueError as error:
             reasons = {"": str(error)}

@@ -76,6 +76,7 @@ class Libraries:
         self._compiler = self._core.GrammarCompiler(tokenizer, self._options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
+        self.grammar(b'root ::= "a"', b"root")  # what is loaded with a first compile is here before memory is limited
 
     def prepare(self, name: str) -> bool:
         """Load what a call needs; True where that took memory that the call is not to answer for."""

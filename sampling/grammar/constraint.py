@@ -7,6 +7,7 @@ library can enforce it is found out by compiling it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -22,6 +23,7 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"
 BackendChoice = Literal["auto", "xgrammar", "llguidance"]
 
 MAX_PAYLOAD_CHARS = 120_000
+MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are taken out
 
 
 def checked_backend(name: str, value: object) -> None:
@@ -53,6 +55,7 @@ class Constraint:
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, want str")
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, want at most {MAX_PAYLOAD_CHARS}")
+        _check_text(f"Constraint.payload of {self.kind}", self.payload)
         if not isinstance(self.any_whitespace, bool):
             raise ValueError(f"Constraint.any_whitespace: got {self.any_whitespace!r}, want a bool")
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
@@ -108,6 +111,7 @@ class Constraint:
         for index, option in enumerate(options):
             if not isinstance(option, str) or not option:
                 raise ValueError(f"Constraint.choice[{index}]: got {option!r}, want a string that is not empty")
+            _check_text(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
     @classmethod
@@ -116,6 +120,7 @@ class Constraint:
         for name, value in (("grammar", grammar), ("root", root)):
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"Constraint.ebnf.{name}: got {value!r}, want a string that is not blank")
+            _check_text(f"Constraint.ebnf.{name}", value)
         return cls("ebnf", json.dumps([root, grammar]))
 
     @classmethod
@@ -148,19 +153,28 @@ class Constraint:
 
 def _canonical(value: Any, name: str) -> str:
     """JSON text of a value or of another text of it. Property order is part of a constraint, so the keys are not sorted."""
+    if isinstance(value, str) and len(value) > MAX_GIVEN_CHARS:
+        raise ValueError(f"{name}: got {len(value)} characters, want at most {MAX_GIVEN_CHARS}")
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constants)
-        return json.dumps(parsed, separators=(",", ":"))
+        _check_text("a string in it", json.dumps(parsed, ensure_ascii=False))
+        return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # 1e999 was read as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), want a JSON object") from error
 
 
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, want text") from None
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
-    if repeated:
-        raise ValueError(f"the key {min(repeated)!r} appears twice")
+    if len(dict(pairs)) < len(pairs):
+        repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {repeated!r} appears twice")
     return dict(pairs)
 
 

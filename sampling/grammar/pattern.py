@@ -68,6 +68,7 @@ def regex_of(pattern: str, where: str, in_json: bool = False) -> str:
 
 def _translated(pattern: str, context: _Context, opening: str, empty: str) -> list[str]:
     pieces, depth, before = [empty], 0, "|"
+    atoms = {")": ")"}  # a long pattern repeats its letters
     for token in _TOKEN.finditer(pattern):
         text, start = token.group(), token.start()
         if token["anchor"]:
@@ -80,7 +81,9 @@ def _translated(pattern: str, context: _Context, opening: str, empty: str) -> li
             _check_group(token, context)
             pieces += [opening if text[0] == "(" else text, empty]  # an alternative may be empty
         else:
-            pieces.append(")" if text == ")" else _atom(token, context))
+            if text not in atoms:
+                atoms[text] = _atom(token, context)
+            pieces.append(atoms[text])
         depth += {"(": 1, ")": -1}.get(text[0], 0)
         if depth < 0:
             context.refuse(text, start, "a parenthesis that was opened")

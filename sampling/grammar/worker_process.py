@@ -27,6 +27,7 @@ SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # the worker's own timer comes first; this is for one that was stopped
 STDERR_TAIL = 600
+NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # of C++, of Rust, of the system's loader
 
 _alive: weakref.WeakSet[CompileWorker] = weakref.WeakSet()
 
@@ -146,7 +147,7 @@ class CompileWorker:
         code = self._code()
         if code == -signal.SIGALRM:
             return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        if code == -signal.SIGABRT and any(sign in self._epitaph() for sign in ("bad_alloc", "memory allocation")):
+        if any(sign in self._epitaph() for sign in NO_MEMORY_SIGNS):
             return self._no_memory()
         if code >= 0:
             return f"the compile worker ended with exit code {code}"
@@ -176,7 +177,8 @@ def _started() -> _Process:
         raise WorkerError(f"there is no compile worker on {os.name}")
     # Apart from this interpreter's settings and signals: only the path is handed on.
     command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a pool of threads takes address space
+    # Threads that a compile is not to answer for would take address space, and so would a heap for each of those that it uses.
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     with contextlib.ExitStack() as undo:
         ours, theirs = map(undo.enter_context, socket.socketpair())
         stderr = undo.enter_context(tempfile.TemporaryFile())

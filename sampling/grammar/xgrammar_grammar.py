@@ -23,6 +23,10 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
 
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
+# What may follow a string where no blanks may, as the library looks ahead: it reckons with blanks all the same. Tokens that go on
+# otherwise behind the quote are ruled out once, when a grammar is compiled; the others are tried again for every mask. Behind a tag's
+# JSON follows what ends the tag, which may be a blank.
+BEHIND_STRING, BEHIND_STRING_AT_ONCE = r"(=([ \n\r\t]* [,}\]:]))", r"(=([,}\]:]))"
 _RULE = re.compile(r"^(\w+) ::= ", re.MULTILINE)
 
 
@@ -121,7 +125,7 @@ def ebnf_text(constraint: Constraint, convert: Converter) -> tuple[str, str]:
         return _tagged(tag_groups(payload), constraint.any_whitespace, convert), "root"
     # The library's built-in JSON grammar forbids some legal tokens (`}]` after a string); this schema does not.
     schema = {"type": "object"} if kind == "json_object" else json.loads(payload)
-    return _json(schema, constraint.any_whitespace, convert), "root"
+    return _json(schema, constraint.any_whitespace, convert).replace(BEHIND_STRING, BEHIND_STRING_AT_ONCE), "root"
 
 
 def _json(schema: object, any_whitespace: bool, convert: Converter) -> str:

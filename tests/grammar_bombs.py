@@ -1,0 +1,137 @@
+"""Constraints that are meant to hurt: deep, wide, endless, wrong. What a compile makes of each differs; what may not differ is that
+it ends, by name where it is refused, and is felt by nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from stepgraph.runtime import Constraint
+
+
+def nested(levels: int) -> str:
+    return '{"type":"array","items":' * levels + "{}" + "}" * levels
+
+
+def chained(fork: dict[str, Any], length: int) -> dict[str, Any]:
+    """Definitions that each refer to the next one, in the shape of `fork`."""
+    text = json.dumps(fork)
+    chain = {f"d{place}": json.loads(text.replace("NEXT", f"#/$defs/d{place + 1}")) for place in range(length)}
+    return {"$defs": {**chain, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def one_of(parts: int, ways: int) -> dict[str, Any]:
+    """As many combinations as `ways` to the power of `parts`."""
+    branches = [{"type": "object", "properties": {"p": {"const": way}}, "required": ["p"]} for way in range(ways)]
+    return {"allOf": [{"oneOf": json.loads(json.dumps(branches).replace('"p"', f'"p{part}"'))} for part in range(parts)]}
+
+
+REFER = {"$ref": "NEXT"}
+COUNTED = {"type": "array", "minItems": 1000, "maxItems": 100_000}
+THIN, WIDE = range(500), range(3000)
+
+SCHEMAS: dict[str, Callable[[], Any]] = {
+    "10,000 levels": lambda: nested(10_000),
+    "100 levels": lambda: nested(100),
+    "60 levels": lambda: nested(60),
+    "references without progress": lambda: {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "branches without progress": lambda: {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    "objects without an end": lambda: {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "references with progress": lambda: {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
+    "references that fork as arrays": lambda: chained({"type": "array", "prefixItems": [REFER] * 8}, 40),
+    "references that fork as branches": lambda: chained({"anyOf": [REFER] * 8}, 40),
+    "combinations by the million": lambda: one_of(10, 4),
+    "10,000 values": lambda: {"enum": [f"value {place}" for place in range(7000)]},
+    "10,000 numbers": lambda: {"enum": [*range(10_000)]},
+    "500 optional properties": lambda: {"type": "object", "properties": {f"p{place}": {} for place in THIN}},
+    "3,000 optional properties": lambda: {"type": "object", "properties": {f"p{place}": {} for place in WIDE}},
+    "3,000 properties": lambda: {
+        "type": "object",
+        "properties": {f"p{place}": {} for place in WIDE},
+        "required": [f"p{place}" for place in WIDE],
+    },
+    "a million items": lambda: {"type": "array", "minItems": 1_000_000},
+    "counted counts": lambda: {**COUNTED, "items": {**COUNTED, "items": {**COUNTED, "items": {"type": "integer"}}}},
+    "a pattern that counts counts": lambda: {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+    "a long string": lambda: {"type": "string", "maxLength": 100_000},
+    "a bound beyond floats": lambda: {"type": "integer", "exclusiveMaximum": 10**400},
+    "a bound of 5,000 digits": lambda: {"type": "integer", "maximum": 10**5000},
+    "a bound beyond numbers": lambda: '{"type": "number", "minimum": 1e999}',
+    "a bound that is no number": lambda: {"type": "number", "minimum": float("nan")},
+    "a count that is none": lambda: {"type": "array", "minItems": -1},
+    "half a character": lambda: {"const": "\ud800"},
+    "half a name": lambda: {"type": "object", "properties": {"\udfff": {}}},
+    "100,000 characters": lambda: {"const": "x" * 100_000},
+    "two million characters": lambda: '{"const": "' + "x" * 2_000_000 + '"}',
+}
+PATTERNS: dict[str, Callable[[], str]] = {
+    "10,000 groups": lambda: "(" * 10_000 + "a" + ")" * 10_000,
+    "60 groups": lambda: "(" * 45 + "a" + ")" * 45,
+    "a million times": lambda: "a{1,1000000}",
+    "100,000 times": lambda: "(ab|c){1,100000}",
+    "counted counts": lambda: "((a{1,1000}){1,1000}){1,1000}",
+    "catastrophic": lambda: "(a+a+)+b",
+    "stars of stars": lambda: "(((((a*)*)*)*)*)*b",
+    "states by the million": lambda: "[ab]*a[ab]{40}",
+    "100,000 characters": lambda: "abc[x-z]|" * 11_000 + "q",
+    "50,000 that may be missing": lambda: "a?" * 50_000,
+    "30,000 searches": lambda: ".*x" * 30_000,
+    "half a character": lambda: "\ud800",
+    "a bound of 5,000 digits": lambda: "a{" + "9" * 5000 + "}",
+}
+GRAMMARS: dict[str, Callable[[], str]] = {
+    "10,000 brackets": lambda: "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000,
+    "a million times": lambda: 'root ::= "a"{1,1000000}',
+    "counted counts": lambda: 'root ::= (("a"{1,1000}){1,1000}){1,1000}',
+    "more than numbers count": lambda: 'root ::= "a"{99999999999999999999}',
+    "rules that double": lambda: (
+        "root ::= r0\n" + "".join(f"r{place} ::= r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60 ::= "a"'
+    ),
+    "left recursion": lambda: 'root ::= root "a" | root | "b"',
+    "nothing but itself": lambda: "root ::= root",
+    "each other": lambda: "root ::= a\na ::= b\nb ::= a",
+    "nothing, again and again": lambda: 'root ::= (""*)* "a"',
+    "29,000 that may be missing": lambda: "root ::= " + "[a]?" * 29_000,
+    "29,000 loops": lambda: "root ::= " + "[a]*" * 29_000,
+    "10,000 rules": lambda: "root ::= r0\n" + "".join(f'r{place} ::= "a" r{place + 1}\n' for place in range(4500)) + 'r4500 ::= "b"\n',
+    "half a character": lambda: 'root ::= "\ud800"',
+}
+LARKS: dict[str, Callable[[], str]] = {
+    "10,000 brackets": lambda: "start: " + "(" * 10_000 + '"a"' + ")" * 10_000,
+    "10,000 groups": lambda: "start: /" + "(" * 10_000 + "a" + ")" * 10_000 + "/",
+    "10,000 complements": lambda: "start: T\nT: " + "~" * 10_000 + '"a"',
+    "a million times": lambda: 'start: T\nT: "a"{1,1000000}',
+    "counted counts": lambda: 'start: ((t{1,1000}){1,1000}){1,1000}\nt: "a"',
+    "intersections": lambda: "start: T\nT: " + " & ".join(f"/(?s:.*)[a-z]{{{place}}}x(?s:.*)/" for place in range(40)),
+    "rules that double": lambda: "start: r0\n" + "".join(f"r{place}: r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60: "a"',
+    "each other": lambda: "start: a\na: b\nb: a",
+    "a schema of 60 levels": lambda: f"start: %json {nested(60)}",
+    "half a character": lambda: 'start: "\ud800"',
+}
+TAG = {"begin": "<a>", "schema": {}, "end": ""}
+OTHERS: dict[str, Callable[[], Constraint]] = {
+    "7,000 choices": lambda: Constraint.choice([f"choice {place}" for place in range(7000)]),
+    "half a choice": lambda: Constraint.choice(["\udc00"]),
+    "a marker that is no token": lambda: Constraint.json_object().after((10**9,)),
+    "a marker below all tokens": lambda: Constraint.json_object().after((-1,)),
+    "a marker that is no number": lambda: Constraint.json_object().after((float("nan"),)),  # type: ignore[arg-type]
+    "1,000 tags": lambda: Constraint.structural_tag(
+        {"triggers": ["<"], "structures": [{**TAG, "begin": f"<t{place}>"} for place in range(1000)]}
+    ),
+}
+BOMBS: dict[str, Callable[[], Constraint]] = {
+    **{f"schema: {name}": lambda build=build: Constraint.json_schema(build()) for name, build in SCHEMAS.items()},  # type: ignore[misc]
+    **{
+        f"schema, llguidance: {name}": lambda build=build: Constraint.json_schema(build(), backend="llguidance")  # type: ignore[misc]
+        for name, build in SCHEMAS.items()
+    },
+    **{f"pattern: {name}": lambda build=build: Constraint.regex(build()) for name, build in PATTERNS.items()},  # type: ignore[misc]
+    **{
+        f"pattern, llguidance: {name}": lambda build=build: Constraint.regex(build(), "llguidance")  # type: ignore[misc]
+        for name, build in PATTERNS.items()
+    },
+    **{f"ebnf: {name}": lambda build=build: Constraint.ebnf(build()) for name, build in GRAMMARS.items()},  # type: ignore[misc]
+    **{f"lark: {name}": lambda build=build: Constraint.lark(build()) for name, build in LARKS.items()},  # type: ignore[misc]
+    **OTHERS,
+}
