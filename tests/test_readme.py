@@ -24,12 +24,21 @@ def test_the_embed_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len([line for line in SNIPPETS[0].splitlines() if line.strip()]) <= 15
 
 
+def test_the_example_of_a_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    torch.manual_seed(1)
+    exec(SNIPPETS[1], namespace)
+    assert re.fullmatch(r"b'[a-z]{3,12}'", capsys.readouterr().out.strip())
+    assert namespace["job"].finish_reason in ("constraint_complete", "stop")
+    assert len([line for line in SNIPPETS[1].splitlines() if line.strip()]) <= 60
+
+
 def test_the_capture_example_runs() -> None:
     namespace: dict[str, Any] = {}
-    exec(SNIPPETS[1], namespace)
+    exec(SNIPPETS[2], namespace)
     buffers = namespace["buffers"]
     assert torch.equal(buffers.y, torch.softmax(buffers.x * 2, 0))
-    assert len([line for line in SNIPPETS[1].splitlines() if line.strip()]) <= 10
+    assert len([line for line in SNIPPETS[2].splitlines() if line.strip()]) <= 10
 
 
 def test_the_stream_example_runs() -> None:
@@ -37,7 +46,7 @@ def test_the_stream_example_runs() -> None:
     specs += [BufferSpec(name, (4,), torch.float32, "pinned") for name in ("seen_host", "answer_host")]
     buffers = StaticBuffers(specs)
     namespace: dict[str, Any] = {"torch": torch, "think": lambda: buffers.answer_host.copy_(buffers.seen_host + 1)}
-    exec(SNIPPETS[2], namespace)
+    exec(SNIPPETS[3], namespace)
     recorded = capture(namespace["step"], buffers, backend="tape")
     buffers.x.copy_(torch.arange(4.0))
     recorded.replay()
