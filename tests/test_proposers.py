@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, GraphKey, Limits, StaticBuffers, TapeBackend
+from stepgraph.graphs.batch import read_batch
+from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.graphs.model import History
+from stepgraph.graphs.proposing import propose, text_specs
 from stepgraph.runtime import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.sampling.acceptance import FinishCode
 from tests.families import folder_of
 from tests.proposers import Proposes, noise
 from tests.test_engine_oracle import Ask, answer, asks, run_schedule
@@ -154,6 +158,25 @@ def test_rounds_replay_as_eager(k: int, proposer: Any) -> None:
     backend.close()
 
 
+def test_what_is_proposed_is_cut_where_it_ends() -> None:
+    """At an id that is no token's, at what the request wants; and nothing is kept for a row that has ended, or for padding."""
+    limits = Limits(
+        max_rows=7, num_speculative_tokens=3, max_length=16, page_size=8, num_pages=14, vocab_size=12, num_tokens=10, feature_size=0
+    )
+    buffers = StaticBuffers([spec for spec in (*round_specs(limits), *text_specs(limits)) if not spec.name.endswith("_host")])
+    proposed = torch.tensor([[1, 2, 3], [4, -1, 5], [6, 10, 7], [2**40, 1, 1], [1, -(2**40), 1], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    buffers.batch_rows.copy_(torch.tensor([0, 1, 2, 3, 4, 5, 6]))
+    buffers.row_state[:7, Column.FINISH] = int(FinishCode.RUNNING)
+    buffers.row_state[:7, Column.LENGTH] = 4
+    buffers.row_state[:7, Column.DRAFT_LIMIT] = 3
+    buffers.row_state[5, Column.DRAFT_LIMIT] = 2
+    buffers.row_state[6, Column.FINISH] = int(FinishCode.STOP)
+    propose(buffers, read_batch(buffers, 7), Proposes(lambda history, index: proposed[:7]), limits)
+    kept = [[1, 2, 3], [4, -1, -1], [6, -1, -1], [-1] * 3, [1, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
+    assert buffers.row_drafts.tolist() == kept
+    assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]
+
+
 def test_nothing_is_kept_of_distributions() -> None:
     engine = shared_engine(SAMPLED)
     assert engine.buffers.row_draft_probs.numel() == 0 and bool(engine.buffers.row_certain.all())
@@ -265,6 +288,22 @@ def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, eager=True)
     with Engine.from_pretrained(folder, config=config) as engine:
         assert engine.generate([5, 6, 7], max_new_tokens=20).tokens == found.tokens
+
+
+def test_what_a_function_says_is_cut_where_it_ends() -> None:
+    expected = plain([1, 2], 20).tokens
+
+    def parts(job: Job) -> list[int]:
+        right = expected[len(job.tokens) :]
+        return [*right[:1], len(VOCABULARY.tokens), *right[1:]] if len(job.tokens) % 2 else [-1, *right]
+
+    with Engine(TARGET, parts, vocabulary=VOCABULARY, config=replace(CONFIG, rounds_in_flight=1, num_speculative_tokens=3)) as engine:
+        engine.capture()
+        job, accepted = engine.submit([1, 2], max_new_tokens=20), []
+        for event in engine.stream():
+            accepted.append(event.num_accepted_drafts)
+    assert job.tokens == expected
+    assert set(accepted) == {0, 1}, "what stands behind an id of no token would hold as well"
 
 
 def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_every_job() -> None:
