@@ -23,13 +23,6 @@ PART = 128  # keys that the reference weighs at a time
 LEAST_ROWS = 4  # of a matrix product on the CPU: with fewer rows, MKL and oneDNN add up in another order
 
 
-def implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """What attention runs as, for people to read."""
-    if device.type == "cuda" and dtype is torch.float32:
-        return "torch reference (the kernel is for bfloat16 and float16)"
-    return register.implementation(device)
-
-
 class AttentionShape(NamedTuple):
     """What one model asks of `attention`."""
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention import PART, attention, attention_operation, cache_specs, implementation, write_cache
+from stepgraph.graphs.attention import PART, attention, attention_operation, cache_specs, write_cache
 from stepgraph.graphs.model import ModelInput
-from stepgraph.sampling.kernels import register
 
 PAGE = 8
 
@@ -164,10 +163,3 @@ def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
         run_eager(step, buffers)
         assert all(torch.equal(*pair) for pair in zip(caches, replayed, strict=True))
     backend.close()
-
-
-def test_it_is_said_what_attention_runs_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register, "has_triton", lambda: True)
-    assert implementation(torch.device("cuda"), torch.bfloat16) == "triton"
-    assert implementation(torch.device("cuda"), torch.float32) == "torch reference (the kernel is for bfloat16 and float16)"
-    assert implementation(torch.device("cpu"), torch.bfloat16) == "torch reference (kernels are for CUDA devices)"

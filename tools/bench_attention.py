@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         rows = f"{len(self.lengths)}x{self.lengths[0]}" if len(set(self.lengths)) == 1 else "+".join(map(str, self.lengths))
         window = f" window={self.window}" if self.window else ""
-        return f"keys={rows} of {self.max_length} Q={self.count} heads={self.heads}/{self.kv_heads}x{self.size}{window}"
+        return f"keys={rows} of {self.max_length} Q={self.queries} heads={self.heads}/{self.kv_heads}x{self.size}{window}"
 
 
 SHAPES = (
