@@ -1,113 +1,19 @@
-"""Requests that begin alike share pages: the same tokens as without, fewer of them computed, and no page changes that others may read."""
+"""Requests that begin alike share pages: the same tokens as without, fewer of them computed."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
-from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.model import DraftModel, ModelInput, ModelOutput
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job
-from stepgraph.runtime.models import toy
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime import Engine, SamplingParams
+from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft
-from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
-
-PAGE, K = 4, 3
-CONFIG = EngineConfig(
-    max_rows=3, num_speculative_tokens=K, max_length=48, page_size=PAGE, num_pages=30, prefill_chunk=7, backend="tape", buckets=(3,)
-)
-SYSTEM = [(place * 5 + 3) % 90 for place in range(17)]
-
-
-class AheadDraft(ToyDraft):
-    """Keeps a token's entry `lookahead` positions in front of it, as trained heads do; one wrong entry ends all agreement."""
-
-    def __init__(self, lookahead: int) -> None:
-        super().__init__(TARGET)
-        self.lookahead = lookahead
-
-    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        return tuple(BufferSpec(f"ahead_{name}", (limits.cache_slots,), torch.int64) for name in ("first", "later"))
-
-    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        assert inputs.features is not None
-        size, ahead, positions = inputs.page_size, self.lookahead, inputs.positions
-        early, entry = positions < ahead, (positions - ahead).clamp(min=0)
-        slots = inputs.block_tables.gather(1, entry // size) * size + entry % size
-        mine = (inputs.slots >= size) & ~early & (positions >= inputs.shared + ahead)
-        buffers.ahead_first.index_put_((torch.where(early, inputs.slots, 0),), inputs.tokens)
-        buffers.ahead_later.index_put_((torch.where(mine, slots, 0),), inputs.tokens)
-        entries = (inputs.block_tables[:, :, None] * size + torch.arange(size, device=positions.device)).flatten(1)
-        places = torch.arange(entries.shape[1], device=positions.device)
-        text = torch.where(places < ahead, buffers.ahead_first[entries], buffers.ahead_later[entries].roll(ahead, 1))
-        own = toy._fold(toy._mix(text, places).cumsum(1).gather(1, positions))
-        told = toy._fold(toy._from_limbs(inputs.features) + toy._mix(inputs.tokens, positions))
-        hidden = toy._to_limbs(torch.where(own == told, own, own ^ 1))
-        return ModelOutput(hidden, hidden)
-
-
-DRAFTS: dict[str, Callable[[], DraftModel | None]] = {
-    "none": lambda: None,
-    "at its token": lambda: ToyDraft(TARGET),
-    "one ahead": lambda: AheadDraft(1),
-    "two ahead": lambda: AheadDraft(2),
-}
-
-
-def make_engine(draft: str, asynchronous: bool = True, **changes: Any) -> Engine:
-    drafts = K if draft != "none" else 0
-    config = replace(CONFIG, **{"num_speculative_tokens": drafts, "greedy_only": True} | changes)
-    engine = Engine(TARGET, DRAFTS[draft](), vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=asynchronous))
-    engine.capture()
-    return engine
-
-
-class NoSharedWrites(TorchDispatchMode):
-    """Fails on any write to a page that a request could find, whatever it writes. For an engine that runs eagerly and at once."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        models = [model for model in engine._models if model is not None]
-        self.caches = {storage_key(engine.buffers[spec.name]) for model in models for spec in model.cache_specs(engine.limits)}
-        self.prefixes, self.writes = engine._desk.rows._prefixes, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and storage_key(args[0]) in self.caches:
-            assert func is torch.ops.aten.index_put_.default, f"{func} of a cache"
-            self.writes += 1
-            written, known = set((args[1][-1] // PAGE).flatten().tolist()), {page.page for page in self.prefixes._known.values()}
-            assert not written & known, f"pages {written & known} are known, and written"
-        return func(*args, **kwargs or {})
-
-
-@functools.cache
-def watched_engine(draft: str) -> Engine:
-    return make_engine(draft, asynchronous=False, eager=True)
-
-
-def finish(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
-
-
-def ask(engine: Engine, prompt: Sequence[int], count: int = 9, **options: Any) -> Job:
-    return engine.submit(list(prompt), max_new_tokens=count, **options)
-
-
-def rounds_of(job: Job, drafts: int) -> int:
-    """Of a perfect draft: the first round has no drafts, all others take them all."""
-    return 1 + -(-(len(job.tokens) - 1) // (drafts + 1))
+from tests.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
+from tests.toy_engines import TARGET, VOCABULARY, plain
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -142,71 +48,141 @@ def test_a_prompt_of_whole_pages_and_a_chunk_of_one_token() -> None:
         assert job.num_cached_tokens == 8
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A prompt that shares its beginning, or goes on where an earlier request has come to."""
-
-    length: int  # of SYSTEM
-    tail: tuple[int, ...]
-    follows: int | None
-    constraint: Constraint | None
-    count: int
-    salt: str
-    cancel_after: int | None
-    pause: int
+def test_a_page_serves_only_its_own_text_and_salt() -> None:
+    with make_engine("at its token") as engine:
+        first = ask(engine, SYSTEM)
+        finish(engine)
+        others = [[8, *SYSTEM[1:]], [*SYSTEM[:4], 8, *SYSTEM[5:]], SYSTEM[4:]]  # what differs is in front, or in the second page
+        jobs = [ask(engine, prompt) for prompt in others] + [ask(engine, SYSTEM, cache_salt="tenant") for _ in range(2)]
+        finish(engine)
+        assert [job.num_cached_tokens for job in jobs] == [0, 4, 0, 0, 12]
+        assert jobs[-1].tokens == jobs[-2].tokens == first.tokens == plain(SYSTEM, 9).tokens
 
 
-asks = st.builds(
-    Ask,
-    length=st.integers(0, len(SYSTEM)),
-    tail=st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple),
-    follows=st.one_of(st.none(), st.integers(0, 5)),
-    constraint=st.sampled_from([None, None, None, CONSTRAINTS[1], CONSTRAINTS[3]]),
-    count=st.integers(1, 16),
-    salt=st.sampled_from(["", "", "", "tenant"]),
-    cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 5)),
-    pause=st.integers(0, 4),
-)
+def test_who_begins_alike_at_the_same_time_computes_it_once() -> None:
+    """The second is seated before anything of the first is computed, and looks again when its turn has come."""
+    with make_engine("at its token") as engine:
+        jobs = [ask(engine, [*SYSTEM, place]) for place in range(3)]
+        finish(engine)
+        assert [job.num_cached_tokens for job in jobs] == [0, 16, 16]
+        assert all(job.tokens == plain(job.prompt_ids, 9).tokens and job.rounds == rounds_of(job, K) for job in jobs)
 
 
-def run_schedule(engine: Engine, batch: list[Ask]) -> None:
-    """Submit with pauses, cancel on the way; then hold every text against the oracle, and the books against what they should be."""
-    drafts = engine.limits.num_speculative_tokens
-    jobs: list[Job] = []
-    cancels: dict[Job, int | None] = {}
-    for ask_ in batch:
-        front = SYSTEM[: ask_.length]
-        if ask_.follows is not None and ask_.follows < len(jobs):
-            before = jobs[ask_.follows]
-            front = [*before.prompt_ids, *before.tokens]
-        prompt = [*front, *ask_.tail][: engine.limits.max_length - 16]
-        jobs.append(ask(engine, prompt, ask_.count, constraint=ask_.constraint, cache_salt=ask_.salt))
-        cancels[jobs[-1]] = ask_.cancel_after
-        for _ in range(ask_.pause):
-            cancels = {job: left if left is None else left - 1 for job, left in cancels.items()}
-            for job, left in cancels.items():
-                if left is not None and left < 0:
-                    engine.cancel(job)
+def test_the_next_turn_of_a_conversation_finds_what_was_said() -> None:
+    with make_engine("one ahead") as engine:
+        text, cached = list(SYSTEM[:5]), []
+        for turn in range(4):
+            job = ask(engine, [*text, turn + 1, turn + 2], 7, sampling=SamplingParams(temperature=0, ignore_eos=True))
+            finish(engine)
+            text = [*job.prompt_ids, *job.tokens]
+            cached.append(job.num_cached_tokens)
+            assert job.rounds == rounds_of(job, K)
+        assert cached == [0, 12, 20, 28], "all full pages of 14, 23 and 32 tokens but what the last page lacks of tokens behind it"
+
+
+def test_penalties_see_the_part_of_a_prompt_that_was_not_computed() -> None:
+    sampling = SamplingParams(temperature=0, repetition_penalty=5.0, frequency_penalty=0.3, ignore_eos=True)
+    with make_engine("at its token", greedy_only=False) as engine:
+        for _ in range(2):
+            job = ask(engine, SYSTEM, 16, sampling=sampling)
+            finish(engine)
+            assert job.tokens == plain(SYSTEM, 16, sampling=sampling).tokens
+        assert job.num_cached_tokens == 12
+        other = ask(engine, SYSTEM[:3], 16, sampling=sampling)
+        finish(engine)
+        assert other.tokens == plain(SYSTEM[:3], 16, sampling=sampling).tokens, "nothing is left of the row's former owner"
+        assert job.tokens != plain(SYSTEM, 16, sampling=SamplingParams(temperature=0, ignore_eos=True)).tokens
+
+
+def test_draws_do_not_depend_on_what_was_found() -> None:
+    sampling = SamplingParams(temperature=1.1, top_p=0.9, seed=4)
+    with make_engine("at its token", greedy_only=False) as engine:
+        jobs = []
+        for _ in range(2):
+            jobs.append(ask(engine, SYSTEM, 16, sampling=sampling))
+            finish(engine)
+        assert jobs[0].tokens == jobs[1].tokens and [job.num_cached_tokens for job in jobs] == [0, 12]
+
+
+def test_pages_are_kept_while_nobody_wants_them() -> None:
+    """Least recently used first, of one text its end first, and never what somebody holds."""
+    endless, texts = SamplingParams(temperature=0, ignore_eos=True), []
+    with make_engine("none") as engine:
+        for first in range(5):
+            job = ask(engine, [first] * 16, 8, sampling=endless)
+            finish(engine)
+            texts.append([*job.prompt_ids, *job.tokens])
+        assert engine.stats().cached_pages == 5 * 5 and engine.stats().evicted_pages == 0, "of 23 entries five pages are full"
+        held = ask(engine, [1] * 16, 24, sampling=endless)
+        engine.step()
+        assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven more were wanted, and five free"
+        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
+        more = ask(engine, [0] * 16, 20, sampling=endless)  # nine pages, of which it finds three
+        engine.step()
+        assert (more.num_cached_tokens, engine.stats().evicted_pages) == (12, 8)
+        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
+        finish(engine)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_no_more_pages_are_kept_than_asked_for(kept: int) -> None:
+    with make_engine("at its token", prefix_cache_pages=kept) as engine:
+        jobs = [ask(engine, SYSTEM), ask(engine, SYSTEM)]
+        finish(engine)
+        assert engine.stats().cached_pages == kept and jobs[1].num_cached_tokens == 12, "neighbours share in any case"
+        later = ask(engine, SYSTEM)
+        finish(engine)
+        assert later.num_cached_tokens == 4 * kept and later.tokens == plain(SYSTEM, 9).tokens
+
+
+class Recurrent(ToyDraft):
+    shares_prefix = False
+
+
+def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTS, "recurrent", lambda: Recurrent(TARGET))
+    for draft, reuse, note in (
+        ("recurrent", True, "prefixes: not shared, the draft has shares_prefix = False"),
+        ("at its token", False, "prefixes: not shared, EngineConfig.prefix_reuse is False"),
+    ):
+        config = replace(CONFIG, greedy_only=True, prefix_reuse=reuse)
+        with Engine(TARGET, DRAFTS[draft](), vocabulary=VOCABULARY, config=config) as engine:
+            assert note in engine.capture().notes
+            jobs = [ask(engine, SYSTEM), ask(engine, SYSTEM)]
+            finish(engine)
+            assert [job.num_cached_tokens for job in jobs] == [0, 0] and engine.stats().cached_pages == 0
+            assert jobs[0].tokens == jobs[1].tokens == plain(SYSTEM, 9).tokens
+    bad: list[dict[str, Any]] = [{"prefix_cache_pages": -1}, {"prefix_cache_pages": True}, {"prefix_reuse": 1}]
+    for field in bad:
+        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, want"):
+            replace(CONFIG, **field)
+    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, want a string"):
+        ask(engine, SYSTEM, cache_salt=1)
+
+
+def test_running_out_of_pages_queues_in_order_and_fails_nobody() -> None:
+    """Thirty pages for requests of up to twelve, in a stream that shares some of its beginnings."""
+    with make_engine("at its token") as engine:
+        jobs = [ask(engine, [*SYSTEM[: place % 3 * 6], place + 1, 2], 25 + place) for place in range(9)]
+        begun: list[int] = []
+        while engine.has_work:
             engine.step()
-    for job, left in cancels.items():
-        if left is not None:
-            engine.cancel(job)
-    finish(engine)
-    for job in jobs:
-        expected = plain(job.prompt_ids, job.max_new_tokens, job.constraint)
-        if job.finish_reason == "cancelled":
-            assert job.tokens == expected.tokens[: len(job.tokens)]
-            continue
-        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, "")
-        if job.constraint is None:
-            assert job.rounds == rounds_of(job, drafts), "a wrong entry of the draft would cost a round"
+            assert engine.stats().free_pages >= 0
+            begun += [job.id for job in jobs if job.tokens and job.id not in begun]
+        assert begun == sorted(begun), "served in order of arrival"
+        for place, job in enumerate(jobs):
+            assert (job.tokens, job.error) == (plain(job.prompt_ids, 25 + place).tokens, "")
+        assert engine.stats().reused_tokens > 0 and engine.stats().evicted_pages > 0
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@settings(max_examples=12)
-@given(batch=st.lists(asks, min_size=2, max_size=9))
-def test_no_page_that_others_may_read_is_ever_written(draft: str, batch: list[Ask]) -> None:
-    engine = watched_engine(draft)
-    with NoSharedWrites(engine) as watch:
-        run_schedule(engine, batch)
-    assert watch.writes > 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
+    target = Llama(replace(small_llama().config, dtype=dtype)).randomise(3)
+    config = replace(CONFIG, num_speculative_tokens=0)
+    with Engine(target, config=config, backend=TapeBackend()) as engine:
+        engine.capture()
+        jobs = []
+        for _ in range(2):
+            jobs.append(ask(engine, [token % 7 for token in SYSTEM], 16, sampling=SamplingParams(temperature=0, logprobs=True)))
+            finish(engine)
+        assert (jobs[0].tokens, jobs[0].logprobs) == (jobs[1].tokens, jobs[1].logprobs) and jobs[1].num_cached_tokens == 16
