@@ -12,8 +12,16 @@ import pytest
 import torch
 import xgrammar
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
-from stepgraph.sampling.grammar.xgrammar_grammar import XGrammarBuilder
+from stepgraph.sampling.grammar import (
+    CompiledConstraint,
+    Constraint,
+    GrammarCompiler,
+    GrammarLimits,
+    MaskStatus,
+    Vocabulary,
+    xgrammar_grammar,
+)
+from stepgraph.sampling.grammar.xgrammar_grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
 from tests.grammar_texts import filled
 
 
@@ -121,3 +129,30 @@ def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
         assert matcher.accept_token(0)
         legal.append(filled(matcher, 1)[1])
     assert legal == [[0, 1, 2], [0, 1]]
+
+
+QUOTED = ['"', "a", "b", "\\", "n", "1", "{", "}", "[", "]", ", ", ": ", " ", '{"', "{}", '["', '"}', '"]', '",', '", ', '", "', '"},']
+QUOTED += ['":', '": ', '": "', '" ', '"\n', '"]}', 'a"', 'a", "b', 'b": ', '"a"', 'a": [', "\\n", '"\\', '"1', '";']
+QUOTED += ['", {', '"}]', "\n", ","]
+STRINGS = [
+    Constraint.json_schema({"type": "string"}),
+    Constraint.json_schema({"type": "array", "items": {"type": "string"}}),
+    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}),
+    Constraint.json_schema({"type": "object", "properties": {"b": {"type": "array"}}, "additionalProperties": {"type": "string"}}),
+    Constraint.json_object(),
+    Constraint.json_object(any_whitespace=True),
+]
+
+
+def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in QUOTED), b""], stop_token_ids=[len(QUOTED)])
+
+    def found() -> int:
+        compiled = [compiler(vocabulary).compile(constraint) for constraint in STRINGS]
+        return sum(len(disagreements(one, Random(seed), 12)) for one in compiled for seed in range(6))
+
+    texts = [ebnf_text(one, _converted)[0] for one in STRINGS]
+    assert [(BEHIND_STRING_AT_ONCE in text, BEHIND_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
+    assert found() == 0
+    monkeypatch.setattr(xgrammar_grammar, "BEHIND_STRING_AT_ONCE", r"(=([,}\]]))")  # forgets the names of properties
+    assert found() > 0
