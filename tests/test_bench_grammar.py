@@ -10,6 +10,7 @@ from stepgraph.sampling.grammar.backends import BACKENDS
 from tests.grammar_texts import PRINTABLE
 from tests.toy_engines import needs_native
 from tools import bench_grammar
+from tools.grammar_variants import PythonLoop
 
 
 @needs_native
@@ -29,6 +30,6 @@ def test_every_way_to_drive_a_batch_is_told(library: str, monkeypatch: pytest.Mo
 @needs_native
 def test_masks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_grammar, "vocabulary", lambda: (PRINTABLE, "printable"))
-    monkeypatch.setattr(bench_grammar.PythonLoop, "run", lambda loop: None)
+    monkeypatch.setattr(PythonLoop, "run", lambda loop: None)
     with pytest.raises(AssertionError, match="another mask than the library's"):
         bench_grammar.report([1], 20, 2)
