@@ -22,7 +22,7 @@ DraftFunction = Callable[[Job], Sequence[int]]
 class FunctionProposer:
     """What a round sees of it: nobody drafts on the device, and a chain is brought before the round that verifies it."""
 
-    notes = ("drafter: a function, asked on the host between rounds",)
+    notes = ("draft: a function, asked on the host between rounds",)
 
     def __init__(self, function: DraftFunction) -> None:
         self.function = function

@@ -40,7 +40,7 @@ class NgramLookup:
     @property
     def notes(self) -> tuple[str, ...]:
         chosen = f" ({self.why})" if self.why else ""
-        return (f"drafter: n-gram look-up, {self.min_ngram} to {self.max_ngram} tokens{chosen}",)
+        return (f"draft: n-gram look-up, {self.min_ngram} to {self.max_ngram} tokens{chosen}",)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         return ()
