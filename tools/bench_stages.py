@@ -34,6 +34,7 @@ from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.checks.context import Context, summary
 from tools.checks.kernels import stopwatch
@@ -100,10 +101,13 @@ class Scene:
         self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=VOCABULARY, config=config)
         self.report = dict(self.engine.capture().keys)[self.key]
         for row in range(rows):
-            asked = ASKED if sampled else None
+            asked = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT has no early end
             prompt = [(row + place) % 90 for place in range(PROMPT + 1)]
             self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=asked, max_new_tokens=400)
-        for _ in range(rows + 6):
+        while self.engine.stats().running < rows:  # their grammar may be made in a process of its own meanwhile
+            assert self.engine.has_work, "every row goes on"
+            self.engine.step()
+        for _ in range(6):
             self.engine.step()
         self.engine.backend.synchronize()
         assert self.engine.stats().running == rows, "every row goes on"
