@@ -82,6 +82,35 @@ def test_greedy_tokens_are_those_of_a_plain_computation_without_cache(judged: tu
         assert "Paris" in checkpoint.vocabulary.decode(jobs[0].tokens).decode()
 
 
+REPEATED = """def read_rows(path):
+    rows = []
+    with open(path) as lines:
+        for line in lines:
+            name, age = line.split(",")
+            rows.append({"name": name.strip(), "age": int(age)})
+    return rows
+"""
+
+
+def test_look_up_foresees_what_is_copied(judged: tuple[Any, list[list[int]]]) -> None:
+    """Code that is repeated with a name changed: the look-up needs no drafter to write several tokens a round, and changes none."""
+    model, _ = judged
+    checkpoint = open_checkpoint(gguf_path(), torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_path().parent, gguf_file=gguf_path().name, local_files_only=True)
+    asked = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
+    prompt = tokenizer(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    config = EngineConfig(max_rows=1, num_speculative_tokens=5, max_length=288, greedy_only=True)
+    with Engine(checkpoint.load("cpu"), "ngram", vocabulary=checkpoint.vocabulary, config=config) as engine:
+        engine.capture()
+        jobs = [engine.generate(prompt, max_new_tokens=100, draft_ids=given) for given in (None, tokenizer(REPEATED)["input_ids"])]
+    text = torch.tensor([[*prompt, *jobs[0].tokens]])
+    with torch.no_grad():
+        expected = model(text).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    for job in jobs:
+        assert job.tokens == expected.tolist()
+        assert len(job.tokens) > 3 * job.rounds, f"{len(job.tokens)} tokens in {job.rounds} rounds"
+
+
 def test_the_table_is_that_of_transformers() -> None:
     path = gguf_path()
     judge = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
