@@ -67,6 +67,8 @@ class Case:
         )
         self.engine = Engine(target, ToyDraft(target, 0.8) if variant.drafts else None, vocabulary=self.vocabulary, config=config)
         self.engine.capture()
+        if variant.constrained:
+            self.engine.compile(Constraint.json_schema(SCHEMA))  # outside the clock
         self.prompt = 0
         self.seconds: list[float] = []
 

