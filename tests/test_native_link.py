@@ -118,6 +118,27 @@ def test_a_token_behind_the_end_is_refused_before_the_library_complains(capfd: p
     assert capfd.readouterr().err == ""
 
 
+def test_whether_a_text_is_over_is_asked_once_and_behind_a_stop_token() -> None:
+    memory, asked = Memory.make(1, 3), list[int]()
+    link = native_link(memory)
+    row = letters(link)
+    plant(row, "is_terminated", lambda real, *arguments: (asked.append(real(*arguments)), asked[-1])[1])
+    running(memory, row)
+    memory.drafts[:] = A
+    link.announce([row])
+    link.node(WALK)()
+    assert asked == [0] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
+    memory.drafts[1] = STOP
+    running(memory, row, history=1, last=A)
+    link.announce([row])
+    link.node(WALK)()
+    assert asked == [0, 1] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.OK, MaskStatus.TERMINATED, 0]
+    running(memory, row, history=2, last=A)
+    link.announce([row])
+    link.node((BEGIN, COMMIT, END))()
+    assert asked == [0, 1, 0] and memory.tags[0, 0, 3] == MaskStatus.OK, "the stop token was taken back"
+
+
 def test_a_failing_rollback_is_a_fault() -> None:
     memory = Memory.make(1, 3)
     link = native_link(memory)

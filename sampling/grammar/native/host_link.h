@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 4, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
+enum { LAYOUT_VERSION = 5, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -69,6 +69,7 @@ typedef struct {
     int64_t fills;
     double fuel_seconds; /* processor time that one call of the library may take */
     int32_t chain;       /* status of the newest mask row; drafts go on only after OK */
+    int32_t open;        /* the library has said that the text is not over, and no stop token was accepted since */
     atomic_int faulted;  /* set after `fault` was written */
     char fault[FAULT_BYTES];
     forced_text forced;

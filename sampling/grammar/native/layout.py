@@ -9,7 +9,7 @@ from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
 from stepgraph.sampling.grammar.host_link import HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 4  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 5  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -87,6 +87,7 @@ class RowStruct(Structure):
         ("fills", c_int64),
         ("fuel_seconds", c_double),
         ("chain", c_int32),
+        ("open", c_int32),
         ("faulted", c_int),
         ("fault", c_char * FAULT_BYTES),
         ("forced", ForcedTextStruct),

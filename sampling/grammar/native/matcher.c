@@ -50,11 +50,14 @@ static int may_be_heard(const matcher_row *row, int64_t token) {
     return word >> (token % 32) & 1;
 }
 
-/* 1, 0, or -1 and a fault. Asked of the library each time: a rollback may take a stop token back. */
+/* 1, 0, or -1 and a fault. Only a stop token ends a text, and a text that is not over is so at all its places: the library is asked
+   once, and behind a stop token each time, for a rollback may take it back. */
 static int terminated(matcher_row *row) {
+    if (row->open) return 0;
     char why[FAULT_BYTES];
     int answer = row->library->is_terminated(row->library, row->matcher, why);
     if (answer < 0) fail(row, "%s", why);
+    row->open = !answer;
     return answer;
 }
 
@@ -70,6 +73,7 @@ int accept_token(matcher_row *row, int64_t token) {
         fail(row, "%s", why);
         return 0;
     }
+    if (row->stop_words && row->stop_words[token / 32] >> (token % 32) & 1) row->open = 0;
     end_of_call(row, start);
     return accepted;
 }
