@@ -20,7 +20,9 @@ from stepgraph.runtime.models.draft_llama import translate
 from stepgraph.runtime.models.draft_tensors import save_eagle3
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph.runtime.models.rope import RopeConfig
 from stepgraph.runtime.models.weights import read_json
 from stepgraph.sampling.grammar import Vocabulary
 from tests.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
@@ -116,6 +118,35 @@ def test_a_config_of_speculators() -> None:
     assert read_eagle3(told, target).feature_layers == EAGLE_LAYERS
 
 
+def test_configs_as_they_are_published() -> None:
+    """Fields and sizes of heads for Llama 3.3 70B and for Qwen3 32B, whose heads are narrower than hidden_size says."""
+    asked = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    llama = asked | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    llama |= {
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "rope_scaling": scaling,
+        "torch_dtype": "float16",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    target = LlamaConfig(128256, 8192, 28672, 64, 8, 128, (None,) * 80, dtype=torch.bfloat16)
+    head = read_eagle3(llama, target)
+    assert head.feature_layers == (2, 40, 77) and head.layer.rope == RopeConfig(5e5, 8.0, 1.0, 4.0, 8192)
+    assert (head.draft_vocab_size, head.layer.head_size, head.layer.dtype) == (32000, 128, torch.bfloat16)
+    qwen = asked | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
+    qwen |= {"vocab_size": 151936, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 64}
+    qwen |= {"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "rope_scaling": None, "rms_norm_eps": 1e-6}
+    head = read_eagle3(qwen, LlamaConfig(151936, 5120, 25600, 64, 8, 128, (None,) * 64))
+    assert head.feature_layers == (2, 32, 61) and (head.layer.head_size, head.layer.qkv_size, head.layer.norm_epsilon) == (80, 6400, 1e-6)
+
+
 def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
     target = Vocabulary([b"a", b"b", b"<s>", b"</s>", b""], [3], 8, [2])
     same = translate(Vocabulary(target.tokens, [3], 8, [2]), target)
@@ -140,6 +171,8 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         rf"{IDS}: got \[1, 5\], want a list of layers of the target, which has 4",
     ),
     "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', want true or false"),
+    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, want False"),
+    "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, want False"),
     "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, want False"),
     "no states of the target": (EAGLE3, config(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state: got False, want True"),
     "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], want an object"),

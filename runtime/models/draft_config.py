@@ -15,7 +15,17 @@ from stepgraph.runtime.models.weights import Source
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Fields that change a head's arithmetic and are not implemented, and what they are where nothing changes.
-_PLAIN = {"norm_before_fc": False, "fc_norm": False, "logit_scale": 1.0, "parallel_drafting": False, "use_aux_hidden_state": True}
+_PLAIN = {
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "logit_scale": 1.0,
+    "parallel_drafting": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 _INTEGERS = ("I64", "I32")
 
 
