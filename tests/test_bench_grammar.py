@@ -20,6 +20,7 @@ def test_every_way_to_drive_a_batch_is_told(library: str, monkeypatch: pytest.Mo
     assert bench_grammar.main(["--rows", "1", "3", "--rounds", "20", "-k", "2", "--library", library]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["library"], document["native"]) == (library, "available")
+    assert all(0 < row["ms"]["cached"] < row["ms"]["worker"] and row["grammar_bytes"] for row in document["compile"]["grammars"])
     for batch, rows in zip(document["batches"], (1, 3), strict=True):
         assert batch["rows"] == rows and batch["fills_per_round"] == 3 * rows and 2 * rows < batch["accepts_per_round"] <= 3 * rows
         assert set(batch["us_per_round"]) == {"python loop", "library batch", "python link", "native link", "native link, called from C"}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -153,7 +156,7 @@ def test_the_fuel_of_llguidance_is_that_of_the_limits(limits: dict[str, int], co
 
 
 def test_limits_that_are_none_are_refused_by_name() -> None:
-    for fields, told in (
+    for wrong, told in (
         ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, want a number > 0"),
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
         ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, want an int >= 1"),
@@ -161,7 +164,17 @@ def test_limits_that_are_none_are_refused_by_name() -> None:
         ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, want at most 120000"),
     ):
         with pytest.raises(ValueError, match=told):
-            GrammarLimits(**fields)
+            GrammarLimits(**wrong)
+
+
+def test_the_readme_lists_every_limit_with_its_default() -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    told = dict[str, str]()
+    for names, values in re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", text, re.MULTILINE):
+        told |= dict(zip(names.split(", "), values.split(", "), strict=False))
+    for field in fields(GrammarLimits):
+        number, *unit = told[f"`{field.name}`"].replace(",", "").split()
+        assert float(number) * ({"MiB": MIB, "GiB": 1024 * MIB}[unit[0]] if unit else 1) == getattr(GrammarLimits(), field.name), field.name
 
 
 def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:

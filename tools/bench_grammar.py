@@ -1,4 +1,5 @@
-"""What grammars cost the host per round: the native link against a serial Python loop and the library's own batch calls.
+"""What grammars cost the host per round: the native link against a serial Python loop and the library's own batch calls; and what
+compiling one costs (bench_compile.py).
 
 Every variant walks the same documents through the same rounds, in turns: accept what the target added (after taking back the
 drafts that it refused), fill, then accept and fill for each draft. The masks of all variants are compared outside the clock.
@@ -28,6 +29,7 @@ from stepgraph.sampling.grammar.backends import BACKENDS
 from stepgraph.sampling.grammar.constraint import BackendChoice
 from stepgraph.sampling.grammar.native_link import available_processors
 from stepgraph.sampling.grammar.python_link import PythonLink
+from tools import bench_compile
 from tools.grammar_documents import TEXTS, Reader, Turn, encode, vocabulary
 from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_reason
 
@@ -190,12 +192,14 @@ def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4,
         "processors": available_processors(),
         "native": native_reason() or "available",
         "python": platform.python_version(),
+        "compile": bench_compile.report(table, turns=max(3, min(15, rounds // 20))),
         "batches": [measure(rows, rounds_for(rows, rounds), drafts, table, documents, backend) for rows in batches],
     }
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """The report for people."""
+    yield from bench_compile.lines(found["compile"])
     for batch in found["batches"]:
         yield (
             f"{found['library']}, {batch['rows']} rows, {found['drafts']} drafts, {found['vocabulary']}: {batch['rounds']} rounds of "
