@@ -123,7 +123,7 @@ class Attended(NamedTuple):
 
 def attention_variants() -> list[Variant]:
     """A round's few rows in heads of all sizes, a prompt's many in some; other groups, pages and halves, each once."""
-    from stepgraph.graphs.attention_kernels import split
+    from stepgraph.graphs.attention_kernels import split, turning
 
     launched = [Attended("bf16", size, 16) for size in attention.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
@@ -137,7 +137,9 @@ def attention_variants() -> list[Variant]:
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         found.append(_variant(label, split.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    return [*found, _variant("join_parts", split.join_parts, types, {"PARTS": split.MOST_PARTS, "SIZE": 256}, 2)]
+    found.append(_variant("join_parts", split.join_parts, types, {"PARTS": split.MOST_PARTS, "SIZE": 256}, 2))
+    types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
+    return [*found, _variant("turn_heads", turning.turn_heads, types, {"HALF": 128}, 1)]
 
 
 def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:

@@ -103,13 +103,12 @@ def attend_part(
     WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
 ):
     """One part of the keys of one row and cache head, for ROWS of its queries."""
-    batch, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2) // tl.cdiv(pages * PAGE, part)
-    number = tl.program_id(2) % tl.cdiv(pages * PAGE, part)
+    batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
+    block, number = tl.program_id(2) // parts, tl.program_id(2) % parts
     last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
-    row = block * ROWS + tl.arange(0, ROWS)
+    row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     real = row < count * GROUPS
     line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
-    column = tl.arange(0, SIZE)
     begin = number * part
     position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
 
@@ -141,7 +140,6 @@ def attend_part(
         wanted = real[:, None] & (column < size)[None, :]
         tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
     else:
-        parts = tl.cdiv(pages * PAGE, part)
         peak = tl.where(total == total, peak, total)  # NaN, which a maximum may lose, goes on as NaN
         written = real & (peak != float("-inf"))
         tl.store(peaks + line * parts + number, peak, mask=real)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import LEAST_ROWS, AttentionShape, attention, cache_specs, write_cache
+from stepgraph.graphs.attention import LEAST_ROWS, AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.rotation import turn_and_keep
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import angles, rotate
+from stepgraph.runtime.models.rope import angles
 
 
 class Llama(nn.Module):
@@ -129,10 +130,8 @@ class LlamaLayer(nn.Module):
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
-        query, key = rotate(query, *turns), rotate(key, *turns)
-        shape = inputs.tokens.shape
-        write_cache(keys, values, key.view(*shape, kv_heads, size), value.reshape(*shape, kv_heads, size), inputs.slots)
-        attended = attention(query.view(*shape, heads, size), keys, values, inputs, self.window)
+        query = turn_and_keep(query, key, value, *turns, inputs.slots.flatten(), keys, values)
+        attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias)
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions: how fast each pair of a head's numbers turns, and the turning itself. Llama 3.1's and linear scaling included."""
+"""Rotary positions: how fast each pair of a head's numbers turns, Llama 3.1's and linear scaling included. graphs/rotation.py turns."""
 
 from __future__ import annotations
 
@@ -37,9 +37,3 @@ def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[
     turned = positions[:, None, None].float() * frequencies
     turned = torch.cat([turned, turned], -1)
     return turned.cos().to(dtype), turned.sin().to(dtype)
-
-
-def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (i, i + size / 2) of [N, heads, size] by its angle."""
-    first, second = states.chunk(2, -1)
-    return states * cosines + torch.cat([-second, first], -1) * sines

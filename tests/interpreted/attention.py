@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 
 from stepgraph.graphs.attention import attention
-from stepgraph.graphs.attention_kernels import split
+from stepgraph.graphs.attention_kernels import split, turning
+from stepgraph.graphs.rotation import turn_and_keep_reference
 from tests.test_attention import Case, make_case
 from tools.bench_attention import Shape, figures
 
@@ -112,6 +115,26 @@ def test_it_moves_what_its_tiles_say_and_no_more(shape: Shape) -> None:
     """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
     found = figures(shape)
     assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float32, 96), (torch.bfloat16, 128), (torch.float16, 6)])
+def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, size: int) -> None:
+    """Parts of one product, and tensors of their own; bit for bit but in bfloat16, whose last bits the interpreter cuts off."""
+    made = torch.Generator().manual_seed(size)
+    for packed in (True, False):
+        mixed = torch.randn(5, 7, size, generator=made).to(dtype)
+        parts = [part if packed else part.clone() for part in mixed.split([3, 2, 2], 1)]
+        cosines, sines = (torch.randn(5, 1, size, generator=made).to(dtype) for _ in range(2))
+        slots = torch.tensor([9, 0, 4, 11, 7])
+        found, expected = (
+            [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
+        )
+        for run_it, outputs in ((turning.turn_and_keep, found), (turn_and_keep_reference, expected)):
+            arguments: list[Any] = [*parts, cosines, sines, slots, *outputs]
+            run_it(*arguments)
+        near = 2**-6 if dtype is torch.bfloat16 else 0.0
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=near, atol=near)
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:
