@@ -20,16 +20,20 @@ def take_drafter(target: TargetModel, draft: Drafter | str | None, config: Engin
     """The models of an engine, and its config, in which "none" leaves no drafts. ValueError where nobody would make them."""
     if draft == NONE:
         config = without_drafts(config)
-    if isinstance(draft, str):
-        draft = named_proposer(draft)
+    drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
+    if not config.num_speculative_tokens or drafter is None:
+        return ModelPair(target, None), config
+    if isinstance(drafter, Proposer):
+        return ModelPair(target, None, drafter), config
+    return ModelPair(target, drafter), config
+
+
+def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
+    """A drafter that goes with the config, a function as a proposer; ValueError where it does not, or there has to be one."""
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
-    drafts = check_draft(config, draft)
-    if not drafts or draft is None:
-        return ModelPair(target, None), config
-    if isinstance(draft, Proposer):
-        return ModelPair(target, None, draft), config
-    return ModelPair(target, cast(DraftModel, draft)), config
+    check_draft(config, draft)
+    return cast("DraftModel | Proposer | None", draft)
 
 
 def named_proposer(word: str, why: str = "") -> Proposer | None:

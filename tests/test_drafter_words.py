@@ -13,6 +13,7 @@ from torch import Tensor
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import History
 from stepgraph.runtime import Engine, EngineConfig, Job, SamplingParams
+from stepgraph.runtime.models.pretrained import Checkpoint
 from tests.draft_engines import DRAFTERS as FOLDERS
 from tests.families import folder_of
 from tests.proposers import Proposes
@@ -131,6 +132,10 @@ def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_ever
 
     with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, want rounds_in_flight=1"):
         Engine(TARGET, broken, config=CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("loaded, though it cannot be served"))
+        with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2"):
+            Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
     with pytest.raises(ValueError, match=r"Engine.draft: got list, want a draft model, a proposer, a function or a word"):
         Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
     alone = replace(CONFIG, rounds_in_flight=1, eager=True)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, named_proposer, without_drafts
+from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.models.draft_folder import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
-from stepgraph.runtime.placement import check_draft
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -60,7 +59,7 @@ def load_models(
         length = min(EngineConfig.max_length, checkpoint.config.max_positions)
         config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most), max_length=length)
     if opened is None:
-        check_draft(config, given)
+        given = checked_drafter(given, config)
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
     for stated in [checkpoint.memory(limits), *([opened.memory(limits)] if opened else [])]:
