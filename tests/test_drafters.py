@@ -22,6 +22,9 @@ REUSED = {"eagle3": 4 + 4, "mtp": 4 + 4, "mtp, one per draft": 4, "model": 8 + 4
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]))
 TOKENS = 11
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
+two_drafters = pytest.mark.parametrize(  # the others in the soak
+    "drafter", [pytest.param(each, id=each.name, marks=[pytest.mark.soak] * (each.name in ("mtp", "model"))) for each in DRAFTERS]
+)
 
 
 @each_drafter
@@ -63,7 +66,7 @@ def test_texts_are_those_of_plain_greedy_decoding(drafter: Drafter) -> None:
     """With grammars, whether drafts are masked or walked. Among the few tokens that a grammar leaves, an untrained draft is often right."""
     accepted = 0
     for k in range(1, drafter.most + 1):
-        with drafter.engine(k, draft_masks=k % 2 == 1) as engine:
+        with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
             for job in decode(engine, (None, CONSTRAINTS[1 + k // 2 % 2]), SamplingParams(temperature=0)):
                 expected = plain(drafter.family, job.prompt_ids, job.constraint, TOKENS)
                 assert (job.tokens, str(job.finish_reason)) == expected, (k, job.constraint)
@@ -71,9 +74,9 @@ def test_texts_are_those_of_plain_greedy_decoding(drafter: Drafter) -> None:
     assert accepted > 2
 
 
-@each_drafter
+@two_drafters
 def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
-    config = replace(CONFIG, num_speculative_tokens=2)
+    config = replace(CONFIG, num_speculative_tokens=2, max_rows=4, buckets=(4,))
     said = []
     for draft in (drafter.draft, "none"):
         with Engine.from_pretrained(drafter.target, draft, config=config, dtype=torch.bfloat16) as engine:
@@ -82,9 +85,7 @@ def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(
-    "drafter", [pytest.param(each, id=each.name, marks=[pytest.mark.soak] * (each.name in ("mtp", "model"))) for each in DRAFTERS]
-)
+@two_drafters
 def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
     """Bit for bit: tokens, caches, results and distributions of sampled rounds and of greedy ones, under grammars and free."""
     left = []
