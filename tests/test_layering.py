@@ -15,9 +15,11 @@ LAYERS = ("sampling", "graphs", "runtime")  # each may import those in front of 
 FOLDERS = (*LAYERS, "tools", "tests")
 DEVICE_FILES = (
     "graphs/attention.py",
+    "graphs/attention_kernels/row_tables.py",
     "graphs/batch.py",
     "graphs/drafting.py",
     "graphs/proposing.py",
+    "graphs/rotation.py",
     "graphs/stages.py",
     "graphs/round.py",
     "runtime/models/llama.py",

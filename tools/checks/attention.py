@@ -11,6 +11,7 @@ import torch
 from stepgraph.graphs.attention import HEAD_SIZES, AttentionShape, attention
 from stepgraph.graphs.attention_choice import WISHES, AttentionChoice, choose_attention
 from stepgraph.graphs.attention_probe import differs
+from stepgraph.graphs.rotation import turn_and_keep, turn_and_keep_reference
 from tools.checks.context import Context, Figures, summary
 from tools.checks.kernels import device_us
 from tools.checks.llama import PAGE, attention_inputs
@@ -33,9 +34,27 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         why = differs(chosen.round_call, chosen.prompt_call, shape, PAGE, context.device)
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _check_turning(context, dtype)
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
     return found
+
+
+def _check_turning(context: Context, dtype: torch.dtype) -> None:
+    """Turned queries and keys, and what the cache holds, have the bits of plain torch on the same device."""
+    made = torch.Generator().manual_seed(1)
+    parts = torch.randn(40, 12, 128, generator=made).to(context.device, dtype).split([8, 2, 2], 1)
+    turns = [torch.randn(40, 1, 128, generator=made).to(context.device, dtype) for _ in range(2)]
+    slots, cache = (
+        torch.randperm(50, generator=made)[:40].to(context.device),
+        torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device),
+    )
+    expected = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    found = turn_and_keep(*parts, *turns, slots, cache[0], cache[1])
+    turn_and_keep_reference(*parts, *turns, slots, expected, cache[2], cache[3])
+    assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} turned numbers differ"
+    assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 
 
 def _times(context: Context, chosen: AttentionChoice, size: int) -> Figures:
