@@ -8,11 +8,12 @@ from typing import cast
 from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
+from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.placement import check_draft
+from stepgraph.runtime.placement import check_draft, device_of
 
-AUTO, NGRAM, NONE = "auto", "ngram", "none"
-WORDS = (AUTO, NGRAM, NONE)
+AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
+WORDS = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
 
 
@@ -25,25 +26,37 @@ def take_drafter(target: TargetModel, draft: Drafter | str | None, config: Engin
         return ModelPair(target, None), config
     if isinstance(drafter, Proposer):
         return ModelPair(target, None, drafter), config
+    if isinstance(drafter, ForcedDrafts):
+        drafter.to(device_of(target))
     return ModelPair(target, drafter), config
 
 
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
     """A drafter that goes with the config, a function as a proposer; ValueError where it does not, or there has to be one."""
+    if isinstance(draft, ForcedDrafts):
+        _check_forced(config)
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
     check_draft(config, draft)
     return cast("DraftModel | Proposer | None", draft)
 
 
-def named_proposer(word: str, why: str = "") -> Proposer | None:
+def named_proposer(word: str, why: str = "") -> Proposer | ForcedDrafts | None:
     """What a word stands for. "auto" is the look-up where no folder offers more, which a loader knows, and says in `why`."""
     if word not in WORDS:
         wanted = f"a draft model, a proposer, a function, or one of {', '.join(map(repr, WORDS))}"
         raise ValueError(f"Engine.draft: got {word!r}, want {wanted}")
     if word == NONE:
         return None
+    if word == FORCED:
+        return ForcedDrafts()
     return NgramLookup(why=why or AUTO if word == AUTO else "")
+
+
+def _check_forced(config: EngineConfig) -> None:
+    for name in ("forced_drafts", "draft_masks"):
+        if not getattr(config, name):
+            raise ValueError(f"Engine.draft: got {FORCED!r} with {name}=False, want {name}=True: nothing else is drafted")
 
 
 def without_drafts(config: EngineConfig | None) -> EngineConfig:

@@ -30,6 +30,11 @@ def backend_for(name: str, models: ModelPair) -> Backend:
     return make_backend(name, asynchronous=True)
 
 
+def device_of(model: object) -> torch.device:
+    """Where a model's tensors are; the CPU for one without any."""
+    return next(iter(_devices(model)), torch.device("cpu"))
+
+
 def check_device(models: ModelPair, backend: Backend) -> None:
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in _devices(model) if device != backend.device]

@@ -1,4 +1,4 @@
-"""Measure rounds, stages, grammars, sampling, kernels: variants take turns, medians and ratios, JSON document last. Never fails on time.
+"""Measure rounds, drafts, stages, grammars, sampling, kernels: variants take turns, medians and ratios, JSON last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tools import bench_grammar, bench_kernels, bench_sampling, bench_stages
+from tools import bench_forced, bench_grammar, bench_kernels, bench_sampling, bench_stages
 from tools.checks.context import Context
 
-PARTS = ("round", "grammar", "sampling", "stages", "kernels", "attention")
+PARTS = ("round", "forced", "grammar", "sampling", "stages", "kernels", "attention")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
     parts: dict[str, Callable[[], Any]] = {
         "round": lambda: measure_rounds(options),
+        "forced": lambda: bench_forced.report(options.drafts),
         "grammar": lambda: bench_grammar.report(rounds=400, drafts=options.drafts),
         "sampling": lambda: bench_sampling.report(context, bench_sampling.SHAPES, bench_sampling.SECONDS),
         "stages": lambda: bench_stages.report(context, rows=4, drafts=options.drafts),
@@ -120,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "attention": bench_kernels.attention_bytes,
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
+    if "forced" in found:
+        print("\n".join(bench_forced.lines(found["forced"])))
     if "grammar" in found:
         print("\n".join(bench_grammar.lines(found["grammar"])))
     if "sampling" in found:

@@ -31,9 +31,10 @@ from stepgraph.sampling.grammar.native_link import available_processors
 from stepgraph.sampling.grammar.python_link import PythonLink
 from tools import bench_compile
 from tools.grammar_documents import TEXTS, Reader, Turn, encode, vocabulary
-from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_reason
+from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 
 BATCHES = (1, 8, 32, 64)
+FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both from C
 
 
 @dataclass
@@ -58,7 +59,8 @@ class Bench:
         if native_reason() == "":
             self.links += [
                 Linked("native link", native, rows, words, drafts),
-                Linked("native link, called from C", native, rows, words, drafts, from_c=True),
+                Linked(FROM_C, native, rows, words, drafts, from_c=True),
+                Linked(FORCING, native_forcing(table), rows, words, drafts, from_c=True),
             ]
         self.readers: list[Reader | None] = [None] * rows
         self.figures = Figures({variant.name: [] for variant in self.variants})
@@ -104,7 +106,7 @@ class Bench:
         """How many bytecodes run inside one round's host node."""
         counts = {}
         for variant in self.links:
-            if variant.name != "native link, called from C":
+            if variant.name in ("python link", "native link"):
                 counts[variant.name] = 0
         turns = self.turns()
         for variant in self.variants:
@@ -172,6 +174,7 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "us_per_round": {name: summary(spent) for name, spent in seconds.items()},
         "over_python_loop": {name: ratio(spent, seconds[loop]) for name, spent in seconds.items() if name != loop},
         "over_python_link": {name: ratio(spent, seconds[link]) for name, spent in seconds.items() if name.startswith("native")},
+        "forcing_over_native_link": ratio(seconds[FORCING], seconds[FROM_C]) if FORCING in seconds else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     for variant in bench.links:

@@ -12,7 +12,8 @@ import xgrammar
 from torch import Tensor
 
 from stepgraph.graphs.capture import host_call
-from stepgraph.sampling.grammar import CompiledConstraint, XGrammarMatcher
+from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
+from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.native import Unavailable, load
 from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
@@ -132,6 +133,15 @@ def timed(call: Callable[[], object]) -> float:
 
 def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
     return NativeLink(load(), state, drafts, masks, tags, depth=2)
+
+
+def native_forcing(table: Vocabulary) -> Callable[..., HostLink]:
+    """The native link, that also looks for the drafts that grammars force."""
+
+    def make(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
+        return NativeLink(load(), state, drafts, masks, tags, depth=2, forcing=Forcing(token_table(table), torch.full_like(drafts, -1)))
+
+    return make
 
 
 def native_reason() -> str:
