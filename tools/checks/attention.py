@@ -44,15 +44,13 @@ def attention_choices_equal_reference(context: Context) -> Figures:
 def _check_turning(context: Context, dtype: torch.dtype) -> None:
     """Turned queries and keys, and what the cache holds, have the bits of plain torch on the same device."""
     made = torch.Generator().manual_seed(1)
-    parts = torch.randn(40, 12, 128, generator=made).to(context.device, dtype).split([8, 2, 2], 1)
-    turns = [torch.randn(40, 1, 128, generator=made).to(context.device, dtype) for _ in range(2)]
-    slots, cache = (
-        torch.randperm(50, generator=made)[:40].to(context.device),
-        torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device),
-    )
-    expected = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    found = turn_and_keep(*parts, *turns, slots, cache[0], cache[1])
-    turn_and_keep_reference(*parts, *turns, slots, expected, cache[2], cache[3])
+    query, key, value = torch.randn(40, 12, 128, generator=made).to(context.device, dtype).split([8, 2, 2], 1)
+    cosines, sines = (torch.randn(40, 1, 128, generator=made).to(context.device, dtype) for _ in range(2))
+    slots = torch.randperm(50, generator=made)[:40].to(context.device)
+    cache = torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device)
+    expected = torch.empty_like(query, memory_format=torch.contiguous_format)
+    found = turn_and_keep(query, key, value, cosines, sines, slots, cache[0], cache[1])
+    turn_and_keep_reference(query, key, value, cosines, sines, slots, expected, cache[2], cache[3])
     assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} turned numbers differ"
     assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 
