@@ -56,7 +56,8 @@ def test_words_for_drafters() -> None:
         with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
             engine.submit([1], max_new_tokens=8, draft_ids=[1])
     with pytest.raises(
-        ValueError, match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, a function, or one of 'auto', 'ngram', 'none'"
+        ValueError,
+        match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, a function, or one of 'auto', 'forced', 'ngram', 'none'",
     ):
         Engine(TARGET, "ngrams", config=CONFIG)
 

@@ -69,7 +69,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
     if path.suffix == ".gguf" and path.is_file():
         return _open_model(path, target, dtype)
     if not path.is_dir():
-        names = "'mtp', 'ngram', 'none', 'auto'"
+        names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
         raise ValueError(f"draft: got {str(draft)!r}, want a local folder with a config.json, a .gguf file, or one of {names}")
     told = read_json(path / "config.json")
     try:
