@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from stepgraph.runtime import Constraint, Engine, FinishReason, Job, StepEvent
-from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from tests.test_compile_service import GREEDY, SLOW, busy_worker, gone, waited
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
@@ -20,7 +20,7 @@ TEXTS = (([1, 2], None), ([3], CONSTRAINTS[1]), ([4, 5], CONSTRAINTS[3]))
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with make_engine(SETUP) as engine:
+    with make_engine(SETUP, grammar_limits=GrammarLimits(compile_seconds=120)) as engine:
         yield engine
 
 

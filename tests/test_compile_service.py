@@ -52,7 +52,7 @@ def test_equal_constraints_that_come_together_share_one_compile_and_its_grammar(
 
 
 def waited(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(6000):
+    for _ in range(3000):
         if condition():
             return
         time.sleep(0.01)
