@@ -154,11 +154,11 @@ class StatesWriter:
         for place, text in enumerate(texts):
             tensors |= {f"{place}.token_ids": text.token_ids, f"{place}.prompt_length": torch.tensor(text.prompt_length)}
             tensors |= {f"{place}.{part}": getattr(text, part).contiguous() for part, _ in self._layout.parts}
-        with _whole(self._folder / name) as part:
+        with whole_file(self._folder / name) as part:
             save_file(tensors, part)
         shard = {"file": name, "texts": len(texts), "tokens": sum(len(text.token_ids) for text in texts)}
         index = {"format": FORMAT, **asdict(self._layout), "shards": [*self._shards, shard]}
-        with _whole(self._folder / INDEX) as part:
+        with whole_file(self._folder / INDEX) as part:
             part.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         self._shards.append(shard)
 
@@ -228,7 +228,7 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     return layout, shards
 
 
-class _whole:
+class whole_file:
     """A file that takes its name once it is complete; what fails leaves nothing behind."""
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from stepgraph.graphs import TapeBackend
 from stepgraph.runtime import Engine, EngineConfig, Job
 from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
-from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
+from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter, whole_file
 from tests.families import FEATURE_LAYERS, folder_of, judge
 from tests.family_texts import CONFIG, CONSTRAINTS, PROMPTS
 from tests.test_engine import NoSyncs
@@ -28,7 +28,9 @@ LAYOUT = StatesLayout("model", 100, (0, 2), 6, 3, "float32")
 def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
     checkpoint = open_checkpoint(folder_of("smollm2"))
     target = checkpoint.load("cpu", FEATURE_LAYERS)
-    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, "save_hidden_states": folder, "greedy_only": True, **changes})
+    config = EngineConfig(
+        **{**vars(CONFIG), "num_speculative_tokens": k, "buckets": (3,), "save_hidden_states": folder, "greedy_only": True, **changes}
+    )
     draft = DraftLlama(checkpoint.load("cpu"), 0.05) if k else None
     engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
     engine.capture()
@@ -36,7 +38,8 @@ def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
 
 
 def toy_engine(folder: Path, **changes: Any) -> Engine:
-    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, **changes)
+    sizes = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 64}
+    config = EngineConfig(save_hidden_states=folder, greedy_only=True, eager=True, **sizes, **changes)
     engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config)
     engine.capture()
     return engine
@@ -63,10 +66,11 @@ def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, 
     texts = {tuple(text.token_ids.tolist()): text for text in saved}
     assert {(*job.prompt_ids, *job.tokens) for job in jobs} == set(texts)
     assert saved.lengths == [len(text.token_ids) for text in saved]
+    judged = judge("smollm2").model
     for job in jobs:
         text = texts[tuple([*job.prompt_ids, *job.tokens])]
         with torch.no_grad():
-            expected = judge("smollm2").model(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
+            expected = judged(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
         assert text.prompt_length == len(job.prompt_ids)
         torch.testing.assert_close(text.features, torch.cat([expected[layer][0] for layer in FEATURE_LAYERS], -1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(text.hidden, expected[-1][0], rtol=1e-4, atol=1e-4)
@@ -79,7 +83,9 @@ def test_a_lagging_device_and_bursts_of_prompts_mix_nothing_up(tmp_path: Path) -
     tokens: list[dict[tuple[int, ...], list[int]]] = []
     for lag in (0.0, 0.003):
         folder = tmp_path / f"lag {lag}"
-        settings = EngineConfig(num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, **config)  # type: ignore[arg-type]
+        settings = EngineConfig(
+            num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, buckets=(4,), **config
+        )  # type: ignore[arg-type]
         backend = TapeBackend(asynchronous=True, delay=lambda name, lag=lag: lag)  # type: ignore[misc]
         with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=settings, backend=backend) as engine:
             engine.capture()
@@ -181,6 +187,19 @@ def test_a_full_disk_leaves_whole_files_only(tmp_path: Path) -> None:
     assert str(tmp_path) in writer.error and (writer.saved, writer.unsaved) == (1, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "states-00000.safetensors", "states.json"]
     assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[0, 1, 2, 3]]
+
+
+def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("before")
+
+    def write() -> None:
+        with whole_file(tmp_path / "file") as part:
+            part.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
