@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.models import pretrained
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import read_config
 from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, by_pieces
 from tests.families import Cached, folder_of, judge, refused_when_damaged, save
@@ -80,6 +82,15 @@ def break_index(folder: Path, file: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
 
 
+def break_map(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def replace_by(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
@@ -90,6 +101,14 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: no JSON"),
     "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: no JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, want a JSON object"),
+    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: want a plain file"),
+    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: want a plain file"),
+    "a number of thousands of digits": (
+        lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
+        "config.json: no JSON: Exceeds|want ",  # where Python reads it, a field is refused
+    ),
+    "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: want a plain file"),
     "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
     "another tokenizer": (lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}), "want a model of type BPE"),
@@ -102,6 +121,11 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated header": (lambda f: cut(f / "model.safetensors", 0.001), "model.safetensors: "),
     "absurd header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
     "index names another folder": (lambda f: break_index(f, "../model/model.safetensors"), "want the plain name of a .safetensors file"),
+    "index names a path from the root": (lambda f: break_index(f, f"{f}/model.safetensors"), "want the plain name of a .safetensors file"),
+    "index names a pickle": (lambda f: break_index(f, "pytorch_model.bin"), "want the plain name of a .safetensors file"),
+    "index names no file": (lambda f: break_map(f, {NORM: 3}), "got no weight_map, want tensor names with the files that hold them"),
+    "index is no map": (lambda f: break_map(f, ["model.safetensors"]), "got no weight_map"),
+    "index names what its shard lacks": (lambda f: break_map(f, {"model.extra": "model.safetensors"}), "safetensors: model.extra: "),
     "index names a missing shard": (lambda f: break_index(f, "gone.safetensors"), "gone.safetensors: .*No such file"),
     "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), rf"{NORM} is missing, want it with shape \(64,\)"),
     "wrong shape": (
@@ -111,6 +135,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole numbers": (lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})), f"{QUERY} is stored as I8"),
     "a tensor too many": (lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})), "no use for, such as model.extra"),
     "NaN": (lambda f: change_tensors(f, lambda t: t[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
+    "NaN in bfloat16": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].bfloat16() * torch.nan})), f"{NORM} holds NaN or"),
     "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
 }
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -169,6 +194,53 @@ def test_a_config_is_refused_by_field(folder: Path, fault: str, monkeypatch: pyt
     changes, wanted = CONFIGS[fault]
     change_json(folder / "config.json", **changes)
     refuse(folder, wanted, monkeypatch)
+
+
+HOSTILE: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -1e308,
+    10**40,
+    "64",
+    "",
+    "x" * 9999,
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+)
+FIELDS = "sliding_window layer_types head_dim rope_scaling rope_theta use_sliding_window max_window_layers mlp_bias dtype torch_dtype"
+
+
+def test_any_value_in_any_field_is_refused_by_name_or_harmless() -> None:
+    """Never another error than a ValueError, nor one that repeats all that was found."""
+    told = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
+    inner = told["rope_parameters"]
+    changes = [{field: value} for field in (*told, *FIELDS.split(), "quantization_config") for value in HOSTILE]
+    changes += [{"rope_parameters": {**inner, field: value}} for field in (*inner, "type", "high_freq_factor") for value in HOSTILE]
+    refused: list[str] = []
+    for change in changes:
+        try:
+            read_config(told | change)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(changes) / 3 < len(refused) < len(changes)
+    assert [error for error in refused if not error.startswith("config.") or len(error) > 500] == []
+
+
+def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
+    """A downloaded folder often holds nothing but links to files elsewhere."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in folder.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert torch.equal(logits_of(linked), logits_of(folder))
 
 
 def test_code_and_pickles_in_a_folder_are_left_alone(folder: Path) -> None:

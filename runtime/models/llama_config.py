@@ -97,19 +97,19 @@ def check_size(config: LlamaConfig) -> None:
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Fields that would change the arithmetic and are not implemented: an error, not another model."""
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.hidden_act: got {config['hidden_act']!r}, want 'silu'")
+        raise ValueError(f"config.hidden_act: got {config['hidden_act']!r:.100}, want 'silu'")
     for name in ("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling", "final_logit_softcapping"):
         if config.get(name):
-            raise ValueError(f"config.{name}: got {config[name]!r}, which is not supported")
+            raise ValueError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
     for name in ("partial_rotary_factor", "pretraining_tp"):
         if config.get(name, 1) not in (1, None):
-            raise ValueError(f"config.{name}: got {config[name]!r}, want 1")
+            raise ValueError(f"config.{name}: got {config[name]!r:.100}, want 1")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise ValueError(f"config.architectures: got {names!r}, want one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"config.architectures: got {names!r:.100}, want one of {', '.join(ARCHITECTURES)}")
     return str(names[0])
 
 
@@ -144,7 +144,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta)
     if kind not in ("linear", "llama3"):
-        raise ValueError(f"config.rope_scaling.rope_type: got {kind!r}, want 'default', 'linear' or 'llama3'")
+        raise ValueError(f"config.rope_scaling.rope_type: got {kind!r:.100}, want 'default', 'linear' or 'llama3'")
     factor = _number(given, "factor", 0.0, 1e6)
     if kind == "linear":
         return RopeConfig(theta, factor)
@@ -156,8 +156,8 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"config.dtype: got {name!r}, want one of {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"config.dtype: got {name!r:.100}, want one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

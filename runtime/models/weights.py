@@ -86,6 +86,8 @@ class SafetensorsSource:
         if file not in self._files:
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, want the plain name of a .safetensors file")
+            if (folder / file).exists() and not (folder / file).is_file():
+                raise ValueError(f"{folder / file}: want a plain file")
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
             except (SafetensorError, OSError) as error:

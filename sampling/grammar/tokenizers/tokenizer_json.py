@@ -16,6 +16,8 @@ MOST_JSON_BYTES = 256 << 20
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError names the file."""
+    if path.exists() and not path.is_file():  # a pipe or a device would be read for ever
+        raise ValueError(f"{path}: want a plain file")
     try:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise ValueError(f"{path}: got {path.stat().st_size} bytes, want at most {MOST_JSON_BYTES}")
@@ -29,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def json_object(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits too
         raise ValueError(f"{where}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{where}: got {type(found).__name__}, want a JSON object")
