@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.graphs import TapeBackend
+from stepgraph.graphs import StaticBuffers, TapeBackend
+from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.toy import ToyDraft
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
-from tests.toy_engines import TARGET, VOCABULARY, plain
+from tests.toy_engines import STOP, TARGET, VOCABULARY, plain
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -38,9 +39,20 @@ def test_a_second_request_computes_what_the_first_did_not(draft: str) -> None:
         assert engine.stats().reused_tokens == sum(cached)
 
 
+class Vouched(ToyTarget):
+    """Attention sees nothing where every position of a call is inert."""
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        assert not inputs.shared or bool((inputs.slots[:, -1] >= inputs.page_size).all()), "nobody vouches for what is not written"
+        return super().forward(inputs, buffers)
+
+
 def test_a_prompt_of_whole_pages_and_a_chunk_of_one_token() -> None:
     """Behind shared pages a draft's first chunk takes two positions at least, whatever the chunk: the first of them is not written."""
-    with make_engine("at its token", prefill_chunk=1) as engine:
+    target = Vouched(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise TARGET
+    config = replace(CONFIG, greedy_only=True, prefill_chunk=1)
+    with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
+        engine.capture()
         for length in (9, 9, 10, 12):
             job = ask(engine, SYSTEM[:length])
             finish(engine)
