@@ -50,7 +50,7 @@ class GrammarLimits:
 
     max_chars: int = MAX_PAYLOAD_CHARS  # of a schema, pattern or grammar
     max_nesting: int = 200  # brackets open at once in a pattern or grammar; schemas: 64 levels
-    compile_seconds: float = 10.0  # by the clock, of one compile in the worker
+    compile_seconds: float = 30.0  # by the clock, of one compile in the worker
     compile_bytes: int = 1024 * MIB  # of address space that one compile may take on top of what the worker has when it is ready
     result_bytes: int = 64 * MIB  # of a compiled grammar on its way back
     step_seconds: float = 0.5  # processor time of one mask or one token; the call that took longer is the request's last
