@@ -84,10 +84,14 @@ class HiddenStates:
             self._kept[job.id].append(self._buffers.states_ring_host[slot, place, :count].clone())
 
     def ended(self, job: Job) -> None:
-        """Save a text whose states are all known; an error's may not be finite, and a cancelled prompt's are not whole."""
+        """Save a text whose states are all known and belong to its tokens.
+
+        An error's may not be finite, a cancelled prompt's are not whole, and embeddings in a prompt stand for no tokens.
+        """
         kept = self._kept.pop(job.id, [])
         token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
-        if job.finish_reason != FinishReason.ERROR and kept and sum(map(len, kept)) == len(token_ids) - 1:
+        sound = job.finish_reason != FinishReason.ERROR and not job.embeddings
+        if sound and kept and sum(map(len, kept)) == len(token_ids) - 1:
             parts = torch.cat(kept).split([size for _, size in self._layout.parts], 1)
             self._writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
         if self.error and not self._warned:
