@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
@@ -80,10 +81,12 @@ class NoSharedWrites(TorchDispatchMode):
         self.prefixes, self.writes = engine._desk.rows._prefixes, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable and storage_key(args[0]) in self.caches:
-            assert func is torch.ops.aten.index_put_.default, f"{func} of a cache"
+        taken = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | (kwargs or {})
+        changed = [argument.name for argument in func._schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+        if any(storage_key(taken[name]) in self.caches for name in changed if isinstance(taken[name], Tensor)):
             self.writes += 1
-            written, known = set((args[1][-1] // PAGE).flatten().tolist()), {page.page for page in self.prefixes._known.values()}
+            slots = taken["indices"][-1] if func is torch.ops.aten.index_put_.default else taken["slots"]
+            written, known = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._known.values()}
             assert not written & known, f"pages {written & known} are known, and written"
         return func(*args, **kwargs or {})
 
