@@ -38,7 +38,7 @@ def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
 
 
 def toy_engine(folder: Path, **changes: Any) -> Engine:
-    sizes = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 64}
+    sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 64}
     config = EngineConfig(save_hidden_states=folder, greedy_only=True, eager=True, **sizes, **changes)
     engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config)
     engine.capture()
@@ -79,14 +79,14 @@ def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, 
 
 def test_a_lagging_device_and_bursts_of_prompts_mix_nothing_up(tmp_path: Path) -> None:
     """The toy's states are a hash of the whole prefix: one wrong line of a ring would show."""
-    config = {"prefill_chunk": 3, "rounds_in_flight": 3, "max_rows": 4}
+    config: dict[str, Any] = {"prefill_chunk": 3, "rounds_in_flight": 3, "max_rows": 4}
     prompts = [[place % 7 + 1] * length for place, length in enumerate([1, 9, 2, 14, 30, 3, 3, 5, 8, 21])]
     tokens: list[dict[tuple[int, ...], list[int]]] = []
     for lag in (0.0, 0.003):
         folder = tmp_path / f"lag {lag}"
         settings = EngineConfig(
             num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, buckets=(4,), **config
-        )  # type: ignore[arg-type]
+        )
         backend = TapeBackend(asynchronous=True, delay=lambda name, lag=lag: lag)  # type: ignore[misc]
         with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=settings, backend=backend) as engine:
             engine.capture()

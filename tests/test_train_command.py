@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stepgraph.runtime import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph.runtime.states_folder import SavedText, StatesLayout, StatesWriter
 from tests.families import folder_of
 from tools import train_head
 from tools.training.batches import TrainingSet
@@ -204,9 +204,10 @@ def test_from_prompts_to_an_engine(flags: dict[str, Any], kind: str, capsys: pyt
         assert engine.generate(prompt, max_new_tokens=24).tokens == job.tokens
 
 
-def test_from_what_an_engine_saved(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.soak)])
+def test_from_what_an_engine_saved(flags: dict[str, Any], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And another model's states are refused."""
-    flags["data"] = tmp_path / "states"
+    flags |= {"kind": kind, "data": tmp_path / "states"}
     config = EngineConfig(
         max_rows=4, num_speculative_tokens=0, max_length=64, greedy_only=True, eager=True, save_hidden_states=flags["data"]
     )
@@ -220,4 +221,13 @@ def test_from_what_an_engine_saved(flags: dict[str, Any], tmp_path: Path, capsys
     other = {**flags, "target": folder_of("llama-2"), "out": tmp_path / "other"}
     assert train_head.main(listed(other, "--steps", 2, *SHORT, "--quiet")) == 2
     assert "off, want states of this target" in capsys.readouterr().err
-    assert open_checkpoint(flags["target"]).vocabulary.stop_token_ids == (STOP,)
+
+
+def test_states_that_an_eagle3_head_cannot_be_fed_with_are_refused(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = StatesWriter(tmp_path / "states", StatesLayout("target", 160, (), 0, 64, "float32"), 1 << 20)
+    writer.put(SavedText(torch.arange(4), 1, *[torch.zeros(3, 64)] * 2))
+    writer.close()
+    assert train_head.main(listed({**flags, "data": tmp_path / "states"}, "--quiet")) == 2
+    assert "holds no states that enter layers; save them with Engine(feature_layers=...)" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from tests.draft_oracles import Drafting
 from tests.families import folder_of
 from tools.training.acceptance import measure
 from tools.training.batches import TrainingSet, embed
-from tools.training.collect import answer
+from tools.training.collect import answer, collect
 from tools.training.heads import Head
 from tools.training.plan import TrainingPlan
 from tools.training.texts import Text
@@ -84,6 +84,17 @@ def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str
                 torch.testing.assert_close(ours[sum(lengths[:row]) + pair], proposed, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == sum(lengths) * STEPS
+
+
+def test_a_collection_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    its = target()
+    made = torch.Generator().manual_seed(5)
+    texts = [Text(tuple(torch.randint(0, 60, (length,), generator=made).tolist()), 1) for length in (5, 90, 3, 17)]
+    collect(its, texts[:2], tmp_path / "parts")
+    parts, whole = collect(its, texts, tmp_path / "parts"), collect(its, texts, tmp_path / "whole")
+    assert [tuple(text.token_ids.tolist()) for text in parts] == [text.token_ids for text in texts]
+    for one, two in zip(parts, whole, strict=True):
+        assert torch.equal(one.features, two.features) and torch.equal(one.hidden, two.hidden) and one.prompt_length == 1
 
 
 class Lesson(NamedTuple):
