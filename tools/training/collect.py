@@ -21,6 +21,7 @@ from tools.training.texts import Text
 
 PAGE_SIZE = 64
 SHARD_BYTES = 64 << 20
+ROWS = 32  # that answer at a time
 SAMPLE = 64  # tokens that saved states are checked by
 CLOSE = 0.1  # how far off they may be: another order of additions in bfloat16, not another model
 
@@ -96,12 +97,13 @@ def answer(
         {tuple(text.token_ids[: text.prompt_length].tolist()) for text in SavedStates(folder)} if (folder / INDEX).exists() else set()
     )
     asked = list(dict.fromkeys(prompt.token_ids for prompt in prompts))
+    rows = min(ROWS, len(asked))
     config = EngineConfig(
-        max_rows=8,
+        max_rows=rows,
         num_speculative_tokens=0,
         max_length=max(len(prompt.token_ids) for prompt in prompts) + new_tokens,
         page_size=PAGE_SIZE,
-        buckets=(8,),
+        buckets=(rows,),
         greedy_only=temperature == 0,
         save_hidden_states=folder,
         states_shard_bytes=SHARD_BYTES,
