@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("runtime", "graphs", "sampling")
 FOLDERS = (*CORE, "tools", "tests")
 FILE_BUDGET = 300
-# 2,000 of the core are the tape, which stands in for a GPU; 1,100 what a round needs beside models to draft: look-up, forced tokens,
-# users' functions, shared prefixes, saved states.
+# 1,300 of the core are the tape, which stands in for a GPU; 1,100 are what drafts without models and what requests leave behind:
+# look-up, forced tokens, users' functions, shared prefixes, saved states.
 CORE_BUDGET = 7500
-# Attention: split by keys, its row tables, and plans for another library. Of the grammars, 800 lines compile them: in a process of its own, under limits, into a cache. Another 700 read tokenizers of five
-# kinds and drive llguidance from C.
+# Attention is a kernel, its row tables, and the plans of another library. Of the grammars, 800 lines compile them, in a process of
+# its own, under limits, into a cache; another 700 read tokenizers of five kinds and drive llguidance from C.
 PARTS = {"graphs/attention_kernels": 800, "sampling/kernels": 2000, "sampling/grammar": 6700, "runtime/models": 3000}
 
 # path: (budget, reason)
