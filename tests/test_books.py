@@ -164,7 +164,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("most_idle", [None, 3])

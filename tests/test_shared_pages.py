@@ -84,7 +84,7 @@ def run_schedule(engine: Engine, batch: list[Ask]) -> list[Job]:
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(batch=st.lists(asks, min_size=2, max_size=7))
 def test_no_page_that_others_may_read_is_ever_written(draft: str, batch: list[Ask]) -> None:
     engine = watched_engine(draft)
