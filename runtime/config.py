@@ -31,7 +31,7 @@ class EngineConfig:
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries that a request's logit_bias and bad_token_ids may have together
     max_queued: int = 4096  # submits waiting for a row; more are refused
-    forced_drafts: bool = True  # what a grammar leaves no choice about is drafted as the tokenizer writes it; needs draft_masks
+    forced_drafts: bool = False  # what a grammar leaves no choice about is drafted as the tokenizer writes it: for weak draft models
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then

@@ -33,8 +33,8 @@ def take_drafter(target: TargetModel, draft: Drafter | str | None, config: Engin
 
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
     """A drafter that goes with the config, a function as a proposer; ValueError where it does not, or there has to be one."""
-    if isinstance(draft, ForcedDrafts):
-        _check_forced(config)
+    if isinstance(draft, ForcedDrafts) and not config.draft_masks:
+        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, want draft_masks=True: nothing else is drafted")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
     check_draft(config, draft)
@@ -51,12 +51,6 @@ def named_proposer(word: str, why: str = "") -> Proposer | ForcedDrafts | None:
     if word == FORCED:
         return ForcedDrafts()
     return NgramLookup(why=why or AUTO if word == AUTO else "")
-
-
-def _check_forced(config: EngineConfig) -> None:
-    for name in ("forced_drafts", "draft_masks"):
-        if not getattr(config, name):
-            raise ValueError(f"Engine.draft: got {FORCED!r} with {name}=False, want {name}=True: nothing else is drafted")
 
 
 def without_drafts(config: EngineConfig | None) -> EngineConfig:

@@ -13,6 +13,7 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.rows import Sharing
 from stepgraph.runtime.states_folder import StatesLayout
 from stepgraph.sampling import kernels
@@ -120,7 +121,8 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
 
 def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
     """Whether grammars propose the drafts that they force: each mask has to be there before its draft is chosen."""
-    return config.forced_drafts and config.draft_masks and models.draft is not None and vocabulary is not None
+    wanted = config.forced_drafts or isinstance(models.draft, ForcedDrafts)
+    return wanted and config.draft_masks and models.draft is not None and vocabulary is not None
 
 
 def make_buffers(

@@ -149,7 +149,7 @@ def test_events_count_what_was_forced_and_what_of_it_held() -> None:
 
 def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
     known = [index for index, token in enumerate(VOCABULARY.tokens) if len(token) == 1]
-    made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True)
+    made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True, forced_drafts=True)
     check(run(made))
     assert made.stats().accepted_forced_drafts > 8
     made.close()
@@ -184,7 +184,7 @@ def test_the_switch_is_told_and_checked() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True or False"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
     reports = []
-    for options in ({}, {"forced_drafts": False}, {"draft_masks": False}):
+    for options in ({"forced_drafts": True}, {}, {"forced_drafts": True, "draft_masks": False}):
         made = Engine(
             TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=EngineConfig(max_rows=1, backend="tape", eager=True, **options)
         )
@@ -209,10 +209,9 @@ def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
     made.close()
 
 
-@pytest.mark.parametrize("off", ["forced_drafts", "draft_masks"])
-def test_nothing_but_forced_drafts_and_none_of_them_is_refused(off: str) -> None:
-    with pytest.raises(ValueError, match=f"Engine.draft: got 'forced' with {off}=False"):
-        Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, **{off: False}))
+def test_nothing_but_forced_drafts_and_none_of_them_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Engine\.draft: got 'forced' with draft_masks=False"):
+        Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, draft_masks=False))
 
 
 def test_the_bench_counts_what_forced_drafts_are_worth() -> None:
