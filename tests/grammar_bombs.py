@@ -90,6 +90,7 @@ GRAMMARS: dict[str, Callable[[], str]] = {
     ),
     "left recursion": lambda: 'root ::= root "a" | root | "b"',
     "nothing but itself": lambda: "root ::= root",
+    "itself, and no end": lambda: 'root ::= "a" root',
     "each other": lambda: "root ::= a\na ::= b\nb ::= a",
     "nothing, again and again": lambda: 'root ::= (""*)* "a"',
     "29,000 that may be missing": lambda: "root ::= " + "[a]?" * 29_000,

@@ -96,6 +96,7 @@ class Libraries:
         compiled = self._compiler.compile_grammar_from_strings(text.decode(), root.decode())
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
+        matcher.find_jump_forward_string()  # of a text that never ends, the library would write all: better here than in a host node
         return str(compiled.serialize_json()).encode()
 
     def lark(self, text: bytes) -> bytes:
