@@ -54,23 +54,26 @@ def choose_draft(
     With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
     of the target's tokens are not proposed, but for those that a grammar forces.
     """
-    ruling = None
-    if masked:
-        ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
-        tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-        status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-        ruling = Ruling(masks, None, ruled, status)
+    ruling = ruling_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
     if ruling is not None and "batch_forced" in buffers:
-        wanted, forced = _forced(buffers, after, step, ruling)
+        wanted, forced = forced_tokens(buffers, after, step, ruling)
         if sampled:
             buffers.row_certain[:, step - 1].index_copy_(0, after.rows, forced)
         finite, tokens = finite | forced, torch.where(forced, wanted, tokens)
     return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 
-def _forced(buffers: StaticBuffers, after: Batch, step: int, ruling: Ruling) -> tuple[Tensor, Tensor]:
+def ruling_of(buffers: StaticBuffers, after: Batch, step: int) -> Ruling:
+    """The mask that guides draft `step`, as this round's host node filled it."""
+    ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
+    tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
+    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
+    return Ruling(masks, None, ruled, status)
+
+
+def forced_tokens(buffers: StaticBuffers, after: Batch, step: int, ruling: Ruling) -> tuple[Tensor, Tensor]:
     """The token that a grammar forces every row to, and whether it does: under a mask that is the row's own."""
     wanted = buffers.batch_forced[step - 1, : len(after.rows)]
     forced = (wanted >= 0) & ruling.ruled & (ruling.status[:, 0] == MaskStatus.OK)
@@ -110,13 +113,8 @@ def going_on(after: Batch) -> Tensor:
     return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
 
 
-def keep_drafts(buffers: StaticBuffers, after: Batch, drafts: list[Tensor]) -> None:
-    """Leave the drafts in their rows for the next target_verify."""
-    keep_chain(buffers, after, torch.stack(drafts, 1))
-
-
 def keep_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
-    """chain [B, K], -1 behind its last draft."""
+    """Leave the drafts in their rows for the next target_verify. chain [B, K], -1 behind its last."""
     buffers.row_drafts.index_copy_(0, after.rows, chain)
     state = torch.cat(
         [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1

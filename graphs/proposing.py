@@ -7,10 +7,12 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import going_on, keep_chain
+from stepgraph.graphs.drafting import forced_tokens, going_on, ruling_of
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.bitmask import WORD
+from stepgraph.sampling.grammar.status import MaskStatus
 
 ANCHOR = 8  # tokens of the prompt in front of a given text: what an output begins with follows them there as it does here
 
@@ -38,15 +40,25 @@ def note_emission(buffers: StaticBuffers, batch: Batch, emission: Emission, limi
     buffers.row_text.index_put_((batch.rows[:, None], places), tokens)
 
 
-def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits) -> None:
-    """Leave a chain of drafts in every row that goes on. No mask guides them: the next round's head walks them all."""
+def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits) -> Tensor:
+    """[B, K] a chain of drafts for every row that goes on, -1 behind its last. No mask has guided them."""
     count, generated = limits.num_speculative_tokens, after.column(Column.GENERATED)
     length = after.column(Column.LENGTH).clamp(min=1)  # of padding it is 0, and a last token would be looked for outside the text
     drafts = proposer.propose(History(buffers.row_text[after.rows], length, generated, given_from(limits), count), buffers)
     check_drafts(drafts, len(after.rows), count)
     wanted = torch.arange(count, device=drafts.device) < after.column(Column.DRAFT_LIMIT)[:, None]
     wanted = wanted & going_on(after)[:, None] & (drafts >= 0) & (drafts < limits.num_tokens)
-    keep_chain(buffers, after, torch.where(wanted.to(torch.int64).cumprod(1) != 0, drafts, -1))
+    return torch.where(wanted.to(torch.int64).cumprod(1) != 0, drafts, -1)
+
+
+def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor) -> Tensor:
+    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere: what its grammar forces, or else what is proposed and legal."""
+    ruling = ruling_of(buffers, after, step)
+    wanted, forced = forced_tokens(buffers, after, step, ruling)
+    words = ruling.masks[:, 0].gather(1, proposed.clamp(min=0)[:, None] // WORD).squeeze(1)
+    legal = ((words >> (proposed.clamp(min=0) % WORD)) & 1 != 0) & (ruling.status[:, 0] == MaskStatus.OK) | ~ruling.ruled
+    tokens = torch.where(forced, wanted, torch.where(legal, proposed, -1))
+    return torch.where(alive & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 
 def check_drafts(drafts: Tensor, rows: int, count: int) -> None:

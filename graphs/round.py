@@ -1,13 +1,14 @@
 """One decode round, in reading order: the stages, the two streams and the host nodes.
 
     main                                      side: host nodes, native work under the models' compute
-    target_verify                             accept d_K, fill mask row K          (K = 0, unmasked or proposed: commit, walk all)
+    target_verify                             accept d_K, fill mask row K          (drafts not masked, or none: commit, walk all)
       wait; mask, choose, accept
     draft_prefill                             commit the round's tokens, fill row 0
       wait row 0; mask, choose d_1
     draft_decode                              accept d_1, fill row 1
       wait row 1; mask, choose d_2            ... and so on to d_K
 
+A proposer drafts whole chains in place of the draft's stages; with forced tokens it is guided too, place by place.
 The mask that guided draft i + 1 verifies it in the next round: each of the K + 1 mask rows is filled once, used twice.
 """
 
@@ -16,12 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from stepgraph.graphs import drafting, proposing, stages
 from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
-from stepgraph.graphs.batch import read_batch
+from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
 from stepgraph.sampling.grammar.status import HostColumn
@@ -56,11 +60,11 @@ class Round:
         emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if proposer is not None:
             proposing.note_emission(buffers, batch, emission, self.limits)
-            proposing.propose(buffers, after, proposer, self.limits)
+            drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, flow))
         if draft is None:
             return
 
-        masked = grammar is not None and self.draft_masks
+        masked = grammar is not None and self.guided(buffers)
         tokens, alive, drafts = emission.tokens, drafting.going_on(after), []
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
@@ -74,7 +78,29 @@ class Round:
             buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
             alive = tokens >= 0
             drafts.append(tokens)
-        drafting.keep_drafts(buffers, after, drafts)
+        drafting.keep_chain(buffers, after, torch.stack(drafts, 1))
+
+    def guided(self, buffers: StaticBuffers) -> bool:
+        """Whether each draft is chosen under its mask; else one host node walks them all under the next target_verify."""
+        if self.models.proposer is not None:
+            return "batch_forced" in buffers
+        return self.draft_masks and self.models.draft is not None
+
+    def _propose(self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, flow: Flow) -> Tensor:
+        """The chain of a proposer. A token that a grammar forces stands in its place, and what is proposed goes on while it agrees."""
+        if grammar is None or not self.guided(buffers):
+            return proposing.propose(buffers, after, proposer, self.limits)
+        mask_ready = grammar.row(0)
+        proposed = proposing.propose(buffers, after, proposer, self.limits)
+        alive, drafts = drafting.going_on(after), []
+        for step in range(1, self.limits.positions):
+            flow.wait(mask_ready if step == 1 else grammar.row(step - 1))
+            tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
+            buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
+            proposed = torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
+            alive = tokens >= 0
+            drafts.append(tokens)
+        return torch.stack(drafts, 1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +115,7 @@ class GrammarLane:
     def head(self) -> Mark:
         """Under target_verify: the end of the chain that the round before began."""
         drafts = self.round.limits.num_speculative_tokens
-        walk_all = drafts == 0 or not self.round.draft_masks or self.round.models.proposer is not None
+        walk_all = drafts == 0 or not self.round.guided(self.buffers)
         steps = [BEGIN, start(stage=drafts), advance(drafts)]
         if walk_all:
             steps = [BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END]

@@ -149,7 +149,9 @@ class Admission:
 
     def _place_state(self, seat: Seat) -> None:
         buffers, job, row = self._buffers, seat.job, seat.row
-        prompt, offered, start = len(job.prompt_ids), min(len(job.draft_ids), job.num_speculative_tokens), given_from(self._limits)
+        prompt, start = len(job.prompt_ids), given_from(self._limits)
+        walked = seat.matcher is None or "batch_forced" not in buffers  # else a draft is verified by the mask that guided it
+        offered = min(len(job.draft_ids), job.num_speculative_tokens) if walked else 0
         state = {
             Column.OWNER: job.id,
             Column.LAST_TOKEN: job.prompt_ids[-1],

@@ -71,6 +71,8 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         self._check_forced()
+        if self.forced_drafts and not self.draft_masks:
+            raise ValueError("EngineConfig.forced_drafts: got True with draft_masks=False, want draft_masks=True: masks show what is forced")
         if self.buckets is not None:
             checked_buckets(self.buckets, self.max_rows)
 

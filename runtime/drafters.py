@@ -63,4 +63,7 @@ def _function_proposer(function: DraftFunction, config: EngineConfig) -> Functio
     if config.num_speculative_tokens and config.rounds_in_flight != 1:
         wanted = "want rounds_in_flight=1: a function is shown no tokens of rounds on their way"
         raise ValueError(f"Engine.draft: got a function with rounds_in_flight={config.rounds_in_flight}, {wanted}")
+    if config.num_speculative_tokens and config.forced_drafts:
+        wanted = "want forced_drafts=False: it brings whole chains between rounds"
+        raise ValueError(f"Engine.draft: got a function with forced_drafts=True, {wanted}")
     return FunctionProposer(function)

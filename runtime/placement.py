@@ -122,7 +122,7 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
 def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
     """Whether grammars propose the drafts that they force: each mask has to be there before its draft is chosen."""
     wanted = config.forced_drafts or isinstance(models.draft, ForcedDrafts)
-    return wanted and config.draft_masks and models.draft is not None and vocabulary is not None
+    return wanted and config.draft_masks and models.drafter is not None and vocabulary is not None
 
 
 def make_buffers(

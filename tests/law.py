@@ -173,7 +173,7 @@ class Law:
         batch = read_batch(b, rows)
         drafts = self._drafts(batch)
         if drafts:
-            drafting.keep_drafts(b, batch, drafts)
+            drafting.keep_chain(b, batch, torch.stack(drafts, 1))
             batch = read_batch(b, rows)
         logits, _ = stages.target_verify(b, batch, self.target, self.limits)
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)

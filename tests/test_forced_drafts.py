@@ -14,6 +14,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.forced_tokens import ForcedText
 from tests.oracles import Answer, greedy
+from tests.proposers import noise, parrot, told
 from tests.toy_engines import needs_native
 from tools import bench_forced
 
@@ -183,14 +184,48 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
 def test_the_switch_is_told_and_checked() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True or False"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, want draft_masks=True"):
+        EngineConfig(forced_drafts=True, draft_masks=False)
+    with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, want forced_drafts=False"):
+        Engine(TARGET, told, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
     reports = []
-    for options in ({"forced_drafts": True}, {}, {"forced_drafts": True, "draft_masks": False}):
-        made = Engine(
-            TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=EngineConfig(max_rows=1, backend="tape", eager=True, **options)
-        )
-        reports.append("forced drafts: on" in made.capture().notes)
+    for forced in (True, False):
+        config = EngineConfig(max_rows=1, backend="tape", eager=True, forced_drafts=forced)
+        with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as made:
+            reports.append("forced drafts: on" in made.capture().notes)
+    assert reports == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("k", "draft", "link"),
+    [(1, "ngram", "python"), (4, "ngram", "auto"), (6, noise(len(VOCABULARY.tokens)), "auto"), (3, parrot(), "auto")],
+    ids=["ngram 1", "ngram 4", "noise 6", "parrot 3"],
+)
+def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str) -> None:
+    """Greedy and sampled, with what is expected told and not: same tokens, K + 1 fills, and no fewer drafts that hold."""
+    rounds, sampled = [], {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}
+    for forced in (True, False):
+        made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
+        made.capture()
+        check(jobs := run(made))
+        before = made.stats()
+        foreseen = [
+            (expected, made.generate(job.prompt_ids, constraint=job.constraint, max_new_tokens=32, draft_ids=expected.tokens))
+            for expected, job in jobs
+        ]
+        check(foreseen)
+        after, total = made.stats(), sum(job.rounds for _, job in foreseen if job.constraint)
+        assert after.mask_fills - before.mask_fills <= (k + 1) * (total + len(jobs) * made.limits.rounds_in_flight)
+        assert (after.accepted_forced_drafts > 0) == forced
+        drawn = [made.generate([7, 1], constraint=ORDER, **sampled).tokens]
+        company = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
+        for _ in made.stream():
+            pass
+        assert drawn == [company[1].tokens]
+        rounds.append((sum(job.rounds for _, job in jobs), total))
         made.close()
-    assert reports == [True, False, False]
+    assert rounds[0][0] < rounds[1][0], rounds
+    assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "what is foreseen goes on behind it"
 
 
 def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
