@@ -146,15 +146,17 @@ def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
     assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
 
 
-@pytest.mark.parametrize(("k", "proposer"), [(1, NgramLookup()), (4, NgramLookup(3, 2)), (8, noise(CONTROL))], ids="148")
-def test_rounds_replay_as_eager(k: int, proposer: Any) -> None:
+@pytest.mark.parametrize(
+    ("k", "proposer", "forced"), [(1, NgramLookup(), False), (4, NgramLookup(3, 2), True), (8, noise(CONTROL), False)], ids="148"
+)
+def test_rounds_replay_as_eager(k: int, proposer: Any, forced: bool) -> None:
     backend = TapeBackend(poison="every")
-    bench = RoundBench(backend, k, proposer=proposer)
+    bench = RoundBench(backend, k, proposer=proposer, forced_drafts=forced)
     for constrained, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, constrained, sampled))
         bench.compare(step, 4, (lambda: bench.announce(4)) if constrained else lambda: None)
     ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
-    assert len(ruled.report.host_nodes) == 1, "one walks the chain"
+    assert len(ruled.report.host_nodes) == (k + 1 if forced else 1), "one walks the chain, or each place has its own"
     assert ruled.report.nodes.get("copied", 0) == 0
     backend.close()
 

@@ -42,11 +42,12 @@ def replay_equals_eager(context: Context) -> Figures:
             for rows, constrained, sampled in itertools.product((1, 2, ROWS), (False, True), (False, True)):
                 announce = partial(bench.announce, rows) if constrained else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
-    with context.backend() as backend:
-        bench = RoundBench(backend, 4, proposer=NgramLookup())
-        for kind in itertools.product((False, True), (False, True)):
-            announce = partial(bench.announce, ROWS) if kind[0] else lambda: None
-            compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, announce)
+    for proposer, forced_drafts in ((NgramLookup(), False), (NgramLookup(), True), (None, True)):
+        with context.backend() as backend:
+            bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts)
+            for kind in itertools.product((False, True), (False, True)):
+                announce = partial(bench.announce, ROWS) if kind[0] else lambda: None
+                compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, announce)
     with context.backend() as backend:
         bench = RoundBench(backend, 3)
         for kind in itertools.product((False, True), (False, True)):

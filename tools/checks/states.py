@@ -10,13 +10,14 @@ from torch import Tensor
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.buffers import Column, forced_specs, round_specs
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
+from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
 from stepgraph.sampling.grammar.host_link import MatcherRow
 from stepgraph.sampling.grammar.native_link import open_host_link
 from stepgraph.sampling.sampler import Param
@@ -29,7 +30,9 @@ GRAMMAR = Constraint.regex("[a-f]{0,12}(x|yy)")
 class RoundBench:
     """All that the stages of a round need, on any device."""
 
-    def __init__(self, backend: Backend, k: int, draft_masks: bool = True, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self, backend: Backend, k: int, draft_masks: bool = True, proposer: Proposer | None = None, forced_drafts: bool = False
+    ) -> None:
         self.backend = backend
         num_tokens = len(VOCABULARY.tokens)
         target = toy_target(backend.device)
@@ -54,9 +57,11 @@ class RoundBench:
         )
         specs = [*round_specs(self.limits, drawn=proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
         specs += outputs if proposer is None else (*outputs, *text_specs(self.limits))
+        specs += forced_specs(self.limits) if forced_drafts else ()
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
-        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256)
+        forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
+        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256, forcing=forcing)
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:
