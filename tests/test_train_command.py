@@ -148,6 +148,8 @@ def test_wrong_flags_exit_with_2_and_say_why(flags: dict[str, Any], tmp_path: Pa
         ({}, ("--resume",), "out holds no training"),
         ({}, ("--ttt-steps", 9), "train_head: --ttt-steps: got 9, want a whole number from 1 to 8"),
         ({}, ("--lr", "nan"), "train_head: --lr: got nan, want more than 0, at most 1"),
+        ({}, ("--seed", 1 << 64), "train_head: --seed: got 18446744073709551616, want a whole number from 0 to 1099511627776"),
+        ({}, ("--temperature", -1), "train_head: --temperature: got -1.0, want a number from 0 to 10"),
     ):
         result = process(*listed({**flags, **change}, *more))
         assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
@@ -202,6 +204,27 @@ def test_from_prompts_to_an_engine(flags: dict[str, Any], kind: str, capsys: pyt
     plain = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, greedy_only=True, eager=True)
     with Engine.from_pretrained(flags["target"], config=plain) as engine:
         assert engine.generate(prompt, max_new_tokens=24).tokens == job.tokens
+
+
+def test_texts_as_long_as_the_target_reads(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its positions are no whole pages, and its prompts are cut to leave room for answers: a report that fails comes after hours."""
+    small = Path(shutil.copytree(flags["target"], tmp_path / "small"))
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    texts = [{"token_ids": [place + 4, *range(5, 65)], "prompt_length": 38} for place in range(12)]
+    flags |= {"target": small, "data": write(tmp_path / "long.jsonl", *texts)}
+    for flag, value, message in (
+        ("report-tokens", 40, "--report-tokens: got 40, want fewer than the target's 40 positions"),
+        ("answers", 41, "--answers: got 41, want fewer than the target's 40 positions"),
+        ("draft-vocab", 95, "--draft-vocab: got 95, want 96, for stop ids"),
+    ):
+        assert train_head.main(listed(flags, *SHORT, f"--{flag}", value)) == 2 and message in capsys.readouterr().err
+        assert not flags["out"].exists()
+    for place, answers in enumerate((0, 8)):
+        once = ("--steps", 1, *SHORT, "--ttt-steps", 1, "--answers", answers, "--quiet")
+        assert train_head.main(listed({**flags, "out": tmp_path / str(place)}, *once)) == 0
+        document = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert len(document["example"]) == 24 and document["acceptance"][0]["greedy"]["rounds"] > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.soak)])

@@ -60,14 +60,17 @@ def check(options: argparse.Namespace) -> None:
         ("report-texts", 1, 1 << 20),
         ("report-tokens", 1, 1 << 20),
         ("save-every", 1, 1 << 40),
+        ("seed", 0, 1 << 40),
     ):
         value = getattr(options, flag.replace("-", "_"))
         if value is not None and not least <= value <= most:
             raise ValueError(f"--{flag}: got {value}, want a whole number from {least} to {most}")
-    for flag, above, most_real in (("lr", 0.0, 1.0), ("temperature", -1e-9, 10.0), ("eval-share", 0.0, 0.9)):
+    for flag, most_real in (("lr", 1.0), ("eval-share", 0.9)):
         real = getattr(options, flag.replace("-", "_"))
-        if not above < real <= most_real:
-            raise ValueError(f"--{flag}: got {real}, want more than {max(above, 0.0):g}, at most {most_real:g}")
+        if not 0 < real <= most_real:
+            raise ValueError(f"--{flag}: got {real}, want more than 0, at most {most_real:g}")
+    if not 0 <= options.temperature <= 10:
+        raise ValueError(f"--temperature: got {options.temperature}, want a number from 0 to 10")
     if not options.data.exists():
         raise ValueError(f"--data: {options.data} is not there")
     work = options.out / "training"

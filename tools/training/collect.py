@@ -51,8 +51,9 @@ def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool =
 def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
     """What the target thinks of each text, in one pass."""
     device = target.embedding.device
-    pages = -(-max((len(text.token_ids) for text in texts), default=1) // PAGE_SIZE)
-    limits = Limits(1, 0, pages * PAGE_SIZE, PAGE_SIZE, pages, target.vocab_size, target.vocab_size, target.feature_size)
+    longest = max((len(text.token_ids) for text in texts), default=1)
+    pages = -(-longest // PAGE_SIZE)
+    limits = Limits(1, 0, longest, PAGE_SIZE, pages, target.vocab_size, target.vocab_size, target.feature_size)
     buffers = StaticBuffers(target.cache_specs(limits), device)
     tables = torch.arange(1, pages + 1, device=device)[None]
     for text in texts:

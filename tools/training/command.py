@@ -22,7 +22,7 @@ from tools.training.heads import Head, default_feature_layers
 from tools.training.plan import TrainingPlan
 from tools.training.texts import read_texts
 from tools.training.trainer import Trainer
-from tools.training.vocabulary import choose_proposed
+from tools.training.vocabulary import check_count, choose_proposed
 
 MOST_PROPOSED = 8192  # where --draft-vocab says nothing
 
@@ -33,6 +33,10 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     progress, work = not options.quiet, options.out / "training"
     checkpoint = open_checkpoint(options.target)
+    positions, num_tokens = checkpoint.config.max_positions, len(checkpoint.vocabulary.tokens)
+    check_room(options, positions)
+    count = min(MOST_PROPOSED, num_tokens) if options.draft_vocab is None else options.draft_vocab
+    check_count(checkpoint.vocabulary, count)
     layers = feature_layers(options, checkpoint)
     target = checkpoint.load(f"{options.device}:0" if options.device == "cuda" else "cpu", layers, progress)
     work.mkdir(parents=True, exist_ok=True)
@@ -50,10 +54,8 @@ def run(options: argparse.Namespace) -> int:
         longest=options.max_length,
         middle=options.intermediate_size,
     )
-    num_tokens = len(checkpoint.vocabulary.tokens)
     data = TrainingSet(states, target, plan)
     data.prepare(work / "wishes.safetensors", num_tokens, progress)
-    count = min(MOST_PROPOSED, num_tokens) if options.draft_vocab is None else options.draft_vocab
     proposed = choose_proposed(data.frequencies(), checkpoint.vocabulary, count)
     head = Head(options.kind, target, proposed, layers, options.seed, options.intermediate_size)
     trainer = Trainer(head, data, plan)
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if options.kind == "mtp":  # whatever was saved, it is fed with the hidden states
         target.feature_layers, target.feature_size = (), target.hidden_size
-    prompts = data.prompts(options.report_texts, options.max_length)
+    prompts = data.prompts(options.report_texts, min(options.max_length, positions - options.report_tokens))
     decoded = (
         measure(target, head.drafter(), checkpoint.vocabulary, prompts, k, options.report_tokens) for k in range(1, options.ttt_steps + 1)
     )
@@ -96,6 +98,13 @@ def train(trainer: Trainer, checkpoint: Path, every: int, progress: bool) -> boo
         return trainer.train(checkpoint, every, progress, stop=lambda: bool(asked))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def check_room(options: argparse.Namespace, positions: int) -> None:
+    """Prompts are cut to what the target's positions leave for an answer: something has to be left."""
+    for flag, value in (("answers", options.answers), ("report-tokens", options.report_tokens)):
+        if value >= positions:
+            raise ValueError(f"--{flag}: got {value}, want fewer than the target's {positions} positions")
 
 
 def feature_layers(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[int, ...]:
@@ -120,7 +129,8 @@ def gather(options: argparse.Namespace, checkpoint: Checkpoint, target: Llama) -
         check_states(states, target)
         return states
     num_tokens, asked = len(checkpoint.vocabulary.tokens), options.answers > 0
-    texts = read_texts(options.data, options.target, num_tokens, options.max_length, asked)
+    longest = min(options.max_length, checkpoint.config.max_positions - options.answers)
+    texts = read_texts(options.data, options.target, num_tokens, longest, asked)
     if asked:
         return answer(target, checkpoint.vocabulary, texts, options.answers, options.temperature, folder, progress)
     return collect(target, texts, folder, progress)

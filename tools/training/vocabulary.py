@@ -17,15 +17,18 @@ def always_proposed(vocabulary: Vocabulary) -> list[int]:
     return [*vocabulary.stop_token_ids, *found.values()]
 
 
+def check_count(vocabulary: Vocabulary, count: int) -> None:
+    """ValueError where a head cannot propose so many of the target's tokens."""
+    least, known = len(always_proposed(vocabulary)), len(vocabulary.tokens)
+    if not least <= count <= known:
+        raise ValueError(f"--draft-vocab: got {count}, want {least}, for stop ids and single characters, to {known}, the target's tokens")
+
+
 def choose_proposed(frequencies: Tensor, vocabulary: Vocabulary, count: int | None) -> Tensor:
     """[count] the target's ids, in their order; None: all of them. Of equals the lower id."""
     known = len(vocabulary.tokens)
     if count is None or count == known:
         return torch.arange(known)
-    always = always_proposed(vocabulary)
-    if not len(always) <= count <= known:
-        raise ValueError(
-            f"--draft-vocab: got {count}, want {len(always)}, for stop ids and single characters, to {known}, the target's tokens"
-        )
+    check_count(vocabulary, count)
     ranked = torch.argsort(frequencies[:known], descending=True, stable=True).tolist()
-    return torch.tensor(sorted(list(dict.fromkeys([*always, *ranked]))[:count]))
+    return torch.tensor(sorted(list(dict.fromkeys([*always_proposed(vocabulary), *ranked]))[:count]))
