@@ -194,7 +194,8 @@ class Twins:
         del guest.drafts[count:]
         while len(guest.drafts) < count:
             legal, luck, place = self.legal(guest, len(guest.drafts)), self.random.random(), len(guest.drafts)
-            forced = int(self.memories[0].forced[place, self.guests.index(guest)]) if guided and guest.finish == ROW_RUNNING else -1
+            told = self.memories[0].forced if guided and guest.finish == ROW_RUNNING else None
+            forced = -1 if told is None else int(told[place, self.guests.index(guest)])
             self.proposed += forced >= 0
             assert forced < 0 or forced in legal
             if luck < 0.5 and forced >= 0:
@@ -230,7 +231,7 @@ class Twins:
         ours, theirs = self.memories
         assert torch.equal(ours.masks, theirs.masks)
         assert torch.equal(ours.tags, theirs.tags)
-        assert torch.equal(ours.forced, theirs.forced)
+        assert ours.forced is not None and theirs.forced is not None and torch.equal(ours.forced, theirs.forced)
         for guest in filter(None, self.guests):
             first, second = ([getattr(row, name) for name in ("fault", "chain", "committed", "walked", "fills")] for row in guest.rows)
             assert first == second

@@ -171,7 +171,7 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
     texts = []
     for link in ("auto", "python"):
         made = engine(3, 0.6, link, greedy_only=False)
-        asked = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
+        asked: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
         texts.append([made.generate([7, 1], constraint=ORDER, **asked).tokens])
         company = [made.submit([7, 1], constraint=constraint, **asked) for constraint in (None, ORDER, CHOICE)]
         for _ in made.stream():
@@ -203,7 +203,7 @@ def test_the_switch_is_told_and_checked() -> None:
 )
 def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str) -> None:
     """Greedy and sampled, with what is expected told and not: same tokens, K + 1 fills, and no fewer drafts that hold."""
-    rounds, sampled = [], {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}
+    rounds, sampled = list[tuple[int, int]](), dict[str, Any](sampling=SamplingParams(temperature=0.9, seed=3), max_new_tokens=32)
     for forced in (True, False):
         made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
         made.capture()
@@ -238,7 +238,7 @@ def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
     assert stats.accepted_drafts == stats.accepted_forced_drafts > 10
     assert all(job.rounds == len(job.tokens) for _, job in jobs if not job.constraint)
     assert all(job.rounds < 0.8 * len(job.tokens) for _, job in jobs if job.constraint == ORDER)
-    sampled = {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}
+    sampled: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}
     drawn = [made.generate([7, 1], constraint=ORDER, **sampled) for _ in range(2)]
     assert drawn[0].tokens == drawn[1].tokens and drawn[0].num_accepted_drafts > 0
     made.close()

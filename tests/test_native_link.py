@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from ctypes import addressof, c_void_p
 from random import Random
 from typing import Any
@@ -122,7 +123,12 @@ def test_whether_a_text_is_over_is_asked_once_and_behind_a_stop_token() -> None:
     memory, asked = Memory.make(1, 3), list[int]()
     link = native_link(memory)
     row = letters(link)
-    plant(row, "is_terminated", lambda real, *arguments: (asked.append(real(*arguments)), asked[-1])[1])
+
+    def is_terminated(real: Callable[..., int], *arguments: Any) -> int:
+        asked.append(real(*arguments))
+        return asked[-1]
+
+    plant(row, "is_terminated", is_terminated)
     running(memory, row)
     memory.drafts[:] = A
     link.announce([row])
