@@ -233,6 +233,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
         lambda folder: change_json(folder / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 4}}),
         "head: got a vocabulary that lacks .* of the target's 110 tokens, such as 4 b'!'",
     ),
+    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, want a whole number from 1 to 131072"),
     "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], want an EAGLE-3 head .*, MTP modules"),
     "no folder": (
         MODEL,
@@ -275,6 +276,16 @@ def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> No
 def test_as_many_drafts_as_there_are_modules() -> None:
     with Engine.from_pretrained(MANY.target, MANY.folder) as engine:
         assert engine.limits.num_speculative_tokens == 3
+
+
+def test_as_many_positions_as_both_models_have(tmp_path: Path) -> None:
+    """An engine without a config goes as far as the models go; which of them has no more is told where more is asked for."""
+    folder = Path(shutil.copytree(MODEL.folder, tmp_path / "short"))
+    config(max_position_embeddings=24)(folder)
+    with Engine.from_pretrained(MODEL.target, folder) as engine:
+        assert engine.limits.max_length == 24
+    with pytest.raises(ValueError, match=r"max_length: got 25, want at most the draft's 24 positions"):
+        Engine.from_pretrained(MODEL.target, folder, config=EngineConfig(max_length=25))
 
 
 def test_a_target_with_modules_of_its_own_decodes_without_them() -> None:

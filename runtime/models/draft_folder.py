@@ -46,6 +46,10 @@ class DraftCheckpoint(Protocol):
     def most_drafts(self) -> int:
         """That it can make in one round."""
 
+    @property
+    def most_positions(self) -> int | None:
+        """That it reads; None: as many as there are."""
+
     def memory(self, limits: Limits) -> str:
         """What loading will take, for people to read."""
 
@@ -79,7 +83,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
         if mtp_layers(source) and "model.norm.weight" not in source.tensors:
             return _open_mtp(path, source, told, target)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+        raise _said_of(path, error) from None
     if told.get("architectures") in [[name] for name in ARCHITECTURES]:
         return _open_model(path, target, dtype)
     wanted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
@@ -98,6 +102,7 @@ class HeadCheckpoint:
     wanted: Mapping[str, Place]
     feature_layers: tuple[int, ...] = ()
     most_drafts: int = 8
+    most_positions: int | None = None  # what it was not trained for costs acceptance, and is not refused
     repeated: Mapping[str, str] = field(default_factory=dict)  # stored tensors that have to be the target's, and which of its
 
     def checked(self) -> HeadCheckpoint:
@@ -138,6 +143,10 @@ class ModelCheckpoint:
     translation: Translation | None
     feature_layers: tuple[int, ...] = ()
     most_drafts: int = 8
+
+    @property
+    def most_positions(self) -> int:
+        return self.checkpoint.config.max_positions
 
     def memory(self, limits: Limits) -> str:
         return memory(f"{self.checkpoint.path.name}: draft", DraftLlama(self.checkpoint.config, device="meta"), limits)
@@ -193,12 +202,17 @@ def _open_mtp(path: Path, found: Source, told: Mapping[str, object], target: Che
 
     most = 8 if count == 1 else count
     repeated = {name: its for name, its in mtp_shared(config, first, target.config.tied).items() if name in source.tensors}
-    return HeadCheckpoint(path, "MTP", make, target, source, dict(mtp_places(config, first)), (), most, repeated).checked()
+    return HeadCheckpoint(path, "MTP", make, target, source, dict(mtp_places(config, first)), (), most, repeated=repeated).checked()
 
 
 def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None) -> ModelCheckpoint:
-    opened = open_checkpoint(path, dtype)
     try:
+        opened = open_checkpoint(path, dtype)
         return ModelCheckpoint(opened, translate(opened.vocabulary, target.vocabulary))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise _said_of(path, error) from None
+
+
+def _said_of(path: Path, error: ValueError) -> ValueError:
+    """There is a target as well: which of the two is meant."""
+    return error if str(path) in str(error) else ValueError(f"{path}: {error}")

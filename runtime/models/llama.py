@@ -64,7 +64,7 @@ class Llama(nn.Module):
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         config = self.config
         if limits.max_length > config.max_positions:
-            raise ValueError(f"Limits.max_length: got {limits.max_length}, want at most the model's {config.max_positions} positions")
+            raise ValueError(f"Limits.max_length: got {limits.max_length}, want at most the {self.name}'s {config.max_positions} positions")
         return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:

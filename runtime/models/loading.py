@@ -56,8 +56,8 @@ def load_models(
         feature_layers = opened.feature_layers
     if config is None:
         most = opened.most_drafts if opened else 0 if given is None else EngineConfig.num_speculative_tokens
-        length = min(EngineConfig.max_length, checkpoint.config.max_positions)
-        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most), max_length=length)
+        lengths = [EngineConfig.max_length, checkpoint.config.max_positions, opened.most_positions if opened else None]
+        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most), max_length=min(filter(None, lengths)))
     if opened is None:
         given = checked_drafter(given, config)
     outline = checkpoint.outline(feature_layers)
