@@ -19,8 +19,10 @@ from stepgraph.sampling.grammar import (
     GrammarLimits,
     MaskStatus,
     Vocabulary,
+    json_grammar,
     xgrammar_grammar,
 )
+from stepgraph.sampling.grammar.charset import IN_JSON, spelled
 from stepgraph.sampling.grammar.xgrammar_grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
 from tests.grammar_texts import filled
 
@@ -156,3 +158,22 @@ def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkey
     assert found() == 0
     monkeypatch.setattr(xgrammar_grammar, "BEHIND_STRING_AT_ONCE", r"(=([,}\]]))")  # forgets the names of properties
     assert found() > 0
+
+
+COUNTS = [(0, 101), (0, 129), (90, 100), (127, 128), (128, 128), (128, 129), (129, 129), (150, 200), (20, 300), (300, None)]
+
+
+def long_string(low: int, high: int | None) -> Constraint:
+    return Constraint.json_schema({"type": "string", "minLength": low, **({} if high is None else {"maxLength": high})})
+
+
+def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*QUOTED, "aaaaaaaa", "\u6f22", '\u6f22"', "\u6f22a", "a\0", "\0a"]
+    vocabulary = Vocabulary([*(text.encode() for text in texts), b""], stop_token_ids=[len(texts)])
+
+    def found(low: int, high: int | None) -> int:
+        return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
+
+    assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
+    monkeypatch.setattr(json_grammar, "_COUNTED_CHAR", spelled(IN_JSON))
+    assert found(150, 200) > 0

@@ -24,6 +24,9 @@ TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a 
 _CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 # A character inside a JSON string for the library's automata, which read a range across the lengths of UTF-8 wrongly.
 _STRING_CHAR = r"(?:[ !#-\\[\\]-\\u007f]|[\\u0080-\\u07ff]|[\\u0800-\\ud7ff\\ue000-\\uffff]|[\\u{10000}-\\u{10ffff}])"
+# The same for a counter, which looks ahead in the class as it is written, by the last byte of either end: E000 to 10FFFF would hold all
+# of ASCII, a quote too. Here the last bytes hold none. They would where a range began at U+E000, which is given up for this.
+_COUNTED_CHAR = r"[\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U0000d7ff\U0000e001-\U0000e100\U0000e080-\U0010ffff]"
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
 # Formats for which the library's own shape takes what is none: numbers with zeros in front.
@@ -40,6 +43,7 @@ _EXTRA_KEY = re.compile(r"_addl_key_\d+$")
 _KEY_ESCAPE = r'("\\" basic_escape basic_string_sub)'
 _QUOTED_LOCAL_PART = re.compile(r' \| \("\\\\" "\\"" \S+ "\\\\" "\\""\)')
 _PATTERN = re.compile(r'Regex\("pattern(\d+)", json_string=true\)')
+_COUNTED = r"(([^\"\\\r\n]))"
 _BOUNDED = re.compile(r'\(\("\\"" \S+_characters\S*\{(\d+), (-1|\d+)\} "\\""\)\)')
 
 
@@ -96,6 +100,8 @@ def _mended(line: str, patterns: list[str]) -> str:
         low, high = int(bounded[1]), int(bounded[2])
         if max(low, high) <= MAX_UNROLLED:
             return f'{name} ::= "\\"" Regex("{_STRING_CHAR}{{{low},{high if high >= 0 else ""}}}", json_string=true) "\\""'
+    if rule == _COUNTED:
+        return f"{name} ::= {_COUNTED_CHAR}"
     if _EXTRA_KEY.search(name):
         rule = rule.replace(f" | {_KEY_ESCAPE}", "")
     rule = TOKEN.sub(_mended_token, _QUOTED_LOCAL_PART.sub("", rule))
