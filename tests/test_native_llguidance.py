@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from stepgraph.runtime import Constraint, Vocabulary
-from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, MaskStatus, Matcher, native_link
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, native_link
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, advance
 from stepgraph.sampling.grammar.llguidance_grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
@@ -210,6 +210,17 @@ def test_the_first_rows_leave_behind_what_their_lexers_have_learnt() -> None:
         link.close()
         del link, rows
     assert len(set(starts)) == MOST_LESSONS + 1 and not grammar.learns
+
+
+@pytest.mark.parametrize("link", ["native", "python"])
+def test_what_other_texts_have_left_in_a_lexer_ends_no_text(link: str) -> None:
+    """Together they meet more states than it has room for, by far; each of them fewer."""
+    counted = Constraint.regex("[a-z]{0,300}x(ab|cd|[a-m]*q|[e-z]{3,40}b)*[0-9]", "llguidance")
+    with make_engine(Setup(k=0, max_rows=2, host_link=link), grammar_limits=GrammarLimits(lexer_states=100)) as engine:
+        jobs = [engine.submit([seed], constraint=counted, max_new_tokens=40) for seed in range(1, 7)]
+        for _ in engine.stream():
+            pass
+    assert [(job.tokens, job.error) for job in jobs] == [(plain([seed], 40, counted).tokens, "") for seed in range(1, 7)]
 
 
 # what is not as it was when this was written

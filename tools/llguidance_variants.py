@@ -19,7 +19,7 @@ class LLGuidanceLoop(PythonLoop):
     """(a) One row after another, with the library's Python calls and nothing else: its wrong masks behind a rollback stay wrong."""
 
     def seat(self, slot: int, grammar: CompiledConstraint) -> None:
-        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).pristine.deep_copy()]
+        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.matcher.deep_copy()]
 
     def run(self) -> None:
         masks, size = self.masks, self.masks.shape[2] * 4

@@ -11,7 +11,7 @@ import llguidance
 
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.limits import GrammarLimits
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher, SharedStart
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
 from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.native.unavailable import Unavailable
@@ -35,14 +35,14 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 class LLGuidanceGrammar:
     """Compiled once, copied by every matcher."""
 
-    pristine: llguidance.LLMatcher
+    start: SharedStart
     vocabulary: Vocabulary
     fuel_seconds: float
     nbytes: int
     native: LLGuidanceNativeGrammar | None  # None where the library cannot be called from C
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self.pristine, self.vocabulary, self.fuel_seconds, self.native)
+        return LLGuidanceMatcher(self.start, self.vocabulary, self.fuel_seconds, self.native)
 
 
 class _Tokens:
@@ -84,12 +84,12 @@ class LLGuidanceBuilder:
         grammar = lark_of(constraint)
         if worker:
             worker.call("lark", grammar)
-        pristine = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._fuel)
-        if pristine.is_error():
-            refuse("#", constraint.kind, _NOISE.sub("", pristine.get_error()).strip())
+        start = SharedStart(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._fuel))
+        if start.matcher.is_error():
+            refuse("#", constraint.kind, _NOISE.sub("", start.matcher.get_error()).strip())
         native = self._native.grammar(grammar, self._limits.fuel) if self._native else None
         nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
-        return LLGuidanceGrammar(pristine, self._vocabulary, self._limits.step_seconds, nbytes, native)
+        return LLGuidanceGrammar(start, self._vocabulary, self._limits.step_seconds, nbytes, native)
 
 
 def lark_of(constraint: Constraint) -> str:

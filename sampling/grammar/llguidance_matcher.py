@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import llguidance
 import numpy as np
@@ -14,23 +15,37 @@ from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativ
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
+LEXER_FULL = "too many states"
+
+
+class SharedStart:
+    """A matcher at the start of a text, for copies. They share its lexer, which works its states out as any of them meets them, and
+    keeps them: who finds no room in it for more goes on with another, and so do those who come later."""
+
+    def __init__(self, make: Callable[[], llguidance.LLMatcher]) -> None:
+        self._make, self.matcher = make, make()
+
+    def renew(self) -> llguidance.LLMatcher:
+        self.matcher = self._make()
+        return self.matcher
+
 
 class LLGuidanceMatcher:
     """`accept_token` never raises; `fill_next_token_bitmask` fails closed: whatever goes wrong, the row is zero.
 
-    Stop tokens are kept from the library, whose rollback miscounts them. `pristine` is copied, never moved.
+    Stop tokens are kept from the library, whose rollback miscounts them. What it starts with is copied, never moved.
     """
 
     def __init__(
         self,
-        pristine: llguidance.LLMatcher,
+        start: SharedStart,
         vocabulary: Vocabulary,
         fuel_seconds: float,
         native_grammar: LLGuidanceNativeGrammar | None = None,
     ) -> None:
-        self._pristine = pristine
+        self._start, self._pristine = start, start.matcher
         self._native_grammar = native_grammar
-        self._matcher = pristine.deep_copy()
+        self._matcher = self._pristine.deep_copy()
         self._vocabulary = vocabulary
         self._fuel_seconds = fuel_seconds
         self._stop_ids = frozenset(vocabulary.stop_token_ids)
@@ -80,7 +95,9 @@ class LLGuidanceMatcher:
         if token_id in vocabulary.silent_ids:
             return False
         start = time.thread_time()
-        accepted = self._matcher.try_consume_tokens([token_id]) == 1
+        accepted = self._consumed(token_id)
+        if not accepted and self._begun_anew(token_id):
+            accepted = self._consumed(token_id)
         if accepted:
             self._history.append(token_id)
         self._burn(start, "accept_token")
@@ -117,7 +134,7 @@ class LLGuidanceMatcher:
             return
         start = time.thread_time()
         self._matcher.rollback(count)
-        if len(self._history) < self._filled:
+        if not self._begun_anew() and len(self._history) < self._filled:
             # The library keeps its latest mask by the number of items and the state of its lexer. Along another path both may come
             # up again over other items: only a mask computed here, where the paths part, drops the old one.
             self._compute(self._scratch)
@@ -135,9 +152,29 @@ class LLGuidanceMatcher:
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._begun_anew():
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._filled = len(self._history)
         # To the library a dead end is an error, and an error is for good. It is one draft's end only.
         self._dead_end = self._matcher.is_error() and self._matcher.get_error().startswith("NoExtensionBias")
+
+    def _consumed(self, token_id: int) -> bool:
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def _begun_anew(self, refused: int = -1) -> bool:
+        """Whether the lexer was full, and a new one has taken the text so far. What still fails takes more than it may all by itself.
+
+        A full lexer refuses tokens without a word: only a copy that is made to consume one says why, and is of no use then.
+        """
+        asked = self._matcher
+        if refused >= 0 and not asked.is_error():
+            asked = asked.deep_copy()
+            asked.consume_token(refused)
+        if not asked.is_error() or LEXER_FULL not in asked.get_error():
+            return False
+        self._pristine = self._start.renew()
+        self._begin_again()
+        return not self._fault
 
     def _begin_again(self) -> None:
         self._matcher, self._dead_end, self._filled = self._pristine.deep_copy(), False, 0

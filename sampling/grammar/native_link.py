@@ -116,7 +116,8 @@ class NativeRow:
     def _open_llguidance(self, grammar: LLGuidanceNativeGrammar, tokens: Sequence[int]) -> None:
         library, start, functions = self._library, grammar.start, self._library.llguidance.address
         taken = (c_uint32 * len(tokens))(*tokens)
-        text = library.waiting.stepgraph_open_llguidance(functions, start.address, self.struct.stop_words, taken, len(tokens))
+        starts, stop_words = (start.address, grammar.cold.address), self.struct.stop_words
+        text = library.waiting.stepgraph_open_llguidance(functions, *starts, stop_words, taken, len(tokens))
         if not text:
             raise MemoryError("NativeRow: no memory for its text")
         weakref.finalize(self, _close_llguidance, library, grammar, start, text).atexit = False
@@ -263,7 +264,7 @@ class NativeLink:
 
 
 def _close_llguidance(library: NativeLibrary, grammar: LLGuidanceNativeGrammar, start: LLGuidanceStart, text: int) -> None:
-    """`start` is what the text would begin again with: there until now."""
+    """`start`, and the grammar's cold one, are what the text would begin again with: there until now."""
     kept = library.waiting.stepgraph_close_llguidance(library.llguidance.address, text, grammar.learns)
     if kept:
         grammar.learn(kept)

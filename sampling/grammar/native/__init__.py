@@ -57,7 +57,7 @@ class NativeLibrary:
         quick.stepgraph_bind_xgrammar.restype, quick.stepgraph_bind_xgrammar.argtypes = None, (POINTER(XGrammarStruct),)
         quick.stepgraph_bind_llguidance.restype, quick.stepgraph_bind_llguidance.argtypes = None, (POINTER(LLGuidanceStruct),)
         waiting.stepgraph_open_llguidance.restype = c_void_p
-        waiting.stepgraph_open_llguidance.argtypes = (c_void_p, c_void_p, c_void_p, POINTER(c_uint32), c_int64)
+        waiting.stepgraph_open_llguidance.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_uint32), c_int64)
         waiting.stepgraph_close_llguidance.restype = c_void_p
         waiting.stepgraph_close_llguidance.argtypes = (c_void_p, c_void_p, c_int)
         waiting.stepgraph_close.restype, waiting.stepgraph_close.argtypes = None, (c_void_p,)

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 5, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
+enum { LAYOUT_VERSION = 6, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -162,8 +162,8 @@ STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
-STEPGRAPH_API llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const int32_t *stop_words,
-                                                             const uint32_t *tokens, int64_t count);
+STEPGRAPH_API llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const void *cold,
+                                                             const int32_t *stop_words, const uint32_t *tokens, int64_t count);
 STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text, int keep);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
 

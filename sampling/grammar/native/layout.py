@@ -9,7 +9,7 @@ from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
 from stepgraph.sampling.grammar.host_link import HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 5  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 6  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 

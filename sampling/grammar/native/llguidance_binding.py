@@ -178,7 +178,7 @@ class LLGuidanceStart:
 
 class LLGuidanceNativeGrammar:
     """What rows begin with. A lexer works its states out as it meets them, and a clone has its own: so the first rows that end
-    leave behind what theirs has learnt, and later ones are spared it.
+    leave behind what theirs has learnt, and later ones are spared it. Who finds no room in it for more goes on from the `cold` one.
     """
 
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
@@ -189,7 +189,7 @@ class LLGuidanceNativeGrammar:
         # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
         limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
         told = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
-        self.start = LLGuidanceStart(api, api.library.llg_new_matcher(byref(told), b"lark", lark.encode()))
+        self.start = self.cold = LLGuidanceStart(api, api.library.llg_new_matcher(byref(told), b"lark", lark.encode()))
         error: bytes | None = api.library.llg_matcher_get_error(self.start.address)
         if error is not None:
             raise ValueError(error.decode(errors="replace"))
