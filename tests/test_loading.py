@@ -57,6 +57,9 @@ def test_the_type_of_the_folder_or_another() -> None:
     assert open_checkpoint(half).load("cpu").embedding.dtype == torch.bfloat16
     wide = open_checkpoint(half, torch.float32).load("cpu")
     assert wide.embedding.dtype == torch.float32 and torch.equal(wide.embedding, open_checkpoint(half).load("cpu").embedding.float())
+    for dtype in (torch.int8, torch.float64, "bfloat16"):
+        with pytest.raises(ValueError, match=f"dtype: got '?{dtype}'?, want one of torch.float32, torch.bfloat16, torch.float16, or None"):
+            open_checkpoint(half, dtype)  # type: ignore[arg-type]
 
 
 def test_the_token_table(folder: Path) -> None:

@@ -14,7 +14,7 @@ from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.gguf_file import GgufSource
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig, mtp_count, read_config
+from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
 from stepgraph.runtime.models.tokens import folder_vocabulary, gguf_vocabulary
 from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, places, read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -80,6 +80,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     path: a Hugging Face folder (config.json, tokenizer.json, safetensors) or a .gguf file. dtype: of the loaded weights and
     the cache; None: as the config says, bfloat16 for GGUF. Nothing is downloaded, and no code in the folder is run.
     """
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype: got {dtype!r:.100}, want one of {', '.join(map(str, DTYPES.values()))}, or None")
     path = Path(path)
     source: Source
     mtp_modules = 0
