@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -231,3 +232,45 @@ def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.M
     monkeypatch.undo()
     assert compiler.compile(Constraint.regex("a")).backend == "xgrammar"
     compiler.close()
+
+
+def test_an_end_that_comes_too_late_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one who wants a grammar goes just when it has come back, and its worker has not died of that yet."""
+    compiler = isolated()
+    compiler.compile(Constraint.regex("a"))
+    (worker,) = compiler._idle_workers
+    assert worker._process is not None
+    popen, dying = worker._process.popen, list[int]()
+    kill = popen.kill
+    monkeypatch.setattr(popen, "kill", lambda: kill() if dying else dying.append(popen.pid))
+    worker.kill()
+    assert compiler.compile(Constraint.regex("b")).backend == "xgrammar"
+    assert worker.started == 2 and gone(dying[0])
+    compiler.close()
+
+
+def test_what_is_cancelled_on_its_way_is_no_grammar_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, goes_on = GrammarCompiler(PRINTABLE, 1), threading.Event()
+    compiler.compile(Constraint.regex("a"))
+    build = compiler._backends.build
+    monkeypatch.setattr(compiler._backends, "build", lambda *arguments: goes_on.wait(60) and build(*arguments))
+    claim = compiler.claim(Constraint.regex("b"))
+    waited(lambda: compiler.stats.running == 1, "no compile was begun")
+    claim.release()
+    assert (compiler.stats.running, compiler.stats.grammars) == (1, 1)
+    goes_on.set()
+    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    assert (compiler.stats.grammars, compiler.stats.failures) == (1, 0)
+
+
+def test_a_claim_for_which_there_is_no_thread_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    compiler = GrammarCompiler(PRINTABLE, 1)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        compiler.claim(Constraint.regex("a"))
+    monkeypatch.undo()
+    assert (compiler.stats.waiting, compiler.stats.misses) == (0, 0)
+    assert compiler.claim(Constraint.regex("a")).result(60).backend == "xgrammar"

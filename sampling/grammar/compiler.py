@@ -145,14 +145,13 @@ class GrammarCompiler:
     def stats(self) -> CompileStats:
         with self._lock:
             cache, started = self._cache, sum(worker.started for worker in self._workers)
-            on_their_way = len(self._running) + len(self._waiting)
             return CompileStats(
                 hits=cache.hits,
                 misses=cache.misses,
                 failures=self._failures,
                 running=len(self._running),
                 waiting=len(self._waiting),
-                grammars=max(0, len(cache) - on_their_way),
+                grammars=cache.grammars,
                 nbytes=cache.nbytes,
                 dropped=cache.dropped,
                 workers_started=started,
@@ -206,11 +205,11 @@ class GrammarCompiler:
             self._require_open()
             entry = self._cache.find(constraint)  # somebody may have been quicker
             if entry is None:
-                entry = self._cache.add(constraint)
-                self._waiting.append(entry)
-                if self._threads < self._max_compiles:
+                if self._threads < self._max_compiles:  # first: where no thread can be had, nothing has changed
                     threading.Thread(target=self._work, name="stepgraph-compile", daemon=True).start()
                     self._threads += 1
+                entry = self._cache.add(constraint)
+                self._waiting.append(entry)
             return entry
 
     def _release(self, claim: Claim) -> None:

@@ -35,10 +35,7 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._entries: dict[Constraint, CacheEntry] = {}
         self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # compiled and claimed by nobody
-        self.nbytes = self.hits = self.misses = self.dropped = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.grammars = self.nbytes = self.hits = self.misses = self.dropped = 0
 
     def find(self, constraint: Constraint) -> CacheEntry | None:
         """A claimed entry, compiled or on its way; None where there is none."""
@@ -61,6 +58,7 @@ class GrammarCache:
         if self._entries.get(entry.constraint) is not entry:
             return  # forgotten meanwhile
         entry.compiled, entry.nbytes = True, nbytes
+        self.grammars += 1
         self.nbytes += nbytes
         if not entry.claims:
             self._idle[entry] = None
@@ -89,11 +87,12 @@ class GrammarCache:
         """Forget everything; claims may still be released."""
         self._entries.clear()
         self._idle.clear()
-        self.nbytes = 0
+        self.grammars = self.nbytes = 0
 
     def _shrink(self) -> None:
         while self.nbytes > self._max_bytes and self._idle:
             entry, _ = self._idle.popitem(last=False)
             del self._entries[entry.constraint]
+            self.grammars -= 1
             self.nbytes -= entry.nbytes
             self.dropped += 1

@@ -59,7 +59,7 @@ class CompileWorker:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
         self._process: _Process | None = None
         self._finalizer: weakref.finalize[..., CompileWorker] | None = None
-        self._cancelled = False
+        self._cancelled = self._doomed = False
         self.started = 0  # processes
         _alive.add(self)
 
@@ -68,13 +68,15 @@ class CompileWorker:
         return self._process.popen.pid if self._process else None
 
     def begin(self) -> None:
-        """Another compile: what was cancelled was the one before."""
+        """Another compile: what was cancelled was the one before, whose end may have come first. Then the process is still to die."""
+        self._doomed |= self._cancelled
         self._cancelled = False
 
     def call(self, name: str, *arguments: str) -> str:
         """The result of one of `compile_worker.Libraries`' methods, ValueError in the library's words where it refuses, WorkerError
         where a limit was reached or the worker died."""
-        if self._process is None or self._process.owner != os.getpid() or self._process.popen.poll() is not None:
+        process = self._process
+        if process is None or self._doomed or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
         limits, encoded = self._limits, [part.encode() for part in (name, *arguments)]
         try:
@@ -108,6 +110,7 @@ class CompileWorker:
 
     def _start(self) -> None:
         self.close()
+        self._doomed = False
         vocabulary, limits = self._vocabulary, self._limits
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
