@@ -31,7 +31,9 @@ class EngineConfig:
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries that a request's logit_bias and bad_token_ids may have together
     max_queued: int = 4096  # submits waiting for a row; more are refused
-    forced_drafts: bool = False  # what a grammar leaves no choice about is drafted as the tokenizer writes it: for weak draft models
+    forced_drafts: bool | None = (
+        None  # draft what a grammar leaves no choice about, as the tokenizer writes it; None: where no model drafts
+    )
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
@@ -64,15 +66,16 @@ class EngineConfig:
         self._check_grammars()
         self._check_kept()
         for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want True or False")
+            if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("forced_drafts", None):
+                wanted = "True, False or None" if name == "forced_drafts" else "True or False"
+                raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want {wanted}")
         try:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         self._check_forced()
         if self.forced_drafts and not self.draft_masks:
-            raise ValueError("EngineConfig.forced_drafts: got True with draft_masks=False, want draft_masks=True: masks show what is forced")
+            raise ValueError("EngineConfig.forced_drafts: got True with draft_masks=False, want draft_masks=True: they show what is forced")
         if self.buckets is not None:
             checked_buckets(self.buckets, self.max_rows)
 

@@ -13,6 +13,7 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.host_drafts import FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.rows import Sharing
 from stepgraph.runtime.states_folder import StatesLayout
@@ -121,8 +122,10 @@ def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
 
 def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
     """Whether grammars propose the drafts that they force: each mask has to be there before its draft is chosen."""
-    wanted = config.forced_drafts or isinstance(models.draft, ForcedDrafts)
-    return wanted and config.draft_masks and models.drafter is not None and vocabulary is not None
+    if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
+        return False
+    unset = models.proposer is not None if config.forced_drafts is None else config.forced_drafts
+    return unset or isinstance(models.draft, ForcedDrafts)
 
 
 def make_buffers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -182,18 +183,21 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
 
 
 def test_the_switch_is_told_and_checked() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True or False"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True, False or None"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, want draft_masks=True"):
         EngineConfig(forced_drafts=True, draft_masks=False)
     with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, want forced_drafts=False"):
         Engine(TARGET, told, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
     reports = []
-    for forced in (True, False):
-        config = EngineConfig(max_rows=1, backend="tape", eager=True, forced_drafts=forced)
-        with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as made:
+    drafters: list[Any] = [ToyDraft(TARGET), "ngram", told]
+    for draft, forced in itertools.product(drafters, (None, True, False)):
+        if draft is told and forced:
+            continue
+        config = EngineConfig(max_rows=1, backend="tape", eager=True, forced_drafts=forced, rounds_in_flight=1)
+        with Engine(TARGET, draft, vocabulary=VOCABULARY, config=config) as made:
             reports.append("forced drafts: on" in made.capture().notes)
-    assert reports == [True, False]
+    assert reports == [False, True, False, True, True, False, False, False]
 
 
 @pytest.mark.parametrize(

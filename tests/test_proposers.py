@@ -28,9 +28,9 @@ SETUPS = [
     Setup(k=6, drafter="ngram"),
     Setup(k=1, drafter="ngram", max_rows=2),
     Setup(k=2, drafter="parrot", max_rows=2, rounds_in_flight=3),
-    Setup(k=3, drafter="noise", max_rows=2),
+    Setup(k=3, drafter="noise", max_rows=2, forced_drafts=True),
     Setup(k=4, drafter="control", max_rows=2),
-    Setup(k=5, drafter="stops", max_rows=2, rounds_in_flight=1),
+    Setup(k=5, drafter="stops", max_rows=2, rounds_in_flight=1, forced_drafts=True),
     Setup(k=4, drafter="function", max_rows=2, rounds_in_flight=1),
 ]
 MORE_SETUPS = [

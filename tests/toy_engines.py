@@ -89,6 +89,7 @@ class Setup:
     greedy_only: bool = True
     forced_acceptance: tuple[float, ...] | None = None
     host_link: str = "auto"
+    forced_drafts: bool = False
     compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
 
 
@@ -103,6 +104,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
         rounds_in_flight=setup.rounds_in_flight,
         prefill_chunk=setup.prefill_chunk,
         draft_masks=setup.draft_masks,
+        forced_drafts=setup.forced_drafts,
         greedy_only=setup.greedy_only,
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,
