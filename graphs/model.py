@@ -89,7 +89,8 @@ class DraftModel(Protocol):
     """The model that proposes. Like a target, but it is fed with features, and its logits are asked at one position a row.
 
     One that keeps entries in front of their token's position, of which they follow, says with `lookahead` how far at most; it
-    leaves positions below `inputs.shared` alone.
+    leaves positions below `inputs.shared` alone. One without a cache of its own may read the target's, by the name of its buffers:
+    entries up to position - step are those of the text.
     """
 
     @property
