@@ -91,6 +91,10 @@ GRAMMARS: dict[str, Callable[[], str]] = {
     "left recursion": lambda: 'root ::= root "a" | root | "b"',
     "nothing but itself": lambda: "root ::= root",
     "itself, and no end": lambda: 'root ::= "a" root',
+    "no end, behind a letter": lambda: 'root ::= "x" | "b" endless\nendless ::= "c" endless',
+    "rules that double, behind a letter": lambda: (
+        'root ::= "x" | "b" r0\n' + "".join(f"r{place} ::= r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60 ::= "a"'
+    ),
     "each other": lambda: "root ::= a\na ::= b\nb ::= a",
     "nothing, again and again": lambda: 'root ::= (""*)* "a"',
     "29,000 that may be missing": lambda: "root ::= " + "[a]?" * 29_000,

@@ -12,6 +12,7 @@ import torch
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint
 from stepgraph.sampling.grammar.limits import GrammarLimits, check_size, named
 from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar.productive import EndlessError
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
@@ -97,7 +98,7 @@ class Backends:
             for name in asked(constraint, self._choice):
                 try:
                     result = attempt(name)
-                except WorkerError:
+                except (WorkerError, EndlessError):
                     raise  # a limit is not what another library is there for
                 except ValueError as error:
                     reasons[name] = _shortened(named(str(error)))

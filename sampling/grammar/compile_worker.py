@@ -91,12 +91,15 @@ class Libraries:
         arguments = (text.decode(), blank > 0, None, None, True, blank or None, False, False)
         return str(self._core.Grammar.from_json_schema(*arguments).to_string()).encode()
 
+    def parsed(self, text: bytes, root: bytes) -> bytes:
+        """A grammar as data, before it is compiled."""
+        return str(self._core.Grammar.from_ebnf(text.decode(), root.decode()).serialize_json()).encode()
+
     def grammar(self, text: bytes, root: bytes) -> bytes:
         """A compiled grammar, serialised; its first mask is tried out."""
         compiled = self._compiler.compile_grammar_from_strings(text.decode(), root.decode())
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
-        matcher.find_jump_forward_string()  # of a text that never ends, the library would write all: better here than in a host node
         return str(compiled.serialize_json()).encode()
 
     def lark(self, text: bytes) -> bytes:

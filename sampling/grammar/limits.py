@@ -44,8 +44,9 @@ class GrammarLimits:
     """Every refusal for one of these names the field, what was got and the limit.
 
     The first two are checked at once. `compile_*` and `result_bytes` hold for xgrammar and for the trial of llguidance in the
-    compile worker, a process of its own (`isolation` "process"); without it nothing bounds a compile but the libraries. The rest is
-    fuel: counted work, of llguidance, so that the same text is refused on every machine; and `step_seconds`, of both.
+    compile worker, a process of its own (`isolation` "process"); without it nothing bounds a compile but the libraries. `least_bytes`
+    is computed of a grammar before it is compiled. The rest is fuel: counted work, of llguidance, so that the same text is refused on
+    every machine; and `step_seconds`, of both.
     """
 
     max_chars: int = MAX_PAYLOAD_CHARS  # of a schema, pattern or grammar
@@ -53,6 +54,7 @@ class GrammarLimits:
     compile_seconds: float = 30.0  # by the clock, of one compile in the worker
     compile_bytes: int = 1024 * MIB  # of address space that one compile may take on top of what the worker has when it is ready
     result_bytes: int = 64 * MIB  # of a compiled grammar on its way back
+    least_bytes: int = 200_000  # xgrammar: of the shortest text of each alternative of a rule
     step_seconds: float = 0.5  # processor time of one mask or one token; the call that took longer is the request's last
     compile_fuel: int = 1_000_000  # llguidance: expressions built for a lexer
     grammar_symbols: int = 500_000  # llguidance: symbols of a grammar

@@ -16,6 +16,7 @@ from stepgraph.sampling.grammar.json_grammar import TOKEN, Converter, json_gramm
 from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 from stepgraph.sampling.grammar.pattern import ebnf_of
+from stepgraph.sampling.grammar.productive import check_least
 from stepgraph.sampling.grammar.refusal import refuse
 from stepgraph.sampling.grammar.schema import check_schema
 from stepgraph.sampling.grammar.structural_tag import Tag, TagGroup, tag_groups
@@ -82,6 +83,9 @@ class XGrammarBuilder:
             first += "_"
         text = f"{text}\n{first} ::= {root}\n"
         with _in_its_words():
+            parsed = worker.call("parsed", text, first) if worker else _parsed(text, first)
+        check_least(parsed, self._limits)
+        with _in_its_words():
             if worker is None:
                 compiled = self._compiler.compile_grammar(text, root_rule_name=first)
             else:
@@ -107,6 +111,10 @@ def _in_its_words() -> Iterator[None]:
 
 def _converted(schema: str, longest_blank: int) -> str:
     return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=longest_blank > 0, max_whitespace_cnt=longest_blank or None))
+
+
+def _parsed(text: str, root: str) -> str:
+    return str(xgrammar.Grammar.from_ebnf(text, root_rule_name=root).serialize_json())
 
 
 def ebnf_text(constraint: Constraint, convert: Converter) -> tuple[str, str]:

@@ -1,0 +1,104 @@
+"""What a grammar wants at the least is known before it is compiled, and what wants more than there will be is refused by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary, xgrammar_grammar
+from stepgraph.sampling.grammar.forced_tokens import forced_bytes
+from stepgraph.sampling.grammar.matcher import Matcher
+
+VOCABULARY = Vocabulary.printable()
+BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+ENDLESS = {
+    "endless": Constraint.ebnf('root ::= "x" | "b" endless\nendless ::= "c" endless'),
+    "z": Constraint.ebnf('root ::= "x" z{0,5}\nz ::= "a" z'),
+    "tag": Constraint.ebnf('root ::= TagDispatch(("x", tag), loop_after_dispatch=true, excludes=())\ntag ::= "c" tag'),
+    "marked": Constraint.ebnf('root ::= TokenTagDispatch((3, marked), loop_after_dispatch=true, excludes=())\nmarked ::= "c" marked'),
+    "start": Constraint.ebnf('start ::= "a" start', root="start"),
+    "root": Constraint.json_schema(BEGUN),
+    "tag_0_0_root": Constraint.structural_tag({"triggers": ["<"], "structures": [{"begin": "<a>", "schema": BEGUN, "end": ""}]}),
+}
+ROWS = {"type": "array", "minItems": 1000}
+DOUBLING = [f"r{place} ::= r{place + 1} r{place + 1}" for place in range(60)]
+LONG = {
+    "2^60 letters": Constraint.ebnf("\n".join(['root ::= "x" | "b" r0', *DOUBLING, 'r60 ::= "a"'])),
+    "counts of counts": Constraint.ebnf('root ::= "x" | (("a"{1000}){1000}){1000}'),
+    "counts of counts in a pattern": Constraint.ebnf('root ::= "x" | letters\nletters ::= Regex("((a{1000}){1000}){1000}")'),
+    "a million items": Constraint.json_schema({**ROWS, "items": {**ROWS, "items": {"type": "integer"}}}),
+}
+SERVED = [
+    (Constraint.ebnf('root ::= "(" root ")" | root "+" root | "a"'), "((a)+a)"),
+    (Constraint.ebnf('root ::= "a" rest\nrest ::= "" | "," root\nunused ::= "u" unused'), "a,a"),
+    (
+        Constraint.json_schema({"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]}),
+        '{"a": []}',
+    ),
+    (Constraint.json_schema({"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]}), "[[null]]"),
+    (Constraint.json_object(), '{"a": {}}'),
+    (Constraint.regex("(ab){1000}c?"), "ab" * 1000),
+]
+LEAST = [
+    ('root ::= "ab" x{3}\nx ::= "c" | "dd"', 5),
+    ('root ::= [a-z] [\\u0416-\\u0420] "\\u6f22" [^a] [a-z]*', 7),
+    ('root ::= x | y\nx ::= "a" x | "b"\ny ::= "cc"', 2),
+    ('root ::= x y\nx ::= y | ""\ny ::= "a" | z\nz ::= y y "bbb"', 5),
+    ('root ::= TagDispatch(("x", tag), loop_after_dispatch=true, excludes=())\ntag ::= "ccc"', 3),
+    ('root ::= "a" Regex("[ab]{3}")', 4),
+]
+
+
+def compiler(isolation: Literal["process", "none"] = "none", **limits: int) -> GrammarCompiler:
+    return GrammarCompiler(VOCABULARY, 1, isolation=isolation, limits=GrammarLimits(**limits))
+
+
+def after(compiler: GrammarCompiler, constraint: Constraint, text: str) -> Matcher:
+    matcher = compiler.compile(constraint).matcher()
+    assert all(matcher.accept_token(VOCABULARY.tokens.index(letter.encode())) for letter in text)
+    return matcher
+
+
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar_grammar, "check_least", lambda parsed, limits: None)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_what_no_finite_text_satisfies_is_refused_by_the_name_of_its_rule(isolation: Literal["process", "none"]) -> None:
+    with_worker = compiler(isolation)
+    for rule, constraint in ENDLESS.items():
+        with pytest.raises(ValueError, match=f"cannot be compiled: rule {rule}: no text of finite length satisfies it"):
+            with_worker.compile(constraint)
+    for constraint in LONG.values():
+        with pytest.raises(
+            ValueError, match=r"cannot be compiled: GrammarLimits.least_bytes: got [\d,]+ bytes that rule \w+ leads to, want"
+        ):
+            with_worker.compile(constraint)
+    with_worker.close()
+
+
+@pytest.mark.parametrize("rule", ["endless", "tag", "marked"])
+def test_a_trial_from_the_start_would_not_find_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unguarded(monkeypatch)
+    assert forced_bytes(compiler().compile(ENDLESS[rule]).matcher()) == b""
+
+
+def test_what_is_forced_behind_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = Constraint.ebnf("\n".join(['root ::= "x" | "b" r0', *DOUBLING[:12], 'r12 ::= "a"']))
+    with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, want at most 1,000$"):
+        compiler(least_bytes=1000).compile(shorter)
+    unguarded(monkeypatch)
+    assert forced_bytes(after(compiler(least_bytes=1000), shorter, "b")) == b"a" * 4096
+
+
+@pytest.mark.parametrize(("constraint", "text"), SERVED)
+def test_recursion_that_ends_is_served(constraint: Constraint, text: str) -> None:
+    assert after(compiler(), constraint, text).accept_token(VOCABULARY.stop_token_ids[0])
+
+
+@pytest.mark.parametrize(("grammar", "size"), LEAST)
+def test_the_limit_holds_to_the_byte(grammar: str, size: int) -> None:
+    compiler(least_bytes=size).compile(Constraint.ebnf(grammar))
+    with pytest.raises(ValueError, match=f"GrammarLimits.least_bytes: got {size} bytes"):
+        compiler(least_bytes=size - 1).compile(Constraint.ebnf(grammar))
