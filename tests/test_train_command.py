@@ -220,11 +220,12 @@ def test_texts_as_long_as_the_target_reads(flags: dict[str, Any], tmp_path: Path
     ):
         assert train_head.main(listed(flags, *SHORT, f"--{flag}", value)) == 2 and message in capsys.readouterr().err
         assert not flags["out"].exists()
-    for place, answers in enumerate((0, 8)):
-        once = ("--steps", 1, *SHORT, "--ttt-steps", 1, "--answers", answers, "--quiet")
+    for place, (answers, most) in enumerate(((0, 512), (8, 512), (8, 24))):
+        once = ("--steps", 1, *SHORT, "--ttt-steps", 1, "--answers", answers, "--max-length", most, "--quiet")
         assert train_head.main(listed({**flags, "out": tmp_path / str(place)}, *once)) == 0
         document = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert len(document["example"]) == 24 and document["acceptance"][0]["greedy"]["rounds"] > 0
+        assert document["held_out"]["losses"][0] > 0  # else there was nothing to foresee: a prompt that is cut leaves room for its answer
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.soak)])

@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--intermediate-size", type=int, metavar="N", help="width of the head's perceptron (default: the target's)")
     add("--steps", type=int, default=600, metavar="N", help="batches to learn from (default: %(default)s)")
     add("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a batch, in whole texts (default: %(default)s)")
-    add("--max-length", type=int, default=512, metavar="N", help="tokens of a text that are used (default: %(default)s)")
+    add("--max-length", type=int, default=512, metavar="N", help="tokens used of a text, or of a prompt to answer (default: %(default)s)")
     add("--lr", type=float, default=1e-3, metavar="X", help="greatest learning rate (default: %(default)s)")
     add("--ttt-steps", type=int, default=4, metavar="N", help="drafts in a row that it is trained for, 1 to 8 (default: %(default)s)")
     add("--answers", type=int, default=0, metavar="N", help="let the target answer the texts first, in at most N tokens")

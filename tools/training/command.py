@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         seed=options.seed,
         eval_share=options.eval_share,
-        longest=options.max_length,
+        longest=options.max_length + options.answers,
         middle=options.intermediate_size,
     )
     data = TrainingSet(states, target, plan)

@@ -18,5 +18,5 @@ class TrainingPlan:
     dtype: str  # of the products while training: float32 or bfloat16
     seed: int
     eval_share: float
-    longest: int  # tokens of a text that are used
+    longest: int  # tokens of a text that are used, its answer included
     middle: int | None  # width of the head's perceptron; None: the target's
