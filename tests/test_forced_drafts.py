@@ -182,6 +182,19 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
     assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
 
 
+def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
+    """Not the token that its text would be written in, and nothing at all where the grammar leaves nothing else."""
+    names = {token: index for index, token in enumerate(VOCABULARY.tokens)}
+    made, alone = engine(3, 0.6, greedy_only=False), Constraint.regex("zzz")
+    for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
+        asked = SamplingParams(temperature=0, bad_token_ids=[names[token] for token in banned], min_new_tokens=8)
+        expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), asked)
+        before = made.stats().forced_drafts
+        job = made.generate([7, 1], constraint=constraint, sampling=asked, max_new_tokens=48)
+        assert (job.tokens, job.finish_reason) == (expected.tokens, reason or expected.reason)
+        assert reason or made.stats().forced_drafts > before
+
+
 def test_the_switch_is_told_and_checked() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True, False or None"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
