@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,12 @@ class FunctionDrafts:
 
     def _line(self, seat: Seat) -> list[int]:
         most, vocabulary = seat.job.num_speculative_tokens, self._limits.num_tokens
+        said: Any = self._function(seat.job)
+        said = said.tolist() if hasattr(said, "tolist") else said
+        if not isinstance(said, Sequence):
+            raise ValueError(f"drafts of the function: got {type(said).__name__}, want a sequence of token ids")
         drafts: list[int] = []
-        for token in self._function(seat.job)[:most]:
+        for token in said[:most]:
             if not 0 <= checked_count("drafts of the function", token, -(2**63), 2**63 - 1, "a token id") < vocabulary:
                 break
             drafts.append(int(token))

@@ -114,9 +114,9 @@ def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None
 def test_what_a_function_says_is_cut_where_it_ends() -> None:
     expected = plain([1, 2], 20).tokens
 
-    def parts(job: Job) -> list[int]:
+    def parts(job: Job) -> Any:
         right = expected[len(job.tokens) :]
-        return [*right[:1], len(VOCABULARY.tokens), *right[1:]] if len(job.tokens) % 2 else [-1, *right]
+        return torch.tensor([*right[:1], len(VOCABULARY.tokens), *right[1:]]) if len(job.tokens) % 2 else [-1, *right]
 
     with Engine(TARGET, parts, vocabulary=VOCABULARY, config=replace(CONFIG, rounds_in_flight=1, num_speculative_tokens=3)) as engine:
         engine.capture()
@@ -143,6 +143,7 @@ def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_ever
     cases: list[tuple[Any, type[Exception], str]] = [
         (broken, KeyError, "no such text"),
         (lambda job: [0.5], ValueError, "drafts of the function: got 0.5"),
+        (lambda job: None, ValueError, "drafts of the function: got NoneType, want a sequence of token ids"),
     ]
     for function, error, message in cases:
         with Engine(TARGET, function, config=alone) as engine:
