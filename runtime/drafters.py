@@ -19,6 +19,7 @@ Drafter = DraftModel | Proposer | DraftFunction
 
 def take_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
     """The models of an engine, and its config, in which "none" leaves no drafts. ValueError where nobody would make them."""
+    check_config(config)
     if draft == NONE:
         config = without_drafts(config)
     drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
@@ -29,6 +30,12 @@ def take_drafter(target: TargetModel, draft: Drafter | str | None, config: Engin
     if isinstance(drafter, ForcedDrafts):
         drafter.to(device_of(target))
     return ModelPair(target, drafter), config
+
+
+def check_config(config: object) -> None:
+    """None is the usual one."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ValueError(f"Engine.config: got {type(config).__name__}, want an EngineConfig")
 
 
 def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:

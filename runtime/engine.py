@@ -64,7 +64,7 @@ class Engine:
         config: EngineConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
-        models, self.config = take_drafter(target, draft, config or EngineConfig())
+        models, self.config = take_drafter(target, draft, EngineConfig() if config is None else config)
         self._models = models
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)

@@ -62,6 +62,14 @@ def test_the_type_of_the_folder_or_another() -> None:
             open_checkpoint(half, dtype)  # type: ignore[arg-type]
 
 
+def test_what_is_no_path_and_what_is_no_config() -> None:
+    with pytest.raises(ValueError, match=r"path: got NoneType, want the path of a model's folder or \.gguf file"):
+        Engine.from_pretrained(None)  # type: ignore[arg-type]
+    for config in ({}, {"max_rows": 2}):
+        with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+            Engine.from_pretrained("nowhere", config=config)  # type: ignore[arg-type]
+
+
 def test_the_token_table(folder: Path) -> None:
     vocabulary = open_checkpoint(folder).vocabulary
     assert vocabulary.tokens[:5] == (b"<s>", b"<|im_start|>", b"</s>", b"<call>", b"!") and vocabulary.logits_width == 160

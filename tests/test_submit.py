@@ -202,6 +202,8 @@ def test_a_bad_config_is_refused_by_name(fields: dict[str, Any], message: str) -
 
 
 def test_a_bad_engine_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+        Engine(TARGET, config={})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=4"):
         Engine(TARGET)
     with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, want the target's vocab_size 132"):

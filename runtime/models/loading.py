@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, checked_drafter, named_proposer, without_drafts
+from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.models.draft_folder import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.pretrained import open_checkpoint
@@ -37,6 +37,7 @@ def load_models(
 
     "auto" takes the MTP modules of the target's own folder, and n-gram look-up where it has none.
     """
+    check_config(config)
     checkpoint = open_checkpoint(path, dtype)
     if draft == AUTO and checkpoint.mtp_modules:
         draft = OWN_MTP

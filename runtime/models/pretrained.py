@@ -82,6 +82,8 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype: got {dtype!r:.100}, want one of {', '.join(map(str, DTYPES.values()))}, or None")
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"path: got {type(path).__name__}, want the path of a model's folder or .gguf file")
     path = Path(path)
     source: Source
     mtp_modules = 0
