@@ -20,6 +20,7 @@ from stepgraph.sampling.grammar import (
     MaskStatus,
     Vocabulary,
     json_grammar,
+    pattern,
     xgrammar_grammar,
 )
 from stepgraph.sampling.grammar.charset import IN_JSON, spelled
@@ -177,3 +178,46 @@ def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
     monkeypatch.setattr(json_grammar, "_COUNTED_CHAR", spelled(IN_JSON))
     assert found(150, 200) > 0
+
+
+WIDE = ["x", "xx", "0", "B", "N", "c", "(", "\0", "\u0430", "\u044f", "\u4e00", "\u00e9"]
+WIDE += [
+    "xN",
+    "xNc",
+    "x0",
+    "xB",
+    "x(",
+    "x\0",
+    "\u0430\u044f",
+    "\u04300",
+    "\u0430B",
+    "x\u0430",
+    "\u044fc",
+    "x\u4e00",
+    "\u4e00\u4e00",
+    "\u00e9\0",
+]
+PATTERNS = [
+    "[\u0430-\u044f]{150}c",
+    "x{1,2}[\u0430-\u044f]c",
+    "(x|0)+[\u0430-\u044f]*c",
+    "(x|0)+[^\u0430-\u044f]c",
+    "[^\u0430-\u044f]{150}c",
+    "(x|0)+.c",
+    ".{150}c",
+    "x{1,2}[\u4e00-\u9fa5]c",
+    "[\u4e00-\u9fa5x]{150}c",
+    "(x|0)+[^N]c",
+]
+
+
+def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
+
+    def found(text: str) -> bool:
+        compiled = compiler(vocabulary).compile(Constraint.regex(text))
+        return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
+
+    assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
+    monkeypatch.setattr(pattern, "spelled_open", spelled)
+    assert sum(found(text) for text in PATTERNS) >= 5  # some are right as they stand, by what they leave out

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 CharSet = tuple[tuple[int, int], ...]  # first and last code points, ascending, apart from each other
 
-LAST = 0x10FFFF
+LAST, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
 
 
@@ -48,15 +48,40 @@ def spelled(chars: CharSet) -> str:
 
 
 def spelled_open(chars: CharSet) -> str:
-    """The same where anything may stand around it; one that reaches to the end of Unicode lets surrogates through.
+    """The same where anything may stand in front of it, and where it may be counted.
 
-    The library's masks are wrong now and then where a long listed class follows a repetition ("a{1,2}[^b]*c"). They are right for
-    a negated one, which it cannot keep from surrogates, and for two alternatives, of which a counted repetition is very slow.
+    The library looks ahead in a class as it is written, and of each end of a range it compares the last byte of its number: U+0430 to
+    U+044F would hold "0" to "O". Ranges that cannot be cut so that their last bytes hold no ASCII but the class's own make a second
+    alternative, which is looked at in no such way; counted, that is slow, so U+E000, where a range must begin, is rather given up.
     """
-    if not chars or chars[-1][1] < LAST:
-        return spelled(chars)
-    others = complement(chars)
-    return f"[^{''.join(map(_spelled, others))}]" if others else r"[\0-\U0010ffff]"
+    has_nul = bool(chars) and chars[0][0] == 0
+    pieces = tuple(piece for first, last in chars for piece in _apart(first, last, has_nul))
+    own = {code for first, last in pieces for code in range(first, min(last, LAST_ASCII) + 1)}
+    taken = {code for first, last in pieces for code in range(first & 0xFF, min(last & 0xFF, LAST_ASCII) + 1)}
+    if taken <= own:
+        return spelled(pieces)
+    if len(pieces) == 1:
+        (first, last), *_ = pieces
+        return f'"{_spelled(pieces[0])}"' if first == last else f"({spelled(((first, first),))} | {spelled(((first + 1, last),))})"
+    return f"({spelled(pieces[:1])} | {spelled(pieces[1:])})"
+
+
+def _apart(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
+    """A range as ranges, which may overlap: ASCII, and what lies beyond with as little ASCII in its last bytes as can be."""
+    if first <= LAST_ASCII:
+        yield first, min(last, LAST_ASCII)
+        first = LAST_ASCII + 1
+    block = first | 0xFF
+    if first == _SURROGATES[1] + 1 and last > block and not has_nul:
+        first += 1
+    if last > block and first & 0xFF <= min(last & 0xFF, LAST_ASCII):
+        if not first & 0xFF:
+            yield first, first
+            first += 1
+        yield first, block + 1
+        first = block - LAST_ASCII
+    if first <= last:
+        yield first, last
 
 
 def spelled_in_regex(chars: CharSet) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from stepgraph.sampling.grammar.charset import IN_JSON, complement, intersection, spelled, union
+from stepgraph.sampling.grammar.charset import IN_JSON, complement, intersection, spelled, spelled_open, union
 from stepgraph.sampling.grammar.pattern import ebnf_of
 from stepgraph.sampling.grammar.schema import types_of
 
@@ -24,9 +24,7 @@ TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a 
 _CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
 # A character inside a JSON string for the library's automata, which read a range across the lengths of UTF-8 wrongly.
 _STRING_CHAR = r"(?:[ !#-\\[\\]-\\u007f]|[\\u0080-\\u07ff]|[\\u0800-\\ud7ff\\ue000-\\uffff]|[\\u{10000}-\\u{10ffff}])"
-# The same for a counter, which looks ahead in the class as it is written, by the last byte of either end: E000 to 10FFFF would hold all
-# of ASCII, a quote too. Here the last bytes hold none. They would where a range began at U+E000, which is given up for this.
-_COUNTED_CHAR = r"[\U00000020-\U00000021\U00000023-\U0000005b\U0000005d-\U0000d7ff\U0000e001-\U0000e100\U0000e080-\U0010ffff]"
+_COUNTED_CHAR = spelled_open(IN_JSON)  # the same for a counter
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
 # Formats for which the library's own shape takes what is none: numbers with zeros in front.
