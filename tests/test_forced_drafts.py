@@ -187,7 +187,7 @@ def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
     names = {token: index for index, token in enumerate(VOCABULARY.tokens)}
     made, alone = engine(3, 0.6, greedy_only=False), Constraint.regex("zzz")
     for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
-        asked = SamplingParams(temperature=0, bad_token_ids=[names[token] for token in banned], min_new_tokens=8)
+        asked = SamplingParams(temperature=0, bad_token_ids=tuple(names[token] for token in banned), min_new_tokens=8)
         expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), asked)
         before = made.stats().forced_drafts
         job = made.generate([7, 1], constraint=constraint, sampling=asked, max_new_tokens=48)

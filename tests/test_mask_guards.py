@@ -6,7 +6,7 @@ A mask is right where it holds what `accept_token` takes, token for token. Those
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -221,3 +221,46 @@ def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytes
     assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
     monkeypatch.setattr(pattern, "spelled_open", spelled)
     assert sum(found(text) for text in PATTERNS) >= 5  # some are right as they stand, by what they leave out
+
+
+EBNF = [
+    'root ::= ("x" | "a")+ [^\u0430-\u044f] "c"',
+    'root ::= [^\\u0430-\\u044f]{150} "c"',
+    'root ::= "x"{1,2} letter "c"\nletter ::= [\u0430-\u044f]',
+    'root ::= [\u4e00-\u9fa5x]{150} "c"',
+]
+
+
+def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
+
+    def found(text: str) -> bool:
+        compiled = compiler(vocabulary).compile(Constraint.ebnf(text))
+        return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
+
+    assert [found(text) for text in EBNF] == [False] * len(EBNF)
+    monkeypatch.setattr(xgrammar_grammar, "with_wide_classes", lambda text, root, normal: (text, root))
+    assert sum(found(text) for text in EBNF) >= 2
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_class_holds_what_it_held(isolation: Literal["none", "process"]) -> None:
+    """Escapes that run into what follows them where the library writes them, hyphens, signs of negation, quotes; and strings beside."""
+    chars = "-]^\\\"'abcfx\x1f\x7f\x80\xe9\xff\u01fc\u0430\u0431\u044f\u0450\ud7ff\ue001\uffff\U0001f600\U0010ffff"
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], stop_token_ids=[256])
+    classes = {
+        r"[\u001fc\u0430-\u044f\-]": "-c\x1f\u0430\u0431\u044f",
+        r'[^\u001fc\u0430-\u044f"]': "".join(set(chars) - set('c\x1f\u0430\u0431\u044f"')),
+        r"[\]\\\-^\u00e9b]": "-]\\^b\xe9",
+        "[\U0001f600-\U0010ffff'a-c]": "'abc\U0001f600\U0010ffff",
+    }
+    made = GrammarCompiler(vocabulary, backend="xgrammar", isolation=isolation)
+    for text, held in classes.items():
+        compiled = made.compile(Constraint.ebnf(f'start ::= "\xe9b\\"[" {text} "\\u007fc"', "start"))
+        for char in chars:
+            matcher = compiled.matcher()
+            assert all(map(matcher.accept_token, '\xe9b"['.encode()))
+            taken = all(map(matcher.accept_token, char.encode()))
+            assert taken == (char in held), (text, char)
+            assert not taken or all(map(matcher.accept_token, b"\x7fc"))
+    made.close()

@@ -91,6 +91,10 @@ class Libraries:
         arguments = (text.decode(), blank > 0, None, None, True, blank or None, False, False)
         return str(self._core.Grammar.from_json_schema(*arguments).to_string()).encode()
 
+    def written(self, text: bytes, root: bytes) -> bytes:
+        """A grammar as the library writes it."""
+        return str(self._core.Grammar.from_ebnf(text.decode(), root.decode()).to_string()).encode()
+
     def parsed(self, text: bytes, root: bytes) -> bytes:
         """A grammar as data, before it is compiled."""
         return str(self._core.Grammar.from_ebnf(text.decode(), root.decode()).serialize_json()).encode()

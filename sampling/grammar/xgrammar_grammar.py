@@ -21,6 +21,7 @@ from stepgraph.sampling.grammar.refusal import refuse
 from stepgraph.sampling.grammar.schema import check_schema
 from stepgraph.sampling.grammar.structural_tag import Tag, TagGroup, tag_groups
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.wide_classes import with_wide_classes
 from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
 
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
@@ -76,7 +77,13 @@ class XGrammarBuilder:
             with _in_its_words():
                 return worker.call("schema", schema, str(longest_blank)) if worker else _converted(schema, longest_blank)
 
+        def normal(text: str, root: str) -> str:
+            with _in_its_words():
+                return worker.call("written", text, root) if worker else str(xgrammar.Grammar.from_ebnf(text, root_rule_name=root))
+
         text, root = ebnf_text(constraint, convert)
+        if constraint.kind == "ebnf":
+            text, root = with_wide_classes(text, root, normal)
         # In a first rule that is used by others too, the library forbids tokens that reach beyond its end.
         first = "first"
         while first in text:
