@@ -57,6 +57,8 @@ def run_demo(drafts: int, agreement: float, schema: dict[str, Any] | None, *, co
             report = engine.capture(progress=not quiet)
             if variant is variants[-1 if len(variants) == 1 else 1] and not as_json:
                 print(report, end="\n\n")
+            for constraint in filter(None, constraints.values()):
+                engine.compile(constraint)  # else each job would begin when its grammar is there, and rounds would not compare
             prompt = list(b"weather report: ")
             jobs = {
                 name: engine.submit([byte - 32 for byte in prompt], constraint=constraint, max_new_tokens=96)
