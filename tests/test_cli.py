@@ -43,7 +43,8 @@ def test_demo_as_json_obeys_a_schema_of_ones_own(tmp_path: Path) -> None:
     [
         (("demo", "-k", "9"), "EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
         (("demo", "--agreement", "2"), "ToyDraft.agreement: got 2.0, want 0 to 1"),
-        (("demo", "--schema", "/nowhere.json"), "/nowhere.json"),
+        (("demo", "--schema", "/nowhere.json"), "--schema: got '/nowhere.json' (No such file or directory), want a JSON schema"),
+        (("demo", "--schema", '{"type": "object"'), """--schema: got '{"type": "object"', which is not JSON"""),
         (("demo", "-k", "many"), "invalid int value"),
         (("fly",), "invalid choice"),
         ((), "COMMAND"),
@@ -61,7 +62,7 @@ def test_a_schema_that_is_not_json_is_named(tmp_path: Path) -> None:
     path.write_text("{")
     assert "not JSON" in run("demo", "--schema", str(path)).stderr
     path.write_text("[1]")
-    assert "got list, want an object" in run("demo", "--schema", str(path)).stderr
+    assert "which holds list, want an object" in run("demo", "--schema", str(path)).stderr
 
 
 def test_help_and_version() -> None:

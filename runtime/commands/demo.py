@@ -5,15 +5,21 @@ The toy pair is seeded noise with a grammar in front of it: its texts are legal,
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.request import Job
-from stepgraph.sampling.grammar import Constraint, Vocabulary
+from stepgraph.runtime.commands.inputs import read_schema
+from stepgraph.runtime.commands.terminal import describe, shows_progress, wants_colour
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.engine import Engine
+    from stepgraph.runtime.request import Job
+    from stepgraph.sampling.grammar import Vocabulary
+
+SUMMARY = "generate constrained text with the toy pair and show what the rounds did"
 
 SCHEMA = {
     "type": "object",
@@ -38,8 +44,36 @@ class Variant:
     draft_masks: bool = True
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    describe(
+        parser,
+        "Decode the same requests plainly and speculatively, compare the tokens, and print the capture report.",
+        ["stepgraph demo", """stepgraph demo -k 2 --json --schema '{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}'"""],
+    )
+    parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round, 0 to 8 (default: 4)")
+    parser.add_argument(
+        "--agreement", type=float, default=0.8, help="how often the toy draft agrees with its target, 0 to 1 (default: 0.8)"
+    )
+    parser.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema to obey (default: a weather report)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--no-colour", action="store_true", help="no colours, even on a terminal")
+
+
+def run(options: argparse.Namespace) -> int:
+    return run_demo(
+        options.drafts,
+        options.agreement,
+        None if options.schema is None else read_schema("--schema", options.schema),
+        colour=wants_colour(sys.stdout) and not options.no_colour and not options.json,
+        quiet=options.json or not shows_progress(),
+        as_json=options.json,
+    )
+
+
 def run_demo(drafts: int, agreement: float, schema: dict[str, Any] | None, *, colour: bool, quiet: bool, as_json: bool) -> int:
     """Print the demonstration; returns the exit code: 1 where a text was illegal or two variants disagreed."""
+    from stepgraph.sampling.grammar import Constraint, Vocabulary
+
     vocabulary = Vocabulary.printable()
     constraints = {
         "JSON schema": Constraint.json_schema(schema or SCHEMA),
@@ -85,6 +119,10 @@ def run_demo(drafts: int, agreement: float, schema: dict[str, Any] | None, *, co
 
 
 def _engine(vocabulary: Vocabulary, variant: Variant, agreement: float) -> Engine:
+    from stepgraph.runtime.config import EngineConfig
+    from stepgraph.runtime.engine import Engine
+    from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+
     target = ToyTarget(vocabulary.logits_width, seed=7)
     config = EngineConfig(
         max_rows=4, num_speculative_tokens=variant.drafts, max_length=256, draft_masks=variant.draft_masks, greedy_only=True
