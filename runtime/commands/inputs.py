@@ -1,0 +1,34 @@
+"""What commands are given, read: schemas, grammars, prompts, token ids. ValueError names the flag, what it got and what it wanted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LONGEST_SHOWN = 60  # characters of what was given that an error repeats
+
+
+def read_schema(flag: str, given: str) -> dict[str, Any]:
+    """A JSON schema: the text itself where it begins like an object, else the path of a file with it."""
+    text = given if given.lstrip().startswith("{") else read_file(flag, given, "a JSON schema: the path of a file, or the text itself")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: got {shown(given)}, which is not JSON ({error}), want a JSON schema") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"{flag}: got {shown(given)}, which holds {type(schema).__name__}, want an object")
+    return schema
+
+
+def read_file(flag: str, path: str, wanted: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag}: got {shown(path)} ({error.strerror or error}), want {wanted}") from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: got {shown(path)} ({error}), want {wanted}") from None
+
+
+def shown(given: str) -> str:
+    return repr(given if len(given) <= LONGEST_SHOWN else given[:LONGEST_SHOWN] + "\N{HORIZONTAL ELLIPSIS}")

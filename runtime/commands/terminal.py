@@ -1,0 +1,70 @@
+"""What commands share of a terminal: help, colours, progress, and how a process leaves.
+
+Exit codes: 0 done, 1 what was asked for failed, 2 bad input, 130 Ctrl-C, 141 nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TextIO
+
+FAILED, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 130, 141
+
+
+class Command(Protocol):
+    """A module of this package."""
+
+    SUMMARY: str  # one line of `stepgraph --help`
+
+    def add(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+def describe(parser: argparse.ArgumentParser, description: str, examples: Sequence[str]) -> None:
+    """What --help says around the flags. Every example is run by a test."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = description.strip()
+    parser.epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Only for eyes, and only for those that did not ask to be spared (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def shows_progress() -> bool:
+    """Bars go where errors go, so that a pipe carries the result alone."""
+    return sys.stderr.isatty()
+
+
+def leave(name: str, work: Callable[[], int]) -> int:
+    """Do a command's work; returns the exit code. A user's mistakes are told in a line, what is a bug keeps its traceback."""
+    try:
+        with _everything_written():
+            return work()
+    except BrokenPipeError:
+        # The interpreter flushes once more as it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except (ValueError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _everything_written() -> Iterator[None]:
+    """Flush on the way out of a parser's SystemExit too: a closed pipe shows here or nowhere."""
+    try:
+        yield
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
