@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.marks import MakeRange, StageRun, nvtx_range
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -51,6 +52,9 @@ class Flow(Protocol):
 
     def stream(self, name: str) -> AbstractContextManager[None]:
         """Issue what follows on the named stream. A side stream joins the step with its first `wait`."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Name what follows, for profiles and timelines. Where stages nest, a node belongs to the innermost."""
 
     def record(self) -> Mark:
         """Mark the present point of the current stream."""
@@ -85,6 +89,7 @@ class BackendStats:
     syncs: int = 0
     event_waits: int = 0
     host_nodes: int = 0
+    wait_ns: int | None = None  # that replays' main streams stood waiting for another; None where that is not known
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class RecordedReport:
     host_nodes: tuple[str, ...]
     nbytes: int  # memory of the intermediates
     seconds: float  # that the capture took
+    stages: tuple[StageRun, ...] = ()  # whose nodes are whose, in the order of the capture
 
 
 class Recorded(Protocol):
@@ -118,6 +124,10 @@ class Backend(Protocol):
 
     @property
     def stats(self) -> BackendStats: ...
+
+    @property
+    def ranges(self) -> MakeRange | None:
+        """Shows a profiler what is launched and captured; None where nobody asked for that."""
 
     def capture(
         self,
@@ -147,6 +157,7 @@ class Backend(Protocol):
 
 
 _local = threading.local()
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # one for all, so that a stage without a range makes no object
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -186,11 +197,15 @@ def use_flow(flow: Flow) -> Iterator[None]:
 class EagerFlow:
     """Runs everything at once, in the order of the calls: one stream, and a host node is a call."""
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
         self._synchronize = synchronize
+        self._ranges = ranges
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return _NOTHING
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return _NOTHING if self._ranges is None else self._ranges(name)
 
     def record(self) -> Mark:
         return self
@@ -201,35 +216,38 @@ class EagerFlow:
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._synchronize()  # the node reads pinned memory that device copies may still be filling
         try:
-            host_call(name, function)()
+            with self.stage(name):
+                host_call(name, function)()
         except Exception as error:
             raise HostNodeError(name, error) from error
 
 
 @torch.no_grad()
-def run_eager(step: Step, buffers: StaticBuffers) -> None:
+def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
     """Run a step once without recording it: the reference that every replay must equal bit for bit."""
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
-    with use_flow(EagerFlow(synchronize)):
+    with use_flow(EagerFlow(synchronize, ranges)):
         step(buffers)
 
 
-def make_backend(name: str = "auto", *, asynchronous: bool = False) -> Backend:
+def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
     """`tape` records on the CPU, `cuda` into a CUDA graph, `auto` takes cuda where a device is present.
 
     `asynchronous` lets the tape replay on a thread of its own, as a GPU does. CUDA always is: there it means that the
-    caller orders its own work by events and `run`, instead of having its current stream wait for every replay.
+    caller orders its own work by events and `run`, instead of having its current stream wait for every replay. `nvtx`
+    shows stages to nsys as ranges: while they are captured, in eager runs, and around whatever the caller launches.
     """
+    ranges = nvtx_range() if nvtx else None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "tape"
     if name == "tape":
         from stepgraph.graphs.tape import TapeBackend
 
-        return TapeBackend(asynchronous=asynchronous)
+        return TapeBackend(asynchronous=asynchronous, ranges=ranges)
     if name == "cuda":
         from stepgraph.graphs.cuda import CudaBackend
 
-        return CudaBackend(ordered=not asynchronous)
+        return CudaBackend(ordered=not asynchronous, ranges=ranges)
     raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")
 
 

@@ -17,8 +17,10 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
-from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, Streams, difference, fail
+from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, difference
+from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
+from stepgraph.graphs.marks import MakeRange
 
 
 class _Holdings:
@@ -116,9 +118,9 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True) -> None:
+    def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: MakeRange | None = None) -> None:
         self.device = _checked_device(device)
-        self.stats = BackendStats()
+        self.stats, self.ranges = BackendStats(), ranges
         self.errors = HostErrors()
         self._ordered = ordered
         self._capturing = False
@@ -127,7 +129,7 @@ class CudaBackend:
             self._holdings = _Holdings(self.device)
             self.driver = self._holdings.driver
             self._main = self._holdings.streams[MAIN]
-            self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors)
+            self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors, ranges)
             self._order_event = self._holdings.order_event
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread has the context

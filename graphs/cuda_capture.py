@@ -1,36 +1,28 @@
-"""Recording a step into a CUDA graph: the flow that the step sees, the warm-up, the capture, and the way back from a failed one."""
+"""Recording a step into a CUDA graph: the warm-up, the capture, and the way back from a failed one."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import linecache
-import os
-import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, CaptureError, Mark, RecordedReport, Step, use_flow
+from stepgraph.graphs.capture import MAIN, CaptureError, RecordedReport, Step, use_flow
+from stepgraph.graphs.cuda_flow import CudaFlow, Streams, blame
 from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors
+from stepgraph.graphs.marks import Label, MakeRange, stage_runs
 from stepgraph.graphs.snapshot import Snapshot
 
 # "thread_local": a capture fails for unsafe calls of its own thread only. Under "global" a cudaMalloc or an event query of
 # any thread of the process would break it, and an embedding server has such threads.
 _CAPTURE_MODE = "thread_local"
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(contextlib.__file__) + os.sep + "contextlib.py")
-_OWN_FILES = tuple(os.path.join(_HERE, name) for name in ("cuda.py", "cuda_capture.py", "driver.py", "capture.py"))
-
-_taken_streams: set[int] = set()  # torch hands its streams out in turn; two backends on one stream would capture each other's work
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
 _one_at_a_time = threading.Lock()  # torch allows one capture in a process
 
@@ -49,111 +41,11 @@ class Recording(NamedTuple):
         self.callbacks.clear()
 
 
-class Streams:
-    """The streams of one backend, by name."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
-
-    def __getitem__(self, name: str) -> torch.cuda.Stream:
-        if name not in self._streams:
-            for _ in range(32):
-                stream = torch.cuda.Stream(self._device)
-                if stream.cuda_stream not in _taken_streams:
-                    break
-            _taken_streams.add(stream.cuda_stream)
-            self._streams[name] = stream
-        return self._streams[name]
-
-    def __iter__(self) -> Iterator[torch.cuda.Stream]:
-        return iter(tuple(self._streams.values()))
-
-    def release(self) -> None:
-        _taken_streams.difference_update(stream.cuda_stream for stream in self._streams.values())
-        self._streams.clear()
-
-
-class CudaMark(NamedTuple):
-    event: int
-    flow: CudaFlow
-
-
-class CudaFlow:
-    """Streams, marks and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
-
-    def __init__(self, driver: Driver, streams: Streams, buffers: StaticBuffers, errors: HostErrors, launch_host: bool) -> None:
-        self._driver, self._streams, self._buffers = driver, streams, buffers
-        self._errors, self._launch_host = errors, launch_host
-        self._current = MAIN
-        self._joined = {MAIN}
-        self._events: list[int] = []
-        self.callbacks: list[HostCallback] = []
-
-    @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[None]:
-        before, self._current = self._current, name
-        try:
-            with torch.cuda.stream(self._streams[name]):
-                yield
-                self._require_joined("the block")
-        finally:
-            self._current = before
-
-    def record(self) -> Mark:
-        self._require_joined("record()")
-        event = self._driver.event_create()
-        self._events.append(event)
-        self._driver.event_record(event, self._handle)
-        return CudaMark(event, self)
-
-    def wait(self, mark: Mark) -> None:
-        if not isinstance(mark, CudaMark) or mark.flow is not self:
-            raise fail("foreign-mark", "wait() for a mark that this run of the step did not record")
-        self._driver.stream_wait(self._handle, mark.event)
-        self._joined.add(self._current)
-
-    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._require_joined(f"host node {name!r}")
-        for tensor in (*reads, *writes):
-            owner = self._buffers.owner_of(tensor)
-            if owner is None or owner[1] != "pinned":
-                what = f"{owner[0]!r}" if owner else "an unregistered tensor"
-                raise fail("host-node-memory", f"host node {name!r} declares {what}, which is no pinned buffer")
-        if self._launch_host:
-            callback = HostCallback(name, function, self._errors)
-            self.callbacks.append(callback)
-            self._driver.launch_host(self._handle, callback)
-
-    def join_all(self) -> None:
-        """Lead every side stream back to the main one, so that an interrupted capture can end in order."""
-        main = self._streams[MAIN].cuda_stream
-        for name in self._joined - {MAIN}:
-            event = self._driver.event_create()
-            self._events.append(event)
-            self._driver.event_record(event, self._streams[name].cuda_stream)
-            self._driver.stream_wait(main, event)
-
-    def close(self) -> None:
-        for event in self._events:
-            self._driver.event_destroy(event)
-        self._events.clear()
-
-    @property
-    def _handle(self) -> int:
-        return self._streams[self._current].cuda_stream
-
-    def _require_joined(self, what: str) -> None:
-        if self._current not in self._joined:
-            message = f"{what} on stream {self._current!r}, which has not waited for a mark of this step: its work stays outside the graph"
-            raise fail("stream-outside-capture", message)
-
-
 class CudaRecorder:
     """Captures steps on one device into one memory pool."""
 
-    def __init__(self, device: torch.device, driver: Driver, streams: Streams, errors: HostErrors) -> None:
-        self._device, self._driver, self._streams, self._errors = device, driver, streams, errors
+    def __init__(self, device: torch.device, driver: Driver, streams: Streams, errors: HostErrors, ranges: MakeRange | None = None) -> None:
+        self._device, self._driver, self._streams, self._errors, self._ranges = device, driver, streams, errors, ranges
         self._pool = torch.cuda.graph_pool_handle()
         self._scratch = torch.zeros(1, device=device)
 
@@ -181,13 +73,14 @@ class CudaRecorder:
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         with _one_at_a_time, _no_collection():
-            graph, callbacks = self._capture(step, buffers, generators)
+            graph, callbacks, labels = self._capture(step, buffers, generators)
         nodes = self._driver.graph_nodes(graph.raw_cuda_graph())
         report = RecordedReport(
             nodes=dict(Counter(node.kind for node in nodes)),
             host_nodes=tuple(callback.name for callback in callbacks),
             nbytes=max(0, torch.cuda.memory_reserved(self._device) - reserved),  # what the pool had to grow by
             seconds=time.perf_counter() - begin,
+            stages=stage_runs(labels),
         )
         return Recording(graph, callbacks, nodes, report)
 
@@ -197,17 +90,18 @@ class CudaRecorder:
 
     def _capture(
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
-    ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback]]:
+    ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback], list[Label]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         for generator in generators:
             graph.register_generator_state(generator)
-        flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=True)
+        flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
             failure: BaseException | None = None
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode=_CAPTURE_MODE)
                 with use_flow(flow):
                     step(buffers)
+                flow.label_nodes()
             except BaseException as error:
                 failure = error
                 with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
@@ -216,7 +110,7 @@ class CudaRecorder:
             flow.close()
             if failure is None:
                 graph.instantiate()
-                return graph, flow.callbacks
+                return graph, flow.callbacks, flow.labels
         _raise(failure)
 
     def _end(
@@ -258,23 +152,10 @@ def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> Captu
     return None
 
 
-def blame(innermost_first: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str]:
-    """File, line and source text of the innermost frame that belongs to neither torch nor the capture."""
-    for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if not file.startswith(_MACHINERY) and file not in _OWN_FILES:
-            return file, line, linecache.getline(file, line).strip()
-    return "", 0, ""
-
-
 def as_capture_error(error: RuntimeError) -> CaptureError:
     """The warm-up ran, so what torch or CUDA raises in the capture itself is about capturing."""
     text, frames = str(error).split("\n", 1)[0], list(traceback.walk_tb(error.__traceback__))
     return CaptureError("unjoined-fork" if "unjoined" in text else "cuda", text, *blame(reversed(frames)))
-
-
-def fail(rule: str, message: str) -> CaptureError:
-    return CaptureError(rule, message, *blame(traceback.walk_stack(sys._getframe(1))))
 
 
 def _raise(failure: BaseException) -> NoReturn:

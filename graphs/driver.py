@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.capture import C_HOST_FUNCTION, HostNodeError, native_entry
@@ -26,6 +26,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamGetCaptureInfo_v2": (
+        c_void_p,
+        POINTER(c_int),
+        POINTER(c_uint64),
+        POINTER(c_void_p),
+        POINTER(c_void_p),
+        POINTER(c_size_t),
+    ),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -128,6 +136,13 @@ class Driver:
 
     def stream_wait(self, stream: int, event: int) -> None:
         self._do("cuStreamWaitEvent", stream, event, 0)
+
+    def captured_nodes(self, stream: int) -> int:
+        """How many nodes the capture that `stream` is part of has so far, on all of its streams."""
+        status, graph, count = c_int(), c_void_p(), c_size_t()
+        self._do("cuStreamGetCaptureInfo_v2", stream, byref(status), None, byref(graph), None, None)
+        self._do("cuGraphGetNodes", graph.value, None, byref(count))
+        return count.value
 
     def event_create(self) -> int:
         event = c_void_p()

@@ -90,4 +90,4 @@ class EagerStep:
         self._backend, self._step, self._buffers = backend, step, buffers
 
     def replay(self) -> None:
-        self._backend.run(lambda: run_eager(self._step, self._buffers))
+        self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

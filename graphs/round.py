@@ -51,34 +51,44 @@ class Round:
         flow = current_flow()
         target, draft, proposer = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
-        batch = read_batch(buffers, key.rows, self.attention)
+        with flow.stage("read_batch"):
+            batch = read_batch(buffers, key.rows, self.attention)
 
         masks_ready = grammar.head() if grammar else None
-        logits, features = stages.target_verify(buffers, batch, target, self.limits)
+        with flow.stage("target_verify"):
+            logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
             flow.wait(masks_ready)
-        emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
+        with flow.stage("accept"):
+            emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if proposer is not None:
-            proposing.note_emission(buffers, batch, emission, self.limits)
-            drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, flow))
+            with flow.stage("propose"):
+                proposing.note_emission(buffers, batch, emission, self.limits)
+                drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, flow))
         if draft is None:
             return
 
         masked = grammar is not None and self.guided(buffers)
-        tokens, alive, drafts = emission.tokens, drafting.going_on(after), []
+        tokens, drafts = emission.tokens, []
+        with flow.stage("accept"):
+            alive = drafting.going_on(after)
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
             if step == 1:
-                logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
+                with flow.stage("draft_prefill"):
+                    logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
             else:
-                logits, features = drafting.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
+                with flow.stage(f"draft_decode {step - 1}"):
+                    logits, features = drafting.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
             if mask_ready:
                 flow.wait(mask_ready)
-            tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
-            buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
-            alive = tokens >= 0
+            with flow.stage(f"choose_draft {step}"):
+                tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
+                buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
+                alive = tokens >= 0
             drafts.append(tokens)
-        drafting.keep_chain(buffers, after, torch.stack(drafts, 1))
+        with flow.stage("keep_chain"):
+            drafting.keep_chain(buffers, after, torch.stack(drafts, 1))
 
     def guided(self, buffers: StaticBuffers) -> bool:
         """Whether each draft is chosen under its mask; else one host node walks them all under the next target_verify."""
@@ -95,10 +105,11 @@ class Round:
         alive, drafts = drafting.going_on(after), []
         for step in range(1, self.limits.positions):
             flow.wait(mask_ready if step == 1 else grammar.row(step - 1))
-            tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
-            buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
-            proposed = torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
-            alive = tokens >= 0
+            with flow.stage(f"choose_draft {step}"):
+                tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
+                buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
+                proposed = torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
+                alive = tokens >= 0
             drafts.append(tokens)
         return torch.stack(drafts, 1)
 
@@ -123,10 +134,11 @@ class GrammarLane:
         begun = self.flow.record()
         with self.flow.stream(SIDE):
             self.flow.wait(begun)
-            self._show_state()
-            rows = self.buffers.batch_rows[: self.size]
-            for index in range(0 if walk_all else drafts - 1, drafts):
-                self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
+            with self.flow.stage("show head"):
+                self._show_state()
+                rows = self.buffers.batch_rows[: self.size]
+                for index in range(0 if walk_all else drafts - 1, drafts):
+                    self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
             return self._node("head", steps, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
 
     def row(self, index: int) -> Mark:
@@ -139,11 +151,13 @@ class GrammarLane:
         reached = self.flow.record()
         with self.flow.stream(SIDE):
             self.flow.wait(reached)
-            if index == 0:
-                self._show_state()
-            else:
-                self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
-            return self._node(f"advance {index}" if index else "commit", steps, range(index, index + 1))
+            name = f"advance {index}" if index else "commit"
+            with self.flow.stage(f"show {name}"):
+                if index == 0:
+                    self._show_state()
+                else:
+                    self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
+            return self._node(name, steps, range(index, index + 1))
 
     def _show_state(self) -> None:
         state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
@@ -159,10 +173,11 @@ class GrammarLane:
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[buffers.masks_host[first:last], buffers.tags_host, *forced],
         )
-        for stage in stages_filled:
-            buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
-            buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
-            stages.place_masks(buffers, size, stage)
-            if forced and stage < self.round.limits.num_speculative_tokens:
-                buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
+        with self.flow.stage(f"place {name}"):
+            for stage in stages_filled:
+                buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
+                buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
+                stages.place_masks(buffers, size, stage)
+                if forced and stage < self.round.limits.num_speculative_tokens:
+                    buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
         return self.flow.record()

@@ -19,10 +19,11 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, CaptureError, Check, RecordedReport, Step
+from stepgraph.graphs.marks import MakeRange, stage_runs
 from stepgraph.graphs.tape_ops import poison
 from stepgraph.graphs.tape_record import Recorder, first_difference
 from stepgraph.graphs.tape_rules import fail
-from stepgraph.graphs.tape_run import Delay, HostCall, Worker, programs, taken_lock
+from stepgraph.graphs.tape_run import Delay, HostCall, Worker, labels, programs, taken_lock
 
 _local = threading.local()  # .recording: a capture is under way on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -63,6 +64,7 @@ class Tape:
             host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
             nbytes=sum(tensor.untyped_storage().nbytes() for tensor in self._memory),
             seconds=seconds,
+            stages=stage_runs(labels(recorder.nodes)),
         )
         _tapes.add(self)
 
@@ -133,12 +135,13 @@ class TapeBackend:
         poison: Literal["first", "every"] = "first",
         delay: Delay | None = None,
         verify_host_nodes: bool | None = None,
+        ranges: MakeRange | None = None,
     ) -> None:
         if poison not in ("first", "every"):
             raise ValueError(f"TapeBackend.poison: got {poison!r}, want 'first' or 'every'")
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
-        self.stats = BackendStats()
+        self.stats, self.ranges = BackendStats(), ranges
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {}
         self._device = Worker("device") if asynchronous else None

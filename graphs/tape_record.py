@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import MAIN, CaptureError, Mark, Step, use_flow
+from stepgraph.graphs.marks import STEP
 from stepgraph.graphs.races import WHOLE, Access, Clock, RaceChecker, region_of
 from stepgraph.graphs.tape_ops import repeat, whole
 from stepgraph.graphs.tape_rules import Memory, Rules, Site, bound, call_site, fail, generator_key, tensors_in, written
@@ -48,6 +49,7 @@ class Node:
     mark: TapeMark | None = None
     writes: tuple[Tensor, ...] = ()  # declared, of a host node
     clock: Clock = field(default_factory=dict)
+    stage: str = STEP
 
     @property
     def actor(self) -> str:
@@ -65,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.races = RaceChecker(MAIN)
         self.nodes: list[Node] = []
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and their copy before the first write
-        self._stream = MAIN
+        self._stream, self._stage = MAIN, STEP
         self._paused = False
         self._failure: CaptureError | None = None
 
@@ -142,7 +144,7 @@ class Recorder(TorchDispatchMode):
             for tensor in tensors_in(result):
                 self.memory.literals[storage_key(tensor)] = tensor
             value = repr(result.item()) if isinstance(result, Tensor) else ""
-            self.nodes.append(Node("view", name, self._stream, site, (("scalar", value),)))
+            self._add(Node("view", name, self._stream, site, (("scalar", value),)))
             return
         known = {storage_key(tensor) for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(result) if storage_key(tensor) not in known]
@@ -151,7 +153,7 @@ class Recorder(TorchDispatchMode):
             self.memory.made.setdefault(storage_key(tensor), (tensor, f"the result {len(self.memory.made)} of {name} ({site})"))
         kind, call = repeat(func, args, kwargs, result, fresh)
         node = Node(kind, name, self._stream, site, leaves, call)
-        self.nodes.append(node)
+        self._add(node)
         if call is not None:
             reads = [tensor for tensor in inputs if not any(tensor is target for target in targets)]
             self._account(node, reads, [*targets, *fresh])
@@ -200,6 +202,10 @@ class Recorder(TorchDispatchMode):
             message = f"{other.actor} {verbs[0]} {name}, and {access.actor} {verbs[1]} it: nothing orders the two"
             raise fail("race", message, node.site)
 
+    def _add(self, node: Node) -> None:
+        node.stage = self._stage
+        self.nodes.append(node)
+
     # the flow that the step sees
 
     @contextlib.contextmanager
@@ -210,12 +216,20 @@ class Recorder(TorchDispatchMode):
         finally:
             self._stream = before
 
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._stage, before = name, self._stage
+        try:
+            yield
+        finally:
+            self._stage = before
+
     def record(self) -> Mark:
         with self.working():
             self._join_or_fail("record()")
             number = sum(node.kind == "record" for node in self.nodes)
             mark = TapeMark(number, self._stream, self.races.record(self._stream), self)
-            self.nodes.append(Node("record", "record", self._stream, call_site(), mark=mark))
+            self._add(Node("record", "record", self._stream, call_site(), mark=mark))
             return mark
 
     def wait(self, mark: Mark) -> None:
@@ -224,7 +238,7 @@ class Recorder(TorchDispatchMode):
                 raise fail("foreign-mark", "wait() for a mark that this capture did not record")
             self.races.wait(self._stream, mark.clock)
             leaves: tuple[Leaf, ...] = (("tensor", f"mark {mark.number}"),)
-            self.nodes.append(Node("wait", "wait", self._stream, call_site(), leaves, mark=mark))
+            self._add(Node("wait", "wait", self._stream, call_site(), leaves, mark=mark))
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self.working():
@@ -234,7 +248,7 @@ class Recorder(TorchDispatchMode):
                     raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is no pinned buffer")
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
-            self.nodes.append(node)
+            self._add(node)
             self._account(node, reads, writes)
 
 

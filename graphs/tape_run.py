@@ -9,13 +9,14 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import HostNodeError, host_call
+from stepgraph.graphs.marks import Label
 from stepgraph.graphs.tape_ops import same_bits
 from stepgraph.graphs.tape_record import Node, Recorder
 
@@ -163,6 +164,15 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str,
             assert isinstance(segment, Segment)
             segment.nodes.append(node)
     return result
+
+
+def labels(nodes: Sequence[Node]) -> Iterator[Label]:
+    """Whose node each is, of those that a CUDA graph would hold as well."""
+    for node in nodes:
+        if node.kind == "host":
+            yield Label(node.stream, node.name, "host")
+        elif node.kind not in ("view", "record", "wait"):
+            yield Label(node.stream, node.stage)
 
 
 def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:

@@ -50,6 +50,7 @@ class EngineConfig:
     max_compiles: int = 2  # at a time, each with a worker process of its own; started when first needed
     check_masks: bool = False  # True: every token that a grammar takes is held against its mask; a disagreement is that request's error
     eager: bool = False  # True: run every round without recording it
+    nvtx: bool = False  # True: stages and rounds are ranges in nsys and its like
     host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class EngineConfig:
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want a whole number >= 1")
         self._check_grammars()
         self._check_kept()
-        for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse"):
+        for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse", "nvtx"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("forced_drafts", None):
                 wanted = "True, False or None" if name == "forced_drafts" else "True or False"
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want {wanted}")

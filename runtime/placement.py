@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -24,12 +26,15 @@ from stepgraph.sampling.grammar.native_link import open_host_link
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
-def backend_for(name: str, models: ModelPair) -> Backend:
-    """`auto` goes where the target is; for a target without tensors, to a GPU where there is one."""
+def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
+    """`auto` goes where the target is; for a target without tensors, to a GPU where there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
     devices = _devices(models.target)
     if name == "auto" and devices:
         name = "cuda" if devices[0].type == "cuda" else "tape"
-    return make_backend(name, asynchronous=True)
+    try:
+        return make_backend(name, asynchronous=True, nvtx=nvtx or os.environ.get("STEPGRAPH_NVTX") == "1")
+    except ValueError as error:
+        raise ValueError(f"EngineConfig.{error}") from None
 
 
 def device_of(model: object) -> torch.device:

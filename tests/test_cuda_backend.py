@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda_capture import as_capture_error, blame, difference
+from stepgraph.graphs.cuda_capture import as_capture_error, difference
+from stepgraph.graphs.cuda_flow import blame
 from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
 from stepgraph.graphs.snapshot import Snapshot, holds_only
 

@@ -1,0 +1,174 @@
+"""What a step sees while it is captured into a CUDA graph: its streams, marks, stages and host nodes, and whom a failure is told of."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import MAIN, CaptureError, Mark
+from stepgraph.graphs.driver import Driver, HostCallback, HostErrors
+from stepgraph.graphs.marks import STEP, Label, MakeRange
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(contextlib.__file__) + os.sep + "contextlib.py")
+_OWN_FILES = tuple(os.path.join(_HERE, name) for name in ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py"))
+
+_taken_streams: set[int] = set()  # torch hands its streams out in turn; two backends on one stream would capture each other's work
+
+
+class Streams:
+    """The streams of one backend, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def __getitem__(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            for _ in range(32):
+                stream = torch.cuda.Stream(self._device)
+                if stream.cuda_stream not in _taken_streams:
+                    break
+            _taken_streams.add(stream.cuda_stream)
+            self._streams[name] = stream
+        return self._streams[name]
+
+    def __iter__(self) -> Iterator[torch.cuda.Stream]:
+        return iter(tuple(self._streams.values()))
+
+    def release(self) -> None:
+        _taken_streams.difference_update(stream.cuda_stream for stream in self._streams.values())
+        self._streams.clear()
+
+
+class CudaMark(NamedTuple):
+    event: int
+    flow: CudaFlow
+
+
+class CudaFlow:
+    """Streams, marks and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        streams: Streams,
+        buffers: StaticBuffers,
+        errors: HostErrors,
+        launch_host: bool,
+        ranges: MakeRange | None = None,
+    ) -> None:
+        self._driver, self._streams, self._buffers = driver, streams, buffers
+        self._errors, self._launch_host, self._ranges = errors, launch_host, ranges
+        self._current, self._stage = MAIN, STEP
+        self._joined = {MAIN}
+        self._events: list[int] = []
+        self.callbacks: list[HostCallback] = []
+        self.labels: list[Label] = []  # of every node that was captured so far
+
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        self.label_nodes()
+        before, self._current = self._current, name
+        try:
+            with torch.cuda.stream(self._streams[name]):
+                yield
+                self._require_joined("the block")
+            self.label_nodes()
+        finally:
+            self._current = before
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.label_nodes()
+        before, self._stage = self._stage, name
+        try:
+            with self._range(name):
+                yield
+            self.label_nodes()
+        finally:
+            self._stage = before
+
+    def record(self) -> Mark:
+        self._require_joined("record()")
+        event = self._driver.event_create()
+        self._events.append(event)
+        self._driver.event_record(event, self._handle)
+        return CudaMark(event, self)
+
+    def wait(self, mark: Mark) -> None:
+        if not isinstance(mark, CudaMark) or mark.flow is not self:
+            raise fail("foreign-mark", "wait() for a mark that this run of the step did not record")
+        self._driver.stream_wait(self._handle, mark.event)
+        self._joined.add(self._current)
+
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        self._require_joined(f"host node {name!r}")
+        for tensor in (*reads, *writes):
+            owner = self._buffers.owner_of(tensor)
+            if owner is None or owner[1] != "pinned":
+                what = f"{owner[0]!r}" if owner else "an unregistered tensor"
+                raise fail("host-node-memory", f"host node {name!r} declares {what}, which is no pinned buffer")
+        if self._launch_host:
+            callback = HostCallback(name, function, self._errors)
+            self.callbacks.append(callback)
+            self.label_nodes()
+            with self._range(name):
+                self._driver.launch_host(self._handle, callback)
+            self.label_nodes(Label(self._current, name, "host"))
+
+    def label_nodes(self, label: Label | None = None) -> None:
+        """Those captured since the last call belong to what is current, or to `label`. A failed capture has none to tell of."""
+        if self._launch_host:
+            new = self._driver.captured_nodes(self._streams[MAIN].cuda_stream) - len(self.labels)
+            self.labels += [label or Label(self._current, self._stage)] * new
+
+    def join_all(self) -> None:
+        """Lead every side stream back to the main one, so that an interrupted capture can end in order."""
+        main = self._streams[MAIN].cuda_stream
+        for name in self._joined - {MAIN}:
+            event = self._driver.event_create()
+            self._events.append(event)
+            self._driver.event_record(event, self._streams[name].cuda_stream)
+            self._driver.stream_wait(main, event)
+
+    def close(self) -> None:
+        for event in self._events:
+            self._driver.event_destroy(event)
+        self._events.clear()
+
+    def _range(self, name: str) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._ranges is None else self._ranges(name)
+
+    @property
+    def _handle(self) -> int:
+        return self._streams[self._current].cuda_stream
+
+    def _require_joined(self, what: str) -> None:
+        if self._current not in self._joined:
+            message = f"{what} on stream {self._current!r}, which has not waited for a mark of this step: its work stays outside the graph"
+            raise fail("stream-outside-capture", message)
+
+
+def blame(innermost_first: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str]:
+    """File, line and source text of the innermost frame that belongs to neither torch nor the capture."""
+    for frame, line in innermost_first:
+        file = frame.f_code.co_filename
+        if not file.startswith(_MACHINERY) and file not in _OWN_FILES:
+            return file, line, linecache.getline(file, line).strip()
+    return "", 0, ""
+
+
+def fail(rule: str, message: str) -> CaptureError:
+    return CaptureError(rule, message, *blame(traceback.walk_stack(sys._getframe(1))))
