@@ -64,6 +64,9 @@ class CompileStats:
     nbytes: int = 0  # of them
     dropped: int = 0  # from the cache, to make room
     workers_started: int = 0
+    compiles: int = 0  # that ended with a grammar, whoever still wanted it
+    compile_seconds: float = 0.0  # of these
+    longest_compile_seconds: float = 0.0
 
 
 class Claim:
@@ -126,7 +129,8 @@ class GrammarCompiler:
         self._running: dict[CacheEntry, CompileWorker | None] = {}
         self._workers: list[CompileWorker] = []
         self._idle_workers: list[CompileWorker] = []
-        self._threads = self._failures = 0
+        self._threads = self._failures = self._compiles = 0
+        self._seconds = self._longest = 0.0
         self._closed = False
 
     @property
@@ -155,6 +159,9 @@ class GrammarCompiler:
                 nbytes=cache.nbytes,
                 dropped=cache.dropped,
                 workers_started=started,
+                compiles=self._compiles,
+                compile_seconds=self._seconds,
+                longest_compile_seconds=self._longest,
             )
 
     def check(self, constraint: Constraint) -> None:
@@ -239,6 +246,9 @@ class GrammarCompiler:
                 del self._running[entry]
                 if compiled is not None:
                     self._cache.keep(entry, compiled.nbytes)
+                    self._compiles += 1
+                    self._seconds += compiled.seconds
+                    self._longest = max(self._longest, compiled.seconds)
                 else:
                     self._failures += self._cache.forget(entry)
                 if worker is not None and not self._closed:

@@ -8,7 +8,7 @@ the row's K + 1 mask rows it is; the stage is the place in pinned memory through
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -55,12 +55,20 @@ class MatcherRow(Protocol):
         """Why no mask of this row will come any more; empty while it works."""
 
 
+NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)  # host_link.c has the same
+
+
 @dataclass(frozen=True)
 class HostStats:
+    """Counts, and what the nodes took by the clock, which is not compared. A node that ends just then may be in some of them only."""
+
     fills: int = 0
     accepts: int = 0
     rollbacks: int = 0
     looks: int = 0  # for a forced text
+    node_ns: int = field(default=0, compare=False)
+    longest_node_ns: int = field(default=0, compare=False)
+    nodes: tuple[int, ...] = field(default=(0,) * (len(NODE_BOUNDS_NS) + 1), compare=False)  # that took at most each bound, then the rest
 
 
 class HostLink(Protocol):

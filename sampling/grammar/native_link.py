@@ -213,7 +213,8 @@ class NativeLink:
         with self._closing:  # any thread may ask, also while another one closes
             if self._finalizer.alive:
                 counts = self._library.counts(self._address)
-                self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks, counts.looks)
+                times = counts.node_ns, counts.longest_node_ns, tuple(counts.nodes)
+                self._last_stats = HostStats(counts.fills, counts.accepts, counts.rollbacks, counts.looks, *times)
             return self._last_stats
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:

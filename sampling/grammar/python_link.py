@@ -5,7 +5,9 @@ Called from host nodes of consecutive rounds. A row's fault stays in that row: n
 
 from __future__ import annotations
 
+import bisect
 import collections
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.forced_tokens import ForcedText, Forcing
-from stepgraph.sampling.grammar.host_link import HostAction, HostStats, HostStep, MatcherRow
+from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
 
@@ -52,18 +54,23 @@ class PythonLink:
         self._batch: tuple[PythonRow | None, ...] = ()
         self._forcing = forcing
         self._fills = self._accepts = self._rollbacks = self._looks = 0
+        self._node_ns = self._longest_ns = 0
+        self._nodes = [0] * (len(NODE_BOUNDS_NS) + 1)
 
     @property
     def stats(self) -> HostStats:
-        return HostStats(self._fills, self._accepts, self._rollbacks, self._looks)
+        times = self._node_ns, self._longest_ns, tuple(self._nodes)
+        return HostStats(self._fills, self._accepts, self._rollbacks, self._looks, *times)
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> PythonRow:
         return PythonRow(owner, matcher, committed)
 
     def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
         def run() -> None:
+            begin = time.perf_counter_ns()
             for step in steps:
                 self._run(step)
+            self._note(time.perf_counter_ns() - begin)
 
         return run
 
@@ -77,6 +84,11 @@ class PythonLink:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+    def _note(self, taken_ns: int) -> None:
+        self._node_ns += taken_ns
+        self._longest_ns = max(self._longest_ns, taken_ns)
+        self._nodes[bisect.bisect_left(NODE_BOUNDS_NS, taken_ns)] += 1
 
     def _run(self, step: HostStep) -> None:
         if step.action == HostAction.BEGIN:

@@ -27,9 +27,13 @@ struct host_link {
     _Atomic int64_t begun;     /* rounds, by host nodes */
     _Atomic int64_t ended;
     _Atomic int64_t missed, fills, accepts, rollbacks, looks;
+    _Atomic int64_t node_ns, longest_node_ns, nodes[NODE_BOUNDS + 1]; /* written by host nodes, which never overlap */
     const announcement *batch; /* of the round that has begun; host nodes never overlap */
     int32_t *busy;             /* [slots]: the slots that the present node works on */
 };
+
+/* host_link.py, number by number. */
+static const int64_t node_bounds_ns[NODE_BOUNDS] = {10000, 30000, 100000, 300000, 1000000, 3000000, 10000000, 30000000, 100000000};
 
 /* one row */
 
@@ -157,10 +161,27 @@ static unsigned find_busy(host_link *link) {
     return items;
 }
 
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void note_time(host_link *link, int64_t taken) {
+    int place = 0;
+    while (place < NODE_BOUNDS && taken > node_bounds_ns[place]) place++;
+    count(&link->nodes[place]);
+    atomic_fetch_add_explicit(&link->node_ns, taken, memory_order_relaxed);
+    if (taken > atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed))
+        atomic_store_explicit(&link->longest_node_ns, taken, memory_order_relaxed);
+}
+
 void stepgraph_node(void *data) {
     host_node *node = data;
+    int64_t begun = now_ns();
     if (node->steps[0].action == BEGIN) begin(node->link);
     pool_run(node->link->pool, work_on_row, node, find_busy(node->link));
+    note_time(node->link, now_ns() - begun); /* who sees that the round has ended sees its times */
     if (node->steps[node->count - 1].action == END) end(node->link);
 }
 
@@ -212,6 +233,9 @@ void stepgraph_counts(host_link *link, link_counts *counts) {
     counts->accepts = atomic_load_explicit(&link->accepts, memory_order_relaxed);
     counts->rollbacks = atomic_load_explicit(&link->rollbacks, memory_order_relaxed);
     counts->looks = atomic_load_explicit(&link->looks, memory_order_relaxed);
+    counts->node_ns = atomic_load_explicit(&link->node_ns, memory_order_relaxed);
+    counts->longest_node_ns = atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed);
+    for (int place = 0; place <= NODE_BOUNDS; place++) counts->nodes[place] = atomic_load_explicit(&link->nodes[place], memory_order_relaxed);
 }
 
 const char *stepgraph_fault(matcher_row *row) {
@@ -237,6 +261,9 @@ int64_t stepgraph_layout(int64_t *values, int64_t room) {
         FORCED_BYTES,
     };
     int64_t count = sizeof own / sizeof *own;
-    if (count <= room) memcpy(values, own, sizeof own);
-    return count;
+    if (count + NODE_BOUNDS <= room) {
+        memcpy(values, own, sizeof own);
+        memcpy(values + count, node_bounds_ns, sizeof node_bounds_ns);
+    }
+    return count + NODE_BOUNDS;
 }

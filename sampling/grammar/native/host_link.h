@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 6, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128 };
+enum { LAYOUT_VERSION = 7, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -106,9 +106,11 @@ typedef struct {
 
 typedef struct {
     int64_t fills, accepts, rollbacks;
-    int64_t looks;  /* for a forced text */
-    int64_t ended;  /* rounds whose rows no node will touch again */
-    int64_t missed; /* rounds that began without an announcement */
+    int64_t looks;                    /* for a forced text */
+    int64_t node_ns, longest_node_ns; /* by the clock */
+    int64_t nodes[NODE_BOUNDS + 1];   /* that took at most each of host_link.py's bounds, then the rest */
+    int64_t ended;                    /* rounds whose rows no node will touch again */
+    int64_t missed;                   /* rounds that began without an announcement */
 } link_counts;
 
 /* xgrammar behind tvm-ffi's C ABI. The function objects are kept alive by Python. */

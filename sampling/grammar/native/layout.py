@@ -6,10 +6,10 @@ import ctypes
 from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
 from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
-from stepgraph.sampling.grammar.host_link import HostAction
+from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 6  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 7  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -119,7 +119,12 @@ class NodeStruct(Structure):
 
 
 class CountsStruct(Structure):
-    _fields_ = tuple((name, c_int64) for name in ("fills", "accepts", "rollbacks", "looks", "ended", "missed"))
+    _fields_ = (
+        *((name, c_int64) for name in ("fills", "accepts", "rollbacks", "looks", "node_ns", "longest_node_ns")),
+        ("nodes", c_int64 * (len(NODE_BOUNDS_NS) + 1)),
+        ("ended", c_int64),
+        ("missed", c_int64),
+    )
 
 
 class CallStruct(Structure):
@@ -143,6 +148,7 @@ OWN_LAYOUT = (
     int(HostAction.END),
     MAX_SLOTS,
     FORCED_BYTES,
+    *NODE_BOUNDS_NS,
 )
 
 
