@@ -1,0 +1,64 @@
+"""A model's chat template: a small program in Jinja that writes a conversation as the model was trained to read it.
+
+It comes with the weights, from anywhere, so it runs in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, ClassVar, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model is trained on, which changes no text."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Compiled when it is made; ValueError where it is no Jinja."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
+        """special_tokens: bos_token and the like, by name. with_tools: another source, for when there are tools."""
+        self._special_tokens = dict(special_tokens or {})
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _json
+        environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        try:
+            self._plain = environment.from_string(source)
+            self._with_tools = environment.from_string(with_tools) if with_tools is not None else self._plain
+        except Exception as error:  # deep nesting raises what the interpreter raises
+            raise ValueError(f"chat_template: no Jinja template: {error}") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, answer: bool) -> str:
+        whole = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
+        if not whole or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
+            raise ValueError(f"messages: got {messages!r:.80}, want a list of objects with a role and a content")
+        given = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
+        try:
+            return (self._with_tools if tools else self._plain).render(**self._special_tokens, **given, add_generation_prompt=answer)
+        except Exception as error:  # a template is a program
+            raise ValueError(f"messages: the model's chat template fails: {error}") from None
+
+
+def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own writes &lt; for <."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(told: str) -> NoReturn:
+    raise jinja2.TemplateError(told)
