@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-Schema = Mapping[str, Any]
+Schema = dict[str, Any]
 
 
 def record(**properties: Any) -> dict[str, Any]:

@@ -1,0 +1,259 @@
+"""The demonstration's pair, measured: variants take turns on the same held-out prompts, beside `transformers`; then legality.
+
+    python tools/bench_demo.py                   the table, 500 answers held against their schemas, one JSON document last
+    python tools/bench_demo.py --prompts 4 --legal 5
+
+Tokens a second count from a request's first token on: the prompt costs every variant the same. Everything is greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+import jsonschema
+import torch
+from tqdm import tqdm
+
+from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason
+from stepgraph.runtime.demo.pair import head_path, target_path
+from stepgraph.runtime.models.loading import Loaded, load_models
+from tools.demo.collect import LONGEST_PROMPT, encoded
+from tools.demo.prompts import DemoPrompt, prompt
+from tools.demo.schemas import MEASURED, SCHEMAS
+
+FIRST_SEED = 1000  # beyond those that the card was measured on
+NEW_TOKENS = 160
+BASELINE = "transformers + grammar"
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    drafts: int
+    constrained: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def variants(drafts: int) -> list[Variant]:
+    helped = {"look_up": 3}
+    return [
+        Variant("plain", 0, False),
+        Variant("plain + grammar", 0, True),
+        Variant("speculative", drafts, False, helped),
+        Variant("speculative + grammar", drafts, True, helped | {"forced_drafts": True}),
+        Variant("head alone, masked", drafts, True, {"forced_drafts": False}),
+        Variant("head alone, not masked", drafts, True, {"forced_drafts": False, "draft_masks": False}),
+    ]
+
+
+class Case:
+    """One engine with one row, and what it did."""
+
+    def __init__(self, variant: Variant, models: Loaded) -> None:
+        self.variant, self.seconds, self.tokens = variant, 0.0, 0
+        self.whole, self.rates = 0.0, []  # type: float, list[float]
+        config = EngineConfig(
+            max_rows=1,
+            num_speculative_tokens=variant.drafts,
+            max_length=LONGEST_PROMPT + NEW_TOKENS,
+            greedy_only=True,
+            prefix_reuse=False,  # every prompt is computed, as the baseline computes it
+            **variant.options,
+        )
+        self.engine = Engine(models.target, models.draft if variant.drafts else None, vocabulary=models.vocabulary, config=config)
+        self.engine.capture()
+
+    def run(self, ids: tuple[int, ...], each: DemoPrompt) -> list[int]:
+        constraint = Constraint.json_schema(each.schema) if each.schema and self.variant.constrained else None
+        if constraint:
+            self.engine.compile(constraint)  # outside the clock
+        start = time.perf_counter()
+        job = self.engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS)
+        first, seen = 0.0, 0
+        for event in self.engine.stream():
+            if not seen:
+                first, seen = time.perf_counter(), len(event.tokens)
+        end = time.perf_counter()
+        self.seconds, self.tokens, self.whole = self.seconds + end - first, self.tokens + len(job.tokens) - seen, self.whole + end - start
+        self.rates.append((len(job.tokens) - seen) / (end - first))
+        return job.tokens
+
+    def figures(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        return {
+            "tokens_per_second": round(self.tokens / self.seconds, 1),
+            "spread": [round(value, 1) for value in quartiles(self.rates)],
+            "seconds_with_prompts": round(self.whole, 2),
+            "tokens": stats.tokens,
+            "rounds": stats.rounds,
+            "tokens_per_round": round(stats.tokens / stats.rounds, 3),
+            "accepted_drafts": stats.accepted_drafts,
+            "mask_fills": stats.mask_fills,
+            "replays": stats.replays,
+            "host_syncs": stats.host_syncs,
+        }
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+
+
+def throughput(models: Loaded, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
+    """Every prompt by every variant in turn, again and again."""
+    asked = list(encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)))
+    cases = [Case(variant, models) for variant in variants(drafts)]
+    other = None
+    if baseline:
+        from tools.baselines.transformers_generate import Baseline
+
+        other = Baseline(target_path(), torch.bfloat16)
+        grammars = {kind: other.compile(json.dumps(SCHEMAS[kind])) for kind in MEASURED}
+    times: list[tuple[int, float]] = []
+    same = checked = 0
+    for ids, each in tqdm(asked * repeats, desc="throughput", unit="prompt", disable=not sys.stderr.isatty()):
+        texts = {case.variant.name: case.run(ids, each) for case in cases}
+        checked += 1
+        same += texts["plain + grammar"] == texts["speculative + grammar"]
+        if other is not None:
+            timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
+            times.append((len(timed.tokens) - 1, timed.rest))
+    found = {case.variant.name: case.figures() for case in cases}
+    for case in cases:
+        case.engine.close()
+    if times:
+        rates = [tokens / seconds for tokens, seconds in times]
+        found[BASELINE] = {
+            "tokens_per_second": round(sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times), 1),
+            "spread": [round(value, 1) for value in quartiles(rates)],
+        }
+    return {
+        "prompts": len(asked),
+        "repeats": repeats,
+        "threads": threads,
+        "drafts": drafts,
+        "same_texts": f"{same} of {checked}",
+        "variants": found,
+    }
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, float]:
+    """What the project promises of this pair."""
+    rate = {name: figures["tokens_per_second"] for name, figures in found.items()}
+    length = {name: figures.get("tokens_per_round", 0.0) for name, figures in found.items()}
+    result = {
+        "speculative + grammar / plain + grammar (2.0)": rate["speculative + grammar"] / rate["plain + grammar"],
+        "tokens of a round, masked / not masked drafts (1.1)": length["head alone, masked"] / length["head alone, not masked"],
+    }
+    if BASELINE in rate:
+        result["plain + grammar / transformers + grammar (1.0)"] = rate["plain + grammar"] / rate[BASELINE]
+        result["speculative + grammar / transformers + grammar (1.8)"] = rate["speculative + grammar"] / rate[BASELINE]
+    return {name: round(value, 3) for name, value in result.items()}
+
+
+def legality(models: Loaded, drafts: int, count: int) -> dict[str, Any]:
+    """`count` held-out prompts of every schema: what came out, held against the schema by an independent validator."""
+    config = EngineConfig(
+        max_rows=8, num_speculative_tokens=drafts, max_length=LONGEST_PROMPT + NEW_TOKENS, greedy_only=True, look_up=3, forced_drafts=True
+    )
+    found: dict[str, Any] = {}
+    with Engine(models.target, models.draft, vocabulary=models.vocabulary, config=config) as engine:
+        engine.capture()
+        bar = tqdm(total=count * len(MEASURED), desc="legality", unit="answer", disable=not sys.stderr.isatty())
+        for kind in MEASURED:
+            asked = encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(count)))
+            constraint = Constraint.json_schema(SCHEMAS[kind])
+            jobs = [engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS) for ids, _ in asked]
+            for event in engine.stream():
+                bar.update(event.finish_reason is not None)
+            done = [job for job in jobs if job.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)]
+            stop = models.vocabulary.stop_token_ids
+            texts = [models.vocabulary.decode([token for token in job.tokens if token not in stop]) for job in done]
+            legal = sum(valid(text, SCHEMAS[kind]) for text in texts)
+            tokens, rounds = sum(len(job.tokens) for job in jobs), sum(job.rounds for job in jobs)
+            found[kind] = {
+                "answers": len(jobs),
+                "complete": len(done),
+                "legal_of_complete": legal,
+                "cut_short": sum(job.finish_reason is FinishReason.LENGTH for job in jobs),
+                "tokens_per_round": round(tokens / rounds, 3),
+            }
+        bar.close()
+    return found
+
+
+def valid(text: bytes, schema: Mapping[str, Any]) -> bool:
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    timed = found["throughput"]
+    yield f"{'':<26}{'tokens/s':>10}{'quartiles':>16}{'tokens/round':>14}{'fills':>8}{'replays':>9}{'syncs':>7}"
+    for name, row in timed["variants"].items():
+        low, high = row["spread"]
+        counts = "".join(
+            f"{row.get(key, ''):>{width}}"
+            for key, width in (("tokens_per_round", 14), ("mask_fills", 8), ("replays", 9), ("host_syncs", 7))
+        )
+        yield f"{name:<26}{row['tokens_per_second']:>10}{f'{low} to {high}':>16}{counts}"
+    yield ""
+    for name, value in found["ratios"].items():
+        yield f"{name:<58}{value:>8}"
+    if "legality" in found:
+        yield ""
+        for kind, row in found["legality"].items():
+            told = f"{row['complete']} complete, {row['legal_of_complete']} of them legal, {row['cut_short']} cut short"
+            yield f"{kind:<10}{row['answers']:>5} answers, {told}"
+
+
+def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, baseline: bool = True) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    models = load_models(target_path(), head_path(), EngineConfig(num_speculative_tokens=drafts), dtype=torch.bfloat16)
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
+    found["throughput"] = throughput(models, drafts, prompts, repeats, threads, baseline)
+    found["ratios"] = ratios(found["throughput"]["variants"])
+    if legal:
+        found["legality"] = legality(models, drafts, legal)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")
+    add("--prompts", type=int, default=4, metavar="N", help="prompts of each of five schemas to time (default: %(default)s)")
+    add("--repeats", type=int, default=2, metavar="N", help="how often (default: %(default)s)")
+    add("--legal", type=int, default=100, metavar="N", help="prompts of each schema to check answers of, 0 for none (default: %(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="of torch, for every variant (default: %(default)s)")
+    add("--no-baseline", action="store_true", help="leave transformers out")
+    options = parser.parse_args(arguments)
+    try:
+        found = report(options.drafts, options.prompts, options.repeats, options.legal, options.threads, not options.no_baseline)
+    except ValueError as error:
+        print(f"bench_demo: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines(found)))
+    print(json.dumps(found, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
