@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks what the model is trained on, which changes no text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - the base class has it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
