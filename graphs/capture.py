@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.marks import MakeRange, StageRun, nvtx_range
+from stepgraph.graphs.marks import MakeRange, Span, StageRun, nvtx_range
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -148,6 +148,12 @@ class Backend(Protocol):
 
     def event(self) -> Event:
         """An event at the present end of the main stream."""
+
+    def start_trace(self, first_round: int, rounds: int) -> None:
+        """Note when the stages, host nodes and waits of the next `rounds` replays run; the first of them is number `first_round`."""
+
+    def stop_trace(self) -> tuple[Span, ...]:
+        """Wait until everything launched has finished, and tell what was noted since `start_trace`."""
 
     def synchronize(self) -> None:
         """Wait until everything launched has finished; raises what a host node or an operation raised."""

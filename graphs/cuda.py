@@ -19,8 +19,9 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
 from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, difference
 from stepgraph.graphs.cuda_flow import Streams, fail
+from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
-from stepgraph.graphs.marks import MakeRange
+from stepgraph.graphs.marks import MakeRange, Span
 
 
 class _Holdings:
@@ -100,6 +101,8 @@ class CudaGraph:
         """Run the captured step once over the present contents of the buffers. Does not wait for it."""
         with self._backend.on_main("replay()"):
             self._graph.replay()
+        if self._backend.tracer is not None:
+            self._backend.tracer.replayed(self.report.stages)
         self._backend.stats.replays += 1
         self._backend.stats.host_nodes += len(self.report.host_nodes)
 
@@ -121,6 +124,7 @@ class CudaBackend:
     def __init__(self, device: str | torch.device | int | None = None, *, ordered: bool = True, ranges: MakeRange | None = None) -> None:
         self.device = _checked_device(device)
         self.stats, self.ranges = BackendStats(), ranges
+        self.tracer: CudaTracer | None = None
         self.errors = HostErrors()
         self._ordered = ordered
         self._capturing = False
@@ -179,6 +183,15 @@ class CudaBackend:
         self.stats.syncs += 1
         self._drain()
         self.errors.raise_first()
+
+    def start_trace(self, first_round: int, rounds: int) -> None:
+        self.synchronize()
+        self.tracer = CudaTracer(first_round, rounds)
+
+    def stop_trace(self) -> tuple[Span, ...]:
+        self.synchronize()
+        tracer, self.tracer = self.tracer, None
+        return () if tracer is None else tracer.stop()
 
     def close(self) -> None:
         """Wait, then free everything. torch keeps the memory for itself until torch.cuda.empty_cache()."""

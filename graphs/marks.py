@@ -14,6 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 
 STEP = "step"  # the stage of what a step does outside of every named one
+OUTSIDE = -1  # the round of what runs between rounds: prompts, a batch on its way in, results on their way out
+BETWEEN = "between rounds"
+LAUNCHER = "launching thread"
 MakeRange = Callable[[str], AbstractContextManager[None]]
 
 
@@ -33,6 +36,17 @@ class StageRun:
     name: str
     kind: Literal["stage", "host"]
     nodes: int
+
+
+class Span(NamedTuple):
+    """Something took this long: a stage, a host node, a stream that stood waiting for another, or the launching thread's part."""
+
+    stream: str
+    name: str  # of a wait: what is waited for
+    kind: Literal["stage", "host", "wait", "launch"]
+    round: int  # OUTSIDE: none
+    start_ns: int
+    end_ns: int
 
 
 def stage_runs(labels: Iterable[Label]) -> tuple[StageRun, ...]:

@@ -11,19 +11,21 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, CaptureError, Check, RecordedReport, Step
-from stepgraph.graphs.marks import MakeRange, stage_runs
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.marks import MakeRange, Span
 from stepgraph.graphs.tape_ops import poison
-from stepgraph.graphs.tape_record import Recorder, first_difference
+from stepgraph.graphs.tape_record import Recorder
 from stepgraph.graphs.tape_rules import fail
-from stepgraph.graphs.tape_run import Delay, HostCall, Worker, labels, programs, taken_lock
+from stepgraph.graphs.tape_run import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
+from stepgraph.graphs.tape_trace import TimedPrograms, Tracer, timed_programs
+from stepgraph.graphs.tape_twice import first_difference, record_perturbed
 
 _local = threading.local()  # .recording: a capture is under way on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -42,7 +44,12 @@ class TapeEvent:
     def wait(self) -> None:
         _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
-        self.reached.wait()
+        tracer = self._backend.tracer
+        if tracer is None:
+            self.reached.wait()
+        else:
+            with tracer.waiting():
+                self.reached.wait()
         self._backend.raise_pending()
 
 
@@ -54,23 +61,24 @@ class Tape:
         self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
         self._programs = programs(recorder, backend.delay, backend.verify_host_nodes)
+        self._timed: TimedPrograms | None = None  # made by the first replay that is traced
+        self._running: Mapping[str, Sequence[Item]] = self._programs
         self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self.report = RecordedReport(
-            nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
-            host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
-            nbytes=sum(tensor.untyped_storage().nbytes() for tensor in self._memory),
-            seconds=seconds,
-            stages=stage_runs(labels(recorder.nodes)),
-        )
+        self.report = report(recorder, seconds)
         _tapes.add(self)
 
     def replay(self) -> None:
         """Run the recorded step once over the present contents of the buffers."""
-        self._backend.launch(self._run, "replay()")
+        tracer = self._backend.tracer
+        if tracer is None:
+            self._backend.launch(self._run, "replay()")
+        else:
+            with tracer.launching() as number:
+                self._backend.launch(functools.partial(self._run_timed, tracer, number), "replay()")
         self._backend.stats.replays += 1
 
     def owns(self, key: int) -> bool:
@@ -79,6 +87,16 @@ class Tape:
 
     def free(self) -> None:
         self._memory, self._keys, self._programs, self._host_calls, self._done = [], frozenset(), {}, [], {}
+        self._timed, self._running = None, {}
+
+    def _run_timed(self, tracer: Tracer, number: int) -> None:
+        self._timed = self._timed or timed_programs(self._programs)
+        self._running = self._timed.programs
+        try:
+            self._run()
+        finally:
+            self._running = self._programs
+            tracer.collect(self._timed, number)
 
     def _run(self) -> None:
         if self._backend.poison == "every" or not self._poisoned:
@@ -105,7 +123,7 @@ class Tape:
             self._run_items(stream)
 
     def _run_items(self, stream: str) -> None:
-        for item in self._programs.get(stream, ()):
+        for item in self._running.get(stream, ()):
             try:
                 item(self._error is not None)
             except BaseException as error:  # also KeyboardInterrupt: the other streams still wait for this one
@@ -142,10 +160,11 @@ class TapeBackend:
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
         self.stats, self.ranges = BackendStats(), ranges
+        self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {}
         self._device = Worker("device") if asynchronous else None
-        self._finalizer = weakref.finalize(self, _stop, self._workers, self._device)
+        self._finalizer = weakref.finalize(self, stop, self._workers, self._device)
         self._finalizer.atexit = False  # the workers see to that, and wait
 
     def capture(
@@ -170,14 +189,15 @@ class TapeBackend:
         if check == "twice":
             if between is not None:
                 between()
-            again = _record_perturbed(step, buffers, generators)
+            again = record_perturbed(functools.partial(_record, step, buffers, generators), buffers)
             difference = first_difference(recorder.nodes, again.nodes)
             if difference is not None:
                 raise difference
         return Tape(self, recorder, time.perf_counter() - begin)
 
     def run(self, function: Callable[[], object]) -> None:
-        self.launch(function, "run()")
+        tracer = self.tracer
+        self.launch(function if tracer is None else tracer.outside(function), "run()")
 
     def event(self) -> TapeEvent:
         self._refuse_closed("event()")
@@ -195,6 +215,15 @@ class TapeBackend:
         self._drain()
         self.raise_pending()
 
+    def start_trace(self, first_round: int, rounds: int) -> None:
+        self._refuse_closed("start_trace()")
+        self._tracer = Tracer(first_round, rounds)
+
+    def stop_trace(self) -> tuple[Span, ...]:
+        tracer, self._tracer = self._tracer, None
+        self.synchronize()
+        return () if tracer is None else tuple(tracer.spans)
+
     def close(self) -> None:
         if not self._finalizer.alive:
             return
@@ -208,6 +237,11 @@ class TapeBackend:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     # for tapes and events of this backend
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Who notes when things run; None unless a trace is on and has rounds left."""
+        return None if self._tracer is None or self._tracer.full else self._tracer
 
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
@@ -248,11 +282,6 @@ class TapeBackend:
             raise RuntimeError(f"TapeBackend.{what}: the backend is closed")
 
 
-def _stop(workers: dict[str, Worker], device: Worker | None) -> None:
-    for worker in [*workers.values(), *([device] if device else [])]:
-        worker.stop()
-
-
 def _refuse_while_recording(what: str) -> None:
     recorder: Recorder | None = getattr(_local, "recording", None)
     if recorder is not None:
@@ -268,30 +297,3 @@ def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Gener
     finally:
         _local.recording = None
     return recorder
-
-
-def _record_perturbed(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
-    """Record over other buffer contents, so that a value read from them behind the recorder's back shows."""
-    saved = {name: buffers[name].clone() for name in buffers}
-    try:
-        for name in saved:
-            _perturb(buffers[name])
-        return _record(step, buffers, generators)
-    except CaptureError:
-        raise
-    except Exception:  # an operation refused the altered values, such as an index out of range
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
-        return _record(step, buffers, generators)
-    finally:
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
-
-
-def _perturb(tensor: torch.Tensor) -> None:
-    if tensor.dtype == torch.bool:
-        tensor.logical_not_()
-    elif tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(0.5).add_(0.25)
-    else:
-        tensor.bitwise_xor_(1)

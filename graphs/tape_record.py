@@ -283,18 +283,3 @@ def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         if trial[name].shape != tensor.shape:
             shapes = f"{tuple(tensor.shape)}, the result {tuple(trial[name].shape)}"
             raise fail("out-resize", f"{func._schema.name} would resize {name}=: it has shape {shapes}")
-
-
-def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureError | None:
-    """Where two recordings of one step differ: host state was read while recording, and would be frozen into the graph."""
-    for a, b in zip(first, second, strict=False):
-        if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
-            return fail("baked-branch", f"host state chose {a.actor} in one recording and {b.actor} in the other", b.site)
-        changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
-        for x, y in sorted(changed):  # a scalar says more than the tensor shapes that follow from it
-            rule, what = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
-            return fail(rule, f"{a.name} got another {what} in each recording: {x[1]}, then {y[1]}", b.site)
-    if len(first) != len(second):
-        extra = max(first, second, key=len)[min(len(first), len(second))]
-        return fail("baked-branch", f"host state decided whether {extra.actor} is recorded at all", extra.site)
-    return None

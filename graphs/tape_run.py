@@ -6,17 +6,19 @@ Every item is called on every replay, also after a failure (then with `skip=True
 from __future__ import annotations
 
 import atexit
+import itertools
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import HostNodeError, host_call
-from stepgraph.graphs.marks import Label
+from stepgraph.graphs.capture import HostNodeError, RecordedReport, host_call
+from stepgraph.graphs.marks import STEP, Label, stage_runs
 from stepgraph.graphs.tape_ops import same_bits
 from stepgraph.graphs.tape_record import Node, Recorder
 
@@ -55,6 +57,11 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             del job  # or an idle worker would keep the last tape alive
 
 
+def stop(workers: dict[str, Worker], device: Worker | None) -> None:
+    for worker in [*workers.values(), *([device] if device else [])]:
+        worker.stop()
+
+
 @atexit.register
 def _end_threads() -> None:
     """A daemon thread inside torch while the interpreter goes down aborts the process."""
@@ -74,9 +81,14 @@ def taken_lock() -> threading.Lock:
 class Segment:
     """Operations of one stream with nothing between them."""
 
-    def __init__(self, stream: str, delay: Delay | None) -> None:
-        self.nodes: list[Node] = []
+    def __init__(self, stream: str, delay: Delay | None, nodes: Sequence[Node] = ()) -> None:
+        self.nodes = list(nodes)
         self._stream, self._delay = stream, delay
+
+    def by_stage(self) -> list[Segment]:
+        """The same operations in pieces of one stage each."""
+        pieces = [list(nodes) for _, nodes in itertools.groupby(self.nodes, key=lambda node: node.stage)]
+        return [Segment(self._stream, None if number else self._delay, piece) for number, piece in enumerate(pieces)]
 
     def __call__(self, skip: bool) -> None:
         if skip:
@@ -97,7 +109,7 @@ class HostCall:
 
     def __init__(self, node: Node, delay: Delay | None, watched: Sequence[tuple[str, Tensor]]) -> None:
         assert node.call is not None
-        self._name, self._owner, self._delay, self._watched = node.name, node.call, delay, watched
+        self.name, self._owner, self._delay, self._watched = node.name, node.call, delay, watched
         self._function = host_call(node.name, node.call)
         self.calls = 0
 
@@ -105,16 +117,16 @@ class HostCall:
         if skip:
             return
         if self._delay is not None:
-            self._delay(self._name)
+            self._delay(self.name)
         before = [tensor.clone() for _, tensor in self._watched]
         self.calls += 1
         try:
             self._function()
         except Exception as error:
-            raise HostNodeError(self._name, error) from error
+            raise HostNodeError(self.name, error) from error
         for (name, tensor), old in zip(self._watched, before, strict=True):
             if not same_bits(tensor, old):
-                raise HostNodeError(self._name, RuntimeError(f"undeclared write to {name!r}; name it in writes="))
+                raise HostNodeError(self.name, RuntimeError(f"undeclared write to {name!r}; name it in writes="))
 
 
 class Signal:
@@ -129,10 +141,10 @@ class Signal:
 
 
 class Await:
-    """Waiting for a mark of another stream."""
+    """Waiting for a mark of another stream, behind what is called `name`."""
 
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
+    def __init__(self, lock: threading.Lock, name: str) -> None:
+        self._lock, self.name = lock, name
 
     def __call__(self, skip: bool) -> None:
         self._lock.acquire()
@@ -144,6 +156,7 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str,
     for node in recorder.nodes:
         if node.kind == "wait" and node.mark is not None and node.mark.stream != node.stream:
             locks.setdefault(node.mark.number, {}).setdefault(node.stream, taken_lock())
+    names = marked(recorder.nodes)
     result: dict[str, list[Item]] = {}
     waited: set[tuple[int, str]] = set()
     for node in recorder.nodes:
@@ -156,7 +169,7 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str,
                 program.append(Signal(list(waiters.values())))
             elif node.kind == "wait" and node.stream in waiters and (node.mark.number, node.stream) not in waited:
                 waited.add((node.mark.number, node.stream))
-                program.append(Await(waiters[node.stream]))
+                program.append(Await(waiters[node.stream], names[node.mark.number]))
         elif node.call is not None:
             if not program or not isinstance(program[-1], Segment):
                 program.append(Segment(node.stream, delay))
@@ -166,7 +179,34 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str,
     return result
 
 
-def labels(nodes: Sequence[Node]) -> Iterator[Label]:
+def marked(nodes: Sequence[Node]) -> dict[int, str]:
+    """What each mark stands behind: the host node since the mark before on its stream, or else the stage."""
+    names: dict[int, str] = {}
+    latest: dict[str, tuple[str, bool]] = {}  # stream: name, whether of a host node
+    for node in nodes:
+        name, host = latest.get(node.stream, (STEP, False))
+        if node.kind == "host":
+            latest[node.stream] = node.name, True
+        elif node.kind == "record" and node.mark is not None:
+            names[node.mark.number] = name
+            latest[node.stream] = name, False
+        elif node.call is not None and not host:
+            latest[node.stream] = node.stage, False
+    return names
+
+
+def report(recorder: Recorder, seconds: float) -> RecordedReport:
+    """What the recording holds."""
+    return RecordedReport(
+        nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
+        host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
+        nbytes=sum(tensor.untyped_storage().nbytes() for tensor, _ in recorder.memory.made.values()),
+        seconds=seconds,
+        stages=stage_runs(_labels(recorder.nodes)),
+    )
+
+
+def _labels(nodes: Sequence[Node]) -> Iterator[Label]:
     """Whose node each is, of those that a CUDA graph would hold as well."""
     for node in nodes:
         if node.kind == "host":

@@ -1,0 +1,102 @@
+"""Spans of graph launches as torch's profiler saw them: device activities get the names of the stages they were captured in.
+
+The profiler tells kernels, copies and fills, not host nodes, and of a graph node only its place in time and on a stream.
+A recording knows how many nodes each stage has, in the order of the capture, which on one stream is the order of execution.
+Where the two do not agree in number, an activity keeps the name UNNAMED: no stage is made up.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span, StageRun
+
+UNNAMED = "unnamed"
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+class Activity(NamedTuple):
+    """What the device did, and what launched it."""
+
+    correlation: int
+    stream: int
+    start_ns: int
+    end_ns: int
+
+
+class CudaTracer:
+    """Profiles the launches from its making to `stop`. `replayed` is told what is launched, in order."""
+
+    def __init__(self, first_round: int, rounds: int) -> None:
+        self._first, self._rounds = first_round, rounds
+        self._launched: list[tuple[StageRun, ...]] = []
+        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profiler.start()
+
+    def replayed(self, stages: tuple[StageRun, ...]) -> None:
+        self._launched.append(stages)
+
+    def stop(self) -> tuple[Span, ...]:
+        """For a device that is idle."""
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return spans_of(events, self._launched, self._first, self._rounds)
+
+
+def spans_of(
+    events: Iterable[Mapping[str, Any]], launched: Sequence[tuple[StageRun, ...]], first_round: int, rounds: int
+) -> tuple[Span, ...]:
+    """The n-th graph launch is round `first_round` + n and holds the nodes of `launched[n]`; `rounds` of them are told of."""
+    launches: list[tuple[int, int, int]] = []
+    activities: dict[int, list[Activity]] = {}
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        start = round(float(event["ts"]) * 1000)
+        end, what = start + round(float(event.get("dur", 0)) * 1000), event.get("args", {})
+        if event.get("cat") in _DEVICE:
+            activities.setdefault(what["correlation"], []).append(Activity(what["correlation"], what["stream"], start, end))
+        elif event["name"] in _LAUNCHES and "correlation" in what:
+            launches.append((start, end, what["correlation"]))
+    launches.sort()
+    spans: list[Span] = []
+    for number, ((start, end, correlation), stages) in enumerate(zip(launches[:rounds], launched, strict=False), first_round):
+        spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, end))
+        spans += named(sorted(activities.pop(correlation, ()), key=lambda activity: activity.start_ns), stages, number)
+    window = (min((span.start_ns for span in spans), default=0), max((span.end_ns for span in spans), default=0))
+    others = [one for found in activities.values() for one in found if window[0] <= one.start_ns < window[1]]
+    spans += [Span(MAIN, BETWEEN, "stage", OUTSIDE, one.start_ns, one.end_ns) for one in others]
+    return tuple(sorted(spans, key=lambda span: span.start_ns))
+
+
+def named(activities: Sequence[Activity], stages: Sequence[StageRun], number: int) -> list[Span]:
+    """The activities of one launch, in the order of time, as spans of stages: one per stretch of one stage on one stream."""
+    wanted: dict[str, list[str]] = {}
+    for run in stages:
+        if run.kind == "stage":
+            wanted.setdefault(run.stream, []).extend([run.name] * run.nodes)
+    by_stream: dict[int, list[Activity]] = {}
+    for activity in activities:
+        by_stream.setdefault(activity.stream, []).append(activity)
+    spans: list[Span] = []
+    for stream, found in by_stream.items():
+        fitting = [name for name, names in wanted.items() if len(names) == len(found)]
+        name = fitting[0] if len(fitting) == 1 else f"stream {stream}"
+        names = wanted[name] if len(fitting) == 1 else [UNNAMED] * len(found)
+        for stage, activity in zip(names, found, strict=True):
+            if spans and (spans[-1].stream, spans[-1].name) == (name, stage):
+                spans[-1] = spans[-1]._replace(end_ns=max(spans[-1].end_ns, activity.end_ns))
+            else:
+                spans.append(Span(name, stage, "stage", number, activity.start_ns, activity.end_ns))
+    return spans

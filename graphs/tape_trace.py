@@ -1,0 +1,96 @@
+"""When each stage, host node and wait of a replay ran: the programs of a tape with a clock around every item.
+
+A tape that nobody traces has none of this. Which programs a replay runs is settled when it is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.tape_run import Await, HostCall, Item, Segment
+
+
+class Timed:
+    """An item of a program, and when it last ran."""
+
+    def __init__(self, stream: str, name: str, kind: Literal["stage", "host", "wait"], item: Item) -> None:
+        self.stream, self.name, self.kind, self._item = stream, name, kind, item
+        self.start_ns = self.end_ns = 0
+
+    def __call__(self, skip: bool) -> None:
+        self.start_ns = time.perf_counter_ns()
+        try:
+            self._item(skip)
+        finally:
+            self.end_ns = time.perf_counter_ns()
+
+
+class TimedPrograms(NamedTuple):
+    """Per stream the items of a tape, and those of them that are timed."""
+
+    programs: Mapping[str, Sequence[Item]]
+    timed: Sequence[Timed]
+
+
+def timed_programs(programs: Mapping[str, Sequence[Item]]) -> TimedPrograms:
+    """The same items, in pieces of one stage each; signals take no time."""
+    result: dict[str, list[Item]] = {stream: [] for stream in programs}
+    timed: list[Timed] = []
+    for stream, items in programs.items():
+        for item in items:
+            pieces: list[Item] = [item]
+            if isinstance(item, Segment):
+                pieces = [Timed(stream, piece.nodes[0].stage, "stage", piece) for piece in item.by_stage()]
+            elif isinstance(item, HostCall):
+                pieces = [Timed(stream, item.name, "host", item)]
+            elif isinstance(item, Await):
+                pieces = [Timed(stream, item.name, "wait", item)]
+            result[stream] += pieces
+            timed += [piece for piece in pieces if isinstance(piece, Timed)]
+    return TimedPrograms(result, timed)
+
+
+class Tracer:
+    """Collects spans of as many replays as it was made for, and of what runs between them."""
+
+    def __init__(self, first_round: int, rounds: int) -> None:
+        self._next, self._behind = first_round, first_round + rounds
+        self.spans: list[Span] = []  # the device and the launching thread append
+
+    @property
+    def full(self) -> bool:
+        return self._next >= self._behind
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[int]:
+        """The number of a round, while it is being launched."""
+        number, start = self._next, time.perf_counter_ns()
+        self._next += 1
+        yield number
+        self.spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the launching thread waits for results."""
+        start = time.perf_counter_ns()
+        yield
+        self.spans.append(Span(LAUNCHER, "results", "wait", OUTSIDE, start, time.perf_counter_ns()))
+
+    def outside(self, function: Callable[[], object]) -> Callable[[], object]:
+        """What runs on the main stream between rounds."""
+
+        def run() -> None:
+            start = time.perf_counter_ns()
+            function()
+            self.spans.append(Span(MAIN, BETWEEN, "stage", OUTSIDE, start, time.perf_counter_ns()))
+
+        return run
+
+    def collect(self, replayed: TimedPrograms, number: int) -> None:
+        """What the replay of a round noted; on the thread that ran it."""
+        self.spans += [Span(item.stream, item.name, item.kind, number, item.start_ns, item.end_ns) for item in replayed.timed]
