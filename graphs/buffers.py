@@ -168,7 +168,13 @@ class Column(IntEnum):
     SEED = 10  # of the request's random numbers
 
 
-RESULT_FIELDS = 4  # count, finish, accepted in front of the tokens; behind them a bit per draft, of constrained rounds: forced
+REFUSED = -2  # in place of a draft: one was proposed, and its grammar forbids it
+RESULT_FIELDS = 5  # count, finish, accepted, offered in front; behind all, of constrained rounds, a bit per draft: forced
+
+
+def result_width(limits: Limits) -> int:
+    """What a round says of a row: in between are the tokens [K + 1], the statuses of their masks [K + 1] and the drafts [K]."""
+    return RESULT_FIELDS + 2 * limits.positions + limits.num_speculative_tokens
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -200,7 +206,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("row_prompt_seen", (rows, limits.num_tokens), torch.bool),
         BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # kept by sampled rounds only
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
-        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),
+        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),  # behind a chain's last -1, or REFUSED and -1
         # whether each draft was chosen, not drawn; else, in sampled rounds: what it was drawn from
         BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
         BufferSpec("row_draft_probs", (rows, drafts if drawn else 0, limits.num_tokens), torch.float32),
@@ -211,7 +217,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
         BufferSpec("batch_masks", (positions, slots, words), int32),
         BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
-        BufferSpec("results", (slots, RESULT_FIELDS + positions), int64),
+        BufferSpec("results", (slots, result_width(limits)), int64),
         BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),  # raw, masked; of sampled rounds
         # admission and prompts
         BufferSpec("admission", (admission,), int64),
@@ -223,7 +229,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: memory that is written is never memory that is still to be copied
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
-        BufferSpec("results_ring_host", (depth, slots, RESULT_FIELDS + positions), int64, "pinned"),
+        BufferSpec("results_ring_host", (depth, slots, result_width(limits)), int64, "pinned"),
         BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
+from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.drafting import forced_tokens, going_on, ruling_of
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
@@ -52,12 +52,15 @@ def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Li
 
 
 def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere: what its grammar forces, or else what is proposed and legal."""
+    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere: what its grammar forces, or else what is proposed and legal.
+
+    REFUSED where what is proposed is not: the chain ends there as well, and statistics tell the two apart.
+    """
     ruling = ruling_of(buffers, after, step)
     wanted, forced = forced_tokens(buffers, after, step, ruling)
     words = ruling.masks[:, 0].gather(1, proposed.clamp(min=0)[:, None] // WORD).squeeze(1)
     legal = ((words >> (proposed.clamp(min=0) % WORD)) & 1 != 0) & (ruling.status[:, 0] == MaskStatus.OK) | ~ruling.ruled
-    tokens = torch.where(forced, wanted, torch.where(legal, proposed, -1))
+    tokens = torch.where(forced, wanted, torch.where(legal, proposed, torch.where(proposed < 0, -1, REFUSED)))
     return torch.where(alive & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 

@@ -66,7 +66,8 @@ def accept(
         _count_output(buffers, batch.rows, emission)
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
-    results = torch.cat([emission.emitted[:, None], emission.finish[:, None], emission.accepted[:, None], tokens], 1)
+    told = (emission.emitted, emission.finish, emission.accepted, draft_count)
+    results = torch.cat([*(each[:, None] for each in told), tokens, status, drafts], 1)
     buffers.results[: len(batch.rows), :-1].copy_(results)
     if constrained and "row_forced" in buffers:
         buffers.results[: len(batch.rows), -1].copy_(_forced_drafts(buffers, batch))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.grammars import Waiting
+from stepgraph.runtime.ledger import Ledger
 from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import RowTable, Seat, Sharing
+from stepgraph.runtime.stats import Loss
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compiler import Claim
 from stepgraph.sampling.grammar.limits import named
@@ -20,33 +23,33 @@ class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
     def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None) -> None:
-        self._lock, self._ended = threading.Lock(), ended
+        self.lock, self._ended = threading.Lock(), ended
         self._waiting: collections.deque[Waiting] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
         self._seats: dict[int, Seat] = {}
         self.jobs: dict[int, Job] = {}
         self.rows = RowTable(limits, sharing)
-        self.tokens = 0
-        self.accepted_drafts = 0
-        self.forced_drafts = self.accepted_forced_drafts = 0
+        self.ledger = Ledger(limits.num_speculative_tokens)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     def enqueue(self, waiting: Waiting, max_queued: int, still_open: Callable[[str], None]) -> None:
-        with self._lock:
+        with self.lock:
             still_open("submit")
             if len(self._waiting) >= max_queued:
                 raise RuntimeError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
             self.jobs[waiting.job.id] = waiting.job
             self._waiting.append(waiting)
+            self.ledger.submitted += 1
+            self.ledger.most_waiting = max(self.ledger.most_waiting, len(self._waiting))
             if waiting.claim:
                 self._claims[waiting.job.id] = waiting.claim
 
     def ask_cancel(self, job_id: int) -> bool:
-        with self._lock:
+        with self.lock:
             job = self.jobs.get(job_id)
             if job is None or job.finished:
                 return False
@@ -57,7 +60,7 @@ class Desk:
         return True
 
     def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
-        with self._lock:
+        with self.lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
                 self._waiting = collections.deque(waiting for waiting in self._waiting if waiting.job.id not in cancelled)
@@ -67,7 +70,7 @@ class Desk:
         """Seat in order of arrival. The first one that finds no row or pages keeps the others waiting; one whose grammar is still being
         compiled does not. Returns those whose grammar is not to be had."""
         failed, not_yet = list[Waiting](), list[Waiting]()
-        with self._lock:
+        with self.lock:
             while self._waiting:
                 first = self._waiting[0]
                 if not first.ready or first.job.id in self._cancelled:
@@ -76,26 +79,51 @@ class Desk:
                     failed.append(first)
                 elif seat := self.rows.take(first.job, first.matcher):
                     self._seats[seat.job.id] = seat
+                    seat.job.queue_seconds = time.perf_counter() - seat.job.submitted_at
+                    self.ledger.queue_seconds.add(seat.job.queue_seconds)
                 else:
                     break
                 self._waiting.popleft()
             self._waiting.extendleft(reversed(not_yet))
         return failed
 
+    def begin(self, seat: Seat) -> None:
+        with self.lock:
+            self.rows.begin(seat)
+
+    def prefilled(self, seat: Seat, tokens: int) -> None:
+        """So many more prompt tokens of a seat are on their way."""
+        with self.lock:
+            self.rows.share(seat)
+            self.ledger.prompt_tokens += tokens
+
     def record(
-        self, seat: Seat, tokens: Sequence[int], accepted: int, code: FinishCode, logprobs: Sequence[TokenLogprob], forced: int = 0
+        self,
+        seat: Seat,
+        tokens: Sequence[int],
+        accepted: int,
+        code: FinishCode,
+        logprobs: Sequence[TokenLogprob],
+        forced: int = 0,
+        offered: int = 0,
+        lost: Loss | None = None,
     ) -> StepEvent:
         """Book what a round emitted for a seat. `forced`: a bit per draft, set where a grammar forced it."""
         forced_drafts, accepted_forced = forced.bit_count(), (forced & ~(-1 << accepted)).bit_count()
-        job = seat.job
+        job, ledger = seat.job, self.ledger
+        with self.lock:
+            if tokens and not job.tokens:
+                job.first_token_seconds = time.perf_counter() - job.submitted_at
+                ledger.first_token_seconds.add(job.first_token_seconds)
+            ledger.emitted(len(tokens), accepted)
+            ledger.forced_drafts += forced_drafts
+            ledger.accepted_forced_drafts += accepted_forced
+            if offered or (job.rounds and job.num_speculative_tokens):
+                ledger.drafted(len(tokens), offered, accepted, lost)
         job.tokens.extend(tokens)
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        self.tokens += len(tokens)
-        self.accepted_drafts += accepted
-        self.forced_drafts += forced_drafts
-        self.accepted_forced_drafts += accepted_forced
         event = StepEvent(
             job.id,
             tuple(tokens),
@@ -117,9 +145,10 @@ class Desk:
 
     def finish(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
         """End a job and free what it held. Returns the event of an end without tokens."""
-        with self._lock:
+        with self.lock:
             job.error, job.finish_reason = error, reason
             del self.jobs[job.id]
+            self.ledger.finished[reason] += 1
             claim = self._claims.pop(job.id, None)
             if seat is not None:
                 del self._seats[job.id]
@@ -132,7 +161,7 @@ class Desk:
         return StepEvent(job.id, (), 0, reason, error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
-        with self._lock:  # a submit that came in time is among the jobs; a later one is refused
+        with self.lock:  # a submit that came in time is among the jobs; a later one is refused
             jobs = tuple(self.jobs.values())
             self._waiting.clear()
         for job in jobs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.grammars import Grammars
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
+from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.loading import load_models
 from stepgraph.runtime.placement import (
     attention_for,
@@ -41,6 +42,7 @@ from stepgraph.runtime.placement import (
     sharing_for,
 )
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.submission import Submissions
 from stepgraph.sampling.grammar.compiler import CompiledConstraint
@@ -214,31 +216,12 @@ class Engine:
         return job
 
     def stats(self) -> EngineStats:
-        counts, host, desk, states = self.backend.stats, self._host.stats, self._desk, self._states
-        return EngineStats(
-            rounds=self._flights.rounds,
-            replays=counts.replays,
-            host_syncs=counts.syncs,
-            event_waits=counts.event_waits,
-            tokens=desk.tokens,
-            accepted_drafts=desk.accepted_drafts,
-            forced_drafts=desk.forced_drafts,
-            accepted_forced_drafts=desk.accepted_forced_drafts,
-            forced_looks=host.looks,
-            mask_fills=host.fills,
-            matcher_accepts=host.accepts,
-            matcher_rollbacks=host.rollbacks,
-            saved_texts=states.saved if states else 0,
-            unsaved_texts=states.unsaved if states else 0,
-            saving_error=states.error if states else "",
-            grammars=self._grammars.stats,
-            running=len(desk.rows),
-            waiting=desk.waiting,
-            free_pages=desk.rows.free_pages,
-            cached_pages=desk.rows.cached_pages,
-            evicted_pages=desk.rows.evicted_pages,
-            reused_tokens=desk.rows.reused_tokens,
-        )
+        """What was done so far, and how it stands. From any thread, at any time, also behind the end."""
+        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self.config.eager)
+
+    def metrics(self, labels: Mapping[str, str] | None = None) -> str:
+        """stats() as text for Prometheus, with these labels on every line."""
+        return prometheus_text(self.stats(), labels)
 
     def close(self) -> None:
         """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
@@ -268,10 +251,11 @@ class Engine:
             if seat.joined or budget <= 0:
                 continue
             if not seat.begun:
-                self._desk.rows.begin(seat)
+                self._desk.begin(seat)
                 self._admission.begin(seat)
-            budget -= self._admission.prefill(seat, budget)
-            self._desk.rows.share(seat)
+            taken = self._admission.prefill(seat, budget)
+            self._desk.prefilled(seat, taken)
+            budget -= taken
         return [self._desk.finish(waiting.job, None, FinishReason.ERROR, waiting.error) for waiting in failed]
 
     def _require_open(self, call: str) -> None:

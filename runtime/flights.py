@@ -6,13 +6,15 @@ import collections
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stepgraph.graphs.buffers import RESULT_FIELDS, StaticBuffers
+from stepgraph.graphs.buffers import StaticBuffers, result_width
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.ledger import Launches
 from stepgraph.runtime.request import TokenLogprob
 from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.stats import Loss, loss_of
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.host_link import HostLink
 
@@ -36,6 +38,8 @@ class Outcome(NamedTuple):
     code: FinishCode
     logprobs: list[TokenLogprob]
     forced: int  # a bit per draft of the round: whether a grammar forced it
+    offered: int  # drafts that the round judged
+    lost: Loss | None  # why not every draft that the request wants held; None where they did
 
 
 class Flights:
@@ -54,6 +58,7 @@ class Flights:
         self._states = states
         self._flights: collections.deque[Flight] = collections.deque()
         self.rounds = 0
+        self.launches = Launches()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -64,6 +69,7 @@ class Flights:
         self.rounds += 1
         constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
         key = self._graphs.key_for(len(seats), constrained, sampled)
+        self.launches.note(key, len(seats))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
         batch_np[:] = self._limits.dummy_row
@@ -89,13 +95,17 @@ class Flights:
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
         told_of = zip(flight.seats, results, logprobs, strict=False)
-        for place, (seat, (count, finish, accepted, *tokens, forced), told) in enumerate(told_of):
-            assert len(tokens) + RESULT_FIELDS == len(results[0])
+        first, statuses, drafts = 4, 4 + self._limits.positions, 4 + 2 * self._limits.positions
+        for place, (seat, line, told) in enumerate(told_of):
+            assert len(line) == result_width(self._limits)
             if not seat.job.finished:  # else: launched before its end was known, and inert
+                count, finish, accepted, offered = line[:first]
+                tokens, forced = line[first : first + count], line[-1] if flight.constrained else 0
                 if self._states:
                     self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                yield Outcome(seat, tokens[:count], accepted, FinishCode(finish), wanted, forced if flight.constrained else 0)
+                lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-1])
+                yield Outcome(seat, tokens, accepted, FinishCode(finish), wanted, forced, offered, lost)
 
     def forget(self) -> None:
         self._flights.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +82,9 @@ class Job:
     rounds: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
+    submitted_at: float = field(default_factory=time.perf_counter)
+    queue_seconds: float | None = None  # until it had a row
+    first_token_seconds: float | None = None  # from its submit until its first token was known
 
     @property
     def shareable(self) -> int:

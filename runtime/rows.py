@@ -70,13 +70,17 @@ class RowTable:
         self._prefixes = PrefixCache(pool, limits.page_size, self._sharing.lookahead, self._sharing.most_idle)
         self._free_rows = list(range(limits.max_rows))
         self._seats: dict[int, Seat] = {}
-        self.reused_tokens = 0
+        self.reused_tokens = self.most_used_pages = 0
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(tuple(self._seats.values()))
 
     def __len__(self) -> int:
         return len(self._seats)
+
+    @property
+    def pages(self) -> int:
+        return self._limits.num_pages
 
     @property
     def free_pages(self) -> int:
@@ -105,6 +109,7 @@ class RowTable:
             return None
         seat = Seat(job, heapq.heappop(self._free_rows), [*(page.page for page in cached), *own], matcher, cached)
         self._seats[seat.row] = seat
+        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.free_pages)
         return seat
 
     def begin(self, seat: Seat) -> None:

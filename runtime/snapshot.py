@@ -1,0 +1,63 @@
+"""An engine's figures, gathered from those who count. For any thread."""
+
+from __future__ import annotations
+
+from stepgraph.graphs.capture import Backend
+from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.flights import Flights
+from stepgraph.runtime.grammars import Grammars
+from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.request import FinishReason
+from stepgraph.runtime.stats import EngineStats, Histogram
+from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostLink
+
+NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
+
+
+def take_stats(
+    backend: Backend, host_link: HostLink, desk: Desk, flights: Flights, grammars: Grammars, states: HiddenStates | None, eager: bool
+) -> EngineStats:
+    counts, host, compiles, ledger, rows = backend.stats, host_link.stats, grammars.stats, desk.ledger, desk.rows
+    waited = host.node_ns if eager else counts.wait_ns
+    with desk.lock:  # the launches behind it: what a job was told of was launched
+        graphs = flights.launches.graphs
+        rounds = sum(graph.rounds for graph in graphs)
+        return EngineStats(
+            rounds=rounds,
+            replays=counts.replays,
+            host_syncs=counts.syncs,
+            event_waits=counts.event_waits,
+            eager_rounds=rounds if eager else 0,
+            eager_reason="EngineConfig.eager" if eager else "",
+            graphs=graphs,
+            tokens=ledger.tokens,
+            prompt_tokens=ledger.prompt_tokens,
+            accepted_drafts=ledger.accepted_drafts,
+            drafting=ledger.drafting,
+            forced_drafts=ledger.forced_drafts,
+            accepted_forced_drafts=ledger.accepted_forced_drafts,
+            forced_looks=host.looks,
+            mask_fills=host.fills,
+            matcher_accepts=host.accepts,
+            matcher_rollbacks=host.rollbacks,
+            host_nodes=Histogram(NODE_BOUNDS, host.nodes, host.node_ns / 1e9),
+            longest_host_node_seconds=host.longest_node_ns / 1e9,
+            exposed_wait_seconds=None if waited is None else waited / 1e9,
+            grammars=compiles,
+            saved_texts=states.saved if states else 0,
+            unsaved_texts=states.unsaved if states else 0,
+            saving_error=states.error if states else "",
+            submitted=ledger.submitted,
+            finished=tuple((reason.value, ledger.finished[reason]) for reason in FinishReason),
+            running=len(rows),
+            waiting=desk.waiting,
+            most_waiting=ledger.most_waiting,
+            queue_seconds=ledger.queue_seconds.histogram,
+            first_token_seconds=ledger.first_token_seconds.histogram,
+            pages=rows.pages,
+            free_pages=rows.free_pages,
+            most_used_pages=rows.most_used_pages,
+            cached_pages=rows.cached_pages,
+            evicted_pages=rows.evicted_pages,
+            reused_tokens=rows.reused_tokens,
+        )
