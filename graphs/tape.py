@@ -60,7 +60,7 @@ class Tape:
         self._backend = backend
         self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
-        self._programs = programs(recorder, backend.delay, backend.verify_host_nodes)
+        self._programs = programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
         self._timed: TimedPrograms | None = None  # made by the first replay that is traced
         self._running: Mapping[str, Sequence[Item]] = self._programs
         self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
@@ -159,7 +159,7 @@ class TapeBackend:
             raise ValueError(f"TapeBackend.poison: got {poison!r}, want 'first' or 'every'")
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
-        self.stats, self.ranges = BackendStats(), ranges
+        self.stats, self.ranges = BackendStats(wait_ns=0), ranges
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {}

@@ -9,6 +9,7 @@ import atexit
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import HostNodeError, RecordedReport, host_call
+from stepgraph.graphs.capture import MAIN, BackendStats, HostNodeError, RecordedReport, host_call
 from stepgraph.graphs.marks import STEP, Label, stage_runs
 from stepgraph.graphs.tape_ops import same_bits
 from stepgraph.graphs.tape_record import Node, Recorder
@@ -141,17 +142,22 @@ class Signal:
 
 
 class Await:
-    """Waiting for a mark of another stream, behind what is called `name`."""
+    """Waiting for a mark of another stream, behind what is called `name`. `noted` counts the time, where there was any."""
 
-    def __init__(self, lock: threading.Lock, name: str) -> None:
-        self._lock, self.name = lock, name
+    def __init__(self, lock: threading.Lock, name: str, noted: BackendStats | None) -> None:
+        self._lock, self.name, self._noted = lock, name, noted
 
     def __call__(self, skip: bool) -> None:
+        if self._lock.acquire(blocking=False):
+            return
+        begin = time.perf_counter_ns()
         self._lock.acquire()
+        if self._noted:
+            self._noted.wait_ns = (self._noted.wait_ns or 0) + time.perf_counter_ns() - begin
 
 
-def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str, list[Item]]:
-    """The recording as one list of items per stream."""
+def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
+    """The recording as one list of items per stream. `stats` are told how long the main one waits for others."""
     locks: dict[int, dict[str, threading.Lock]] = {}
     for node in recorder.nodes:
         if node.kind == "wait" and node.mark is not None and node.mark.stream != node.stream:
@@ -169,7 +175,7 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool) -> dict[str,
                 program.append(Signal(list(waiters.values())))
             elif node.kind == "wait" and node.stream in waiters and (node.mark.number, node.stream) not in waited:
                 waited.add((node.mark.number, node.stream))
-                program.append(Await(waiters[node.stream], names[node.mark.number]))
+                program.append(Await(waiters[node.stream], names[node.mark.number], stats if node.stream == MAIN else None))
         elif node.call is not None:
             if not program or not isinstance(program[-1], Segment):
                 program.append(Segment(node.stream, delay))
