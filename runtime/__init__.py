@@ -7,32 +7,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import FinishReason, Job, StepEvent, TokenLogprob
+    from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.sampling.grammar import Constraint, Vocabulary
     from stepgraph.sampling.params import SamplingParams
 
 __all__ = [
+    "AsyncEngine",
     "Constraint",
     "Engine",
+    "EngineClosedError",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
     "Job",
+    "QueueFullError",
     "SamplingParams",
     "StepEvent",
     "TokenLogprob",
     "Vocabulary",
 ]
 _HOMES = {
+    "AsyncEngine": "runtime.aio",
     "Constraint": "sampling.grammar",
     "Engine": "runtime.engine",
+    "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
+    "QueueFullError": "runtime.request",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",
     "TokenLogprob": "runtime.request",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.grammars import Waiting
 from stepgraph.runtime.ledger import Ledger
-from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob
 from stepgraph.runtime.rows import RowTable, Seat, Sharing
 from stepgraph.runtime.stats import Loss
 from stepgraph.sampling.acceptance import FinishCode
@@ -36,11 +36,17 @@ class Desk:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def stirs(self) -> bool:
+        """Whether somebody sits, could sit or wants to leave; not so while all wait for their grammars."""
+        with self.lock:
+            return bool(self._seats or self._cancelled or any(waiting.ready for waiting in self._waiting))
+
     def enqueue(self, waiting: Waiting, max_queued: int, still_open: Callable[[str], None]) -> None:
         with self.lock:
             still_open("submit")
             if len(self._waiting) >= max_queued:
-                raise RuntimeError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
+                raise QueueFullError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
             self.jobs[waiting.job.id] = waiting.job
             self._waiting.append(waiting)
             self.ledger.submitted += 1

@@ -20,6 +20,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission
+from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.drafters import Drafter, take_drafter
@@ -41,9 +42,10 @@ from stepgraph.runtime.placement import (
     make_host_link,
     sharing_for,
 )
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
+from stepgraph.runtime.stepping import Stepping
 from stepgraph.runtime.submission import Submissions
 from stepgraph.sampling.grammar.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraint import Constraint
@@ -78,7 +80,8 @@ class Engine:
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved, forced)
         self._attention = attention_for(self.backend.device, self.config, models)
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits, vocabulary)
-        self._grammars = Grammars(self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, self._host)
+        compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, Bell()
+        self._grammars = Grammars(compiler, self._host, self._bell)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
@@ -90,6 +93,7 @@ class Engine:
         self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)
         self._step_lock = threading.Lock()
+        self.stepping = Stepping(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
         self._closed = ""
 
     @classmethod
@@ -155,6 +159,7 @@ class Engine:
             if waiting.claim:
                 waiting.claim.release()
             raise
+        self._bell.ring()
         return job
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -164,12 +169,15 @@ class Engine:
 
     def cancel(self, job: Job | int) -> bool:
         """End a job. True where it was still running; False where it had ended or is not known. Safe at any time."""
-        return self._desk.ask_cancel(job.id if isinstance(job, Job) else job)
+        asked = self._desk.ask_cancel(job.id if isinstance(job, Job) else job)
+        self._bell.ring()
+        return asked
 
     def step(self) -> list[StepEvent]:
         """Launch one round, and return what became known: at most `rounds_in_flight` - 1 rounds stay on their way."""
         with self._step_lock:
             self._require_open("step")
+            self.stepping.check()
             if not self._graphs.captured:
                 raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
@@ -182,12 +190,17 @@ class Engine:
                     self._flights.launch(seats)
                 while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
                     events += [self._desk.record(*outcome) for outcome in self._flights.collect()]
-                if not self._desk.rows and self._desk.waiting:
+                if not events and not self._desk.rows and self._desk.waiting:
                     self._grammars.pause()  # who waits for a grammar is all there is
                 return events
             except BaseException as error:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
                 raise
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """For a thread that does nothing but step: sleep until a step may have something to do, and tell whether it has."""
+        self._require_open("wait")
+        return self.stepping.wait(seconds)
 
     @property
     def has_work(self) -> bool:
@@ -260,12 +273,13 @@ class Engine:
 
     def _require_open(self, call: str) -> None:
         if self._closed:
-            raise RuntimeError(f"Engine.{call}(): {self._closed}")
+            raise EngineClosedError(f"Engine.{call}(): {self._closed}")
 
     def _shut(self, why: str, reason: FinishReason) -> None:
         self._closed = why
         self._flights.forget()
         self._desk.finish_all(reason, why)
+        self._bell.ring()
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             self.backend.synchronize()
         self.backend.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
+from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.grammar.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
@@ -27,9 +27,8 @@ class Waiting:
 class Grammars:
     """Between the compiler, which has threads of its own, and the queue. `wait` and `compile` are for any thread."""
 
-    def __init__(self, compiler: GrammarCompiler | None, host: HostLink) -> None:
-        self._compiler, self._host = compiler, host
-        self._news = threading.Event()
+    def __init__(self, compiler: GrammarCompiler | None, host: HostLink, bell: Bell) -> None:
+        self._compiler, self._host, self._bell = compiler, host, bell
 
     @property
     def stats(self) -> CompileStats:
@@ -54,8 +53,8 @@ class Grammars:
 
     def pause(self) -> None:
         """For who has nothing to do until a grammar is there: long enough not to be in its way."""
-        self._news.wait(PAUSE_SECONDS)
-        self._news.clear()
+        self._bell.wait(0)  # what it rang for before was seen by the step that pauses now
+        self._bell.wait(PAUSE_SECONDS)
 
     def close(self) -> None:
         if self._compiler:
@@ -67,7 +66,7 @@ class Grammars:
         except Exception as error:  # whatever went wrong is this request's fault
             waiting.error = str(error) or type(error).__name__
         waiting.ready = True
-        self._news.set()
+        self._bell.ring()
 
     def _required(self, constraint: Constraint) -> GrammarCompiler:
         if not isinstance(constraint, Constraint):

@@ -45,6 +45,14 @@ class TokenLogprob(NamedTuple):
     masked: float  # in the distribution it was drawn from, after masks, penalties, temperature and filters; 0.0 where greedy
 
 
+class QueueFullError(RuntimeError):
+    """As many requests wait for a row as EngineConfig.max_queued lets wait."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed, or failed; it says why."""
+
+
 @dataclass(frozen=True)
 class StepEvent:
     """What one round added to one job."""
