@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from stepgraph.graphs.buffers import StaticBuffers, result_width
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.ledger import Launches
 from stepgraph.runtime.request import TokenLogprob
@@ -63,12 +65,20 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def key_of(self, seats: tuple[Seat, ...]) -> GraphKey:
+        """The graph that a round of these seats is a replay of."""
+        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
+        return self._graphs.key_for(len(seats), constrained, sampled)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around the capture of the graphs, for who profiles them."""
+        return contextlib.nullcontext()
+
     def launch(self, seats: tuple[Seat, ...]) -> None:
         """One round of these seats: batch in, replay, results out. Nothing here waits."""
         slot = self.rounds % self._limits.ring_depth
         self.rounds += 1
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
-        key = self._graphs.key_for(len(seats), constrained, sampled)
+        key = self.key_of(seats)
         self.launches.note(key, len(seats))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
@@ -77,7 +87,11 @@ class Flights:
         if key.constrained:
             self._host.announce([seat.matcher for seat in seats])
         self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
-        self._graphs[key].replay()
+        if self._backend.ranges is None:
+            self._graphs[key].replay()
+        else:
+            with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
+                self._graphs[key].replay()
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
         logprobs = any(seat.job.sampling.logprobs for seat in seats)
         if logprobs:

@@ -1,0 +1,171 @@
+"""Files as nsys exports them, in the tables and columns that it documents, with times chosen by hand."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+PROCESS = 1 << 24
+PID, THREAD = 7 * PROCESS, 7 * PROCESS + 1
+KEY = "rows=1 constrained greedy"
+FIRST, PERIOD = 20, 10_000
+GRAPH = 9 << 32  # the graph that runs; what was captured has another number
+CAPTURED = 4 << 32
+
+TABLES = {
+    "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
+    "NVTX_EVENTS": """start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, category INTEGER, color INTEGER,
+        text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER""",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": """start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,
+        correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL, callchainId INTEGER""",
+    "CUPTI_ACTIVITY_KIND_KERNEL": """start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL,
+        streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL,
+        graphNodeId INTEGER""",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": """start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+        contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL,
+        copyKind INTEGER NOT NULL, graphNodeId INTEGER""",
+    "CUDA_GRAPH_NODE_EVENTS": """start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,
+        nameId INTEGER NOT NULL, graphNodeId INTEGER NOT NULL, originalGraphNodeId INTEGER""",
+    "CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH": """start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+        contextId INTEGER NOT NULL, greenContextId INTEGER, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
+        graphNodeId INTEGER, graphId INTEGER""",
+    "CUDA_HOST_CALLBACK": """start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER,
+        correlationId INTEGER, nameId INTEGER""",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": """start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
+        contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId INTEGER NOT NULL,
+        graphExecId INTEGER NOT NULL""",
+}
+OLDER = {  # of nsys 2023.4: no endGlobalTid, no graph columns beside the node's
+    "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER, textId INTEGER",
+}
+# What one round does, from its begin: stage, node, stream, start, end. Node 2 is the host node.
+ROUND = [
+    ("show head", 1, 13, 10, 60),
+    ("place head", 3, 13, 720, 760),
+    ("target_verify", 4, 7, 0, 1000),
+    ("target_verify", 5, 7, 1010, 2000),
+    ("accept", 6, 7, 2100, 2300),
+    ("draft_prefill", 7, 7, 2300, 3300),
+]
+HOST = (100, 700)
+LATE_ROUND = [
+    ("show head", 1, 13, 10, 60),
+    ("place head", 3, 13, 2420, 2460),
+    ("target_verify", 4, 7, 0, 1000),
+    ("target_verify", 5, 7, 1010, 2000),
+    ("accept", 6, 7, 2500, 2700),
+    ("draft_prefill", 7, 7, 2700, 3700),
+]
+LATE_HOST = (100, 2400)
+RUNS = [
+    ["side", "show head", "stage", 1],
+    ["side", "head", "host", 1],
+    ["side", "place head", "stage", 1],
+    ["main", "target_verify", "stage", 2],
+    ["main", "accept", "stage", 1],
+    ["main", "draft_prefill", "stage", 1],
+]
+
+
+class Export:
+    """One file; a table is there once it has a row."""
+
+    def __init__(self, path: Path, variants: dict[str, str] | None = None) -> None:
+        self.path, self._columns = path, {**TABLES, **(variants or {})}
+        self._db = sqlite3.connect(path)
+        self._strings: dict[str, int] = {}
+
+    def add(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
+        self._db.execute(f'CREATE TABLE IF NOT EXISTS "{table}" ({self._columns[table]})')
+        known = [row[1] for row in self._db.execute(f'PRAGMA table_info("{table}")')]
+        needed = [row[1] for row in self._db.execute(f'PRAGMA table_info("{table}")') if row[3]]
+        for row in rows:
+            full = {**dict.fromkeys(needed, 0), **{name: value for name, value in row.items() if name in known}}
+            names = ", ".join(f'"{name}"' for name in full)
+            self._db.execute(f'INSERT INTO "{table}" ({names}) VALUES ({", ".join("?" * len(full))})', list(full.values()))
+
+    def string(self, text: str) -> int:
+        if text not in self._strings:
+            self._strings[text] = len(self._strings) + 1
+            self.add("StringIds", [{"id": self._strings[text], "value": text}])
+        return self._strings[text]
+
+    def ranges(self, rows: Sequence[tuple[int, int, str]], by_id: bool = True) -> None:
+        told = [{"textId": self.string(name)} if by_id else {"text": name} for _, _, name in rows]
+        times = [{"start": start, "end": end, "eventType": 59, "globalTid": THREAD} for start, end, _ in rows]
+        self.add("NVTX_EVENTS", [{**time, **name} for time, name in zip(times, told, strict=True)])
+
+    def close(self) -> Path:
+        self._db.commit()
+        self._db.close()
+        return self.path
+
+
+def captures(path: Path) -> Path:
+    """The collection of `Engine.capture()`: seven nodes, each made in the range of its stage, then cloned by the instantiation."""
+    export = Export(path)
+    names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
+    made = [100 * place for place in range(1, 8)]
+    export.ranges([(at - 40, at + 40, name) for at, name in zip(made, names, strict=True)])
+    export.ranges([(1, 5000, "capture")])  # around all of them: the innermost counts
+    nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + place} for place, at in enumerate(made, 1)]
+    clones = [
+        {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + place, "originalGraphNodeId": CAPTURED + place}
+        for place in range(1, 8)
+    ]
+    export.add("CUDA_GRAPH_NODE_EVENTS", nodes + clones)
+    return export.close()
+
+
+def rounds(
+    path: Path, *, host_table: str = "CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", older: bool = False, graph_only: bool = False
+) -> Path:
+    """Rounds 20, 21 and 22, of which the second has a late host node; behind each, its results on their way out."""
+    export = Export(path, OLDER if older else None)
+    for place, (work, host) in enumerate([(ROUND, HOST), (LATE_ROUND, LATE_HOST), (ROUND, HOST)]):
+        number, base = FIRST + place, 1000 + PERIOD * place
+        export.ranges([(base - 500, base - 400, f"round {number}: {KEY}")], by_id=not older)
+        launch, copy = 2 * number, 2 * number + 1
+        calls = [(base - 450, base - 420, launch), (base - 390, base - 380, copy)]
+        export.add(
+            "CUPTI_ACTIVITY_KIND_RUNTIME",
+            [{"start": start, "end": end, "globalTid": THREAD, "correlationId": correlation} for start, end, correlation in calls],
+        )
+        if graph_only:
+            whole = {"start": base, "end": base + 3300, "correlationId": launch, "globalPid": PID, "streamId": 7}
+            export.add("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", [whole])
+        for stage, node, stream, start, end in () if graph_only else work:
+            table = "CUPTI_ACTIVITY_KIND_MEMCPY" if stage == "show head" else "CUPTI_ACTIVITY_KIND_KERNEL"
+            row = {"start": base + start, "end": base + end, "streamId": stream, "correlationId": launch, "globalPid": PID}
+            export.add(table, [{**row, "graphNodeId": GRAPH + node}])
+        out = {"start": base + 3800, "end": base + 3840, "streamId": 7, "correlationId": copy, "globalPid": PID}
+        export.add("CUPTI_ACTIVITY_KIND_MEMCPY", [out])
+        export.add("CUPTI_ACTIVITY_KIND_KERNEL", [])
+        if host_table and not graph_only:
+            row = {"start": base + host[0], "end": base + host[1], "correlationId": launch, "globalPid": PID, "globalTid": THREAD + 5}
+            export.add(host_table, [{**row, "graphNodeId": GRAPH + 2, "streamId": 13}])
+    return export.close()
+
+
+def sidecar_document(**changes: Any) -> dict[str, Any]:
+    """What the engine would have written of the same rounds, by a clock that is 5,000 behind the profiler's."""
+    hosts = [HOST, LATE_HOST, HOST]
+    begins = [1000 + PERIOD * place for place in range(3)]
+    return {
+        "document": "stepgraph rounds",
+        "version": 1,
+        "backend": "cuda",
+        "rounds": [
+            {"round": FIRST + place, "key": KEY, "rows": 1, "launched_ns": begin - 500 - 5000} for place, begin in enumerate(begins)
+        ],
+        "stages": {KEY: RUNS},
+        "host_nodes": [
+            ["head", FIRST + place, begin + host[0] - 5000, begin + host[1] - 5000]
+            for place, (begin, host) in enumerate(zip(begins, hosts, strict=True))
+        ],
+        "spans": [],
+        "counters": {"row_rounds": 3, "tokens": 9, "accepted_drafts": 6},
+        **changes,
+    }

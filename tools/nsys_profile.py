@@ -1,0 +1,122 @@
+"""Profiles rounds of a script with an engine, as it is: under nsys where there is one and a GPU, else with the engine's own timeline.
+
+Everything behind -- is the script, a .py file or a command. Of the first engine that it makes, the rounds of --rounds are recorded;
+loading, capture and warm-up stay out of the figures. Then the report is printed, as nsys_report.py does, and kept as OUT.report.json.
+The variables that are set (they are printed) can as well be set by hand, for a server that somebody else starts.
+Exit codes: 0 done, 1 the script failed or never came to these rounds, 2 bad input, 130 Ctrl-C.
+
+    python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench
+    python tools/nsys_profile.py --bench --print
+    python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine -- serve.py --port 8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+from tools.profiling import command, figures, sources, tables
+
+WORKLOAD = Path(__file__).resolve().parent / "profiling" / "workload.py"
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    here = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="nsys_profile.py [flags] (--bench | -- SCRIPT ...)"
+    )
+    add = parser.add_argument
+    add("--rounds", default="20-40", metavar="FIRST-LAST", help="which rounds, counted from 0, both included (default: %(default)s)")
+    add("--out", type=Path, default=Path("profile"), metavar="PATH", help="what the files' names begin with (default: ./%(default)s)")
+    add("--with", dest="tool", choices=("auto", "nsys", "trace"), default="auto", help="who records: nsys, or the engine (default: auto)")
+    add("--nsys", default="nsys", metavar="PATH", help="which nsys (default: the one on the path)")
+    add("--print", dest="only_print", action="store_true", help="print the command and why each flag is there, and run nothing")
+    add("--json", action="store_true", help="print the report as one JSON document instead of a table")
+    add("--bench", action="store_true", help="profile the built-in bench: requests for JSON over the toy pair, or over --model")
+    add("--model", metavar="PATH", help="of the bench: a model's folder or .gguf file")
+    add("--draft", metavar="DRAFT", help="of the bench, with --model: what Engine.from_pretrained takes (default: ngram)")
+    add("--rows", type=int, default=4, metavar="N", help="of the bench: requests at once (default: %(default)s)")
+    add("-k", "--drafts", type=int, default=4, metavar="K", help="of the bench: drafts per round (default: %(default)s)")
+    options = parser.parse_args(arguments[:here])
+    options.script = arguments[here + 1 :]
+    return options
+
+
+def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]:
+    if options.bench == bool(options.script):
+        raise ValueError("got " + ("both" if options.bench else "neither") + " of --bench and -- SCRIPT, want one of them")
+    if not options.bench:
+        return list(options.script)
+    if options.draft and not options.model:
+        raise ValueError("--draft: got one without --model, want both: the toy pair has a draft of its own")
+    model = ["--model", options.model, "--draft", options.draft or "ngram"] if options.model else []
+    return [str(WORKLOAD), "--rounds", str(rounds[1] + 1), "--rows", str(options.rows), "-k", str(options.drafts), *model]
+
+
+def uses_nsys(tool: str, nsys: str) -> bool:
+    """nsys sees CUDA only; without a driver there is none. ValueError where it was asked for and is not there."""
+    if tool == "nsys" and shutil.which(nsys) is None:
+        raise ValueError(f"--with nsys: found no {nsys!r} here; want it on the path, --nsys PATH, or --with trace, which needs none")
+    return tool == "nsys" or (tool == "auto" and shutil.which(nsys) is not None and has_driver())
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        rounds = command.checked_rounds(options.rounds)
+        script = script_of(options, rounds)
+        with_nsys = True if options.only_print and options.tool != "trace" else uses_nsys(options.tool, options.nsys)
+        told = command.environment(rounds, options.out, with_nsys)
+        line = command.nsys_line(options.nsys, options.out, script) if with_nsys else command.python_line(script)
+        if options.only_print:
+            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.shown(line, told)]))
+            return 0
+        return profile(options, line, told, with_nsys)
+    except (ValueError, OSError) as error:
+        print(f"nsys_profile: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("nsys_profile: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def profile(options: argparse.Namespace, line: list[str], told: dict[str, str], with_nsys: bool) -> int:
+    """Run it and report. The script's own output goes to stderr, so that a pipe carries the report alone."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
+    written.unlink(missing_ok=True)  # an older run's would be taken for this one's
+    print(f"nsys_profile: {command.shown(line, told)}", file=sys.stderr)
+    done = subprocess.run(line, env={**os.environ, **told}, stdout=sys.stderr, check=False)
+    if not written.is_file():
+        why = f"the script ended with {done.returncode}" if done.returncode else "no engine came to these rounds"
+        print(f"nsys_profile: {why}; nothing was recorded of rounds {options.rounds}", file=sys.stderr)
+        return FAILED
+    source = options.out.with_name(options.out.name + ".2.nsys-rep") if with_nsys else written
+    report = figures.document(sources.read_profile([source], written, options.nsys))
+    report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2) if options.json else tables.text(report))
+    print(f"nsys_profile: kept {report_file}; times are in {source}", file=sys.stderr)
+    if done.returncode:
+        print(f"nsys_profile: the script ended with {done.returncode}", file=sys.stderr)
+    return FAILED if done.returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Where the time of profiled rounds went: stages, idle gaps, host nodes and what hides them, waits, acceptance.
+
+Takes what nsys_profile.py made: a report of nsys (.nsys-rep, exported by the nsys on the path; or the .sqlite that
+`nsys export --type sqlite` writes), the engine's own timeline (.rounds.json), or a report that was made before.
+Beside NAME.2.nsys-rep, of the rounds, NAME.1.nsys-rep of the capture and NAME.rounds.json are found by themselves.
+Exit codes: 0 done, 2 a file will not do, which is told on stderr.
+
+    python tools/nsys_report.py profile.2.nsys-rep
+    python tools/nsys_report.py profile.1.sqlite profile.2.sqlite --sidecar profile.rounds.json --json > report.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+from tools.profiling import figures, sources, tables
+
+BAD_INPUT = 2
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="a .nsys-rep, a .sqlite, a .rounds.json, or a report of this tool")
+    add("--json", action="store_true", help="print the report as one JSON document instead of a table")
+    add("--sidecar", type=Path, metavar="PATH", help="what the engine wrote down (default: NAME.rounds.json beside FILE)")
+    add("--nsys", default="nsys", metavar="PATH", help="the nsys that exports (default: the one on the path)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        report = sources.read_report(options.files[0])
+        if report is None:
+            report = figures.document(sources.read_profile(options.files, options.sidecar, options.nsys))
+    except (ValueError, OSError) as error:
+        print(f"nsys_report: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print(json.dumps(report, indent=2) if options.json else tables.text(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

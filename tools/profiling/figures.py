@@ -1,0 +1,209 @@
+"""The report: one document of plain numbers for every profiler. `tests/data/profile_report.schema.json` is its shape.
+
+Idle is what no device work covers on the main stream. A host node is hidden as far as the main stream works meanwhile, and exposed
+for the rest, so the two add up to its time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, common, length, union, without
+
+VERSION = 1
+READS_MASKS = ("accept", "choose_draft")  # the stages that wait for a mask, where nobody recorded the waits themselves
+Document = dict[str, Any]
+
+
+class Work:
+    """The device work of a profile by where and when, looked up again and again."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = tuple(spans)
+        self.stages = [span for span in self.spans if span.kind == "stage"]
+        self.hosts = [span for span in self.spans if span.kind == "host"]
+        self.waits = [span for span in self.spans if span.kind == "wait" and span.stream == MAIN]
+        self.busy = union((span.start_ns, span.end_ns) for span in self.stages if span.stream == MAIN)
+        self.windows = self._windows()
+        self._begins = [start for start, _ in self.windows.values()]
+
+    def _windows(self) -> dict[int, Interval]:
+        """From the first to the last thing that a round did on the main stream."""
+        windows: dict[int, Interval] = {}
+        for span in self.spans:
+            if span.stream == MAIN and span.kind in ("stage", "wait") and span.round != OUTSIDE:
+                start, end = windows.get(span.round, (span.start_ns, span.end_ns))
+                windows[span.round] = (min(start, span.start_ns), max(end, span.end_ns))
+        return dict(sorted(windows.items()))
+
+    def round_of(self, span: Span) -> int:
+        """Of what ran between rounds, the one in front of it."""
+        if span.round != OUTSIDE:
+            return span.round
+        at = bisect.bisect_right(self._begins, span.start_ns) - 1
+        return OUTSIDE if at < 0 else list(self.windows)[at]
+
+    def idle_in(self, window: Interval) -> list[Interval]:
+        return without(window, self.busy)
+
+    def between(self) -> list[Interval]:
+        """From the end of a round to the beginning of the next, where both were recorded."""
+        pairs = itertools.pairwise(self.windows.items())
+        return [(first[1], max(first[1], second[0])) for (number, first), (after, second) in pairs if after == number + 1]
+
+
+def document(profile: Profile) -> Document:
+    """ValueError where the profile holds no round."""
+    work = Work(profile.spans)
+    if not work.windows:
+        sources = ", ".join(profile.sources) or "the profile"
+        raise ValueError(f"{sources}: no round in it; want a range of rounds that the engine reached, see --rounds of nsys_profile.py")
+    return {
+        "document": "stepgraph profile",
+        "version": VERSION,
+        "backend": profile.backend,
+        "sources": list(profile.sources),
+        "rounds": _rounds(work),
+        "stages": _stages(work),
+        "idle": _idle(work),
+        "host_nodes": _host_nodes(work, profile.counters or {}),
+        "exposed_wait": _exposed_wait(work),
+        "acceptance": _acceptance(profile.counters or {}),
+        "notes": list(profile.notes),
+    }
+
+
+def _rounds(work: Work) -> Document:
+    windows = list(work.windows.values())
+    begins = [start for start, _ in windows]
+    return {
+        "first": min(work.windows),
+        "last": max(work.windows),
+        "count": len(windows),
+        "window_ns": spread([end - start for start, end in windows]),
+        "period_ns": spread([after - before for before, after in itertools.pairwise(begins)]),
+    }
+
+
+def _stages(work: Work) -> list[Document]:
+    """In the order in which a round runs them. Work on one stream that overlaps counts once."""
+    by_round: dict[tuple[str, str], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in work.stages:
+        by_round[span.stream, span.name][work.round_of(span)].append(span)
+    rows = []
+    for (stream, name), rounds in by_round.items():
+        times = {number: length(union((span.start_ns, span.end_ns) for span in spans)) for number, spans in rounds.items()}
+        first = min(
+            (min(span.start_ns for span in spans) - work.windows[number][0] for number, spans in rounds.items() if number in work.windows),
+            default=1 << 62,
+        )
+        rows.append((first, stream, name, sum(map(len, rounds.values())), times))
+    total = sum(sum(times.values()) for *_, times in rows)
+    return [
+        {
+            "stream": stream,
+            "name": name,
+            "runs": runs,
+            "rounds": len(times),
+            "total_ns": sum(times.values()),
+            "median_per_round_ns": median(list(times.values())),
+            "share": ratio(sum(times.values()), total),
+        }
+        for _, stream, name, runs, times in sorted(rows, key=lambda row: row[:3])
+    ]
+
+
+def _idle(work: Work) -> Document:
+    inside = [length(work.idle_in(window)) for window in work.windows.values()]
+    between = [length(work.idle_in(gap)) for gap in work.between()]
+    return {
+        "inside_rounds_ns": spread(inside),
+        "inside_share": ratio(sum(inside), length(work.windows.values())),
+        "between_rounds_ns": spread(between),
+    }
+
+
+def _host_nodes(work: Work, counters: Mapping[str, Any]) -> Document:
+    nodes: list[Document] = []
+    all_hidden = 0
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in work.hosts:
+        by_name[span.name].append(span)
+    for name, spans in by_name.items():
+        times = [span.nanoseconds for span in spans]
+        hidden = sum(length(common([(span.start_ns, span.end_ns)], work.busy)) for span in spans)
+        all_hidden += hidden
+        nodes.append(
+            {
+                "name": name,
+                "runs": len(spans),
+                "time_ns": spread(times),
+                "hidden_ns": hidden,
+                "exposed_ns": sum(times) - hidden,
+                "hidden_share": ratio(hidden, sum(times)),
+            }
+        )
+    total = sum(span.nanoseconds for span in work.hosts)
+    counted = int(counters.get("host_node_ns", 0))
+    return {
+        "source": "recorded" if nodes else "counted" if counted else "unknown",
+        "total_ns": total if nodes else counted or None,
+        "hidden_ns": all_hidden if nodes else None,
+        "exposed_ns": total - all_hidden if nodes else None,
+        "hidden_share": ratio(all_hidden, total) if nodes else None,
+        "nodes": nodes,
+    }
+
+
+def _exposed_wait(work: Work) -> Document:
+    """How long the main stream stood still for masks, by the best that was recorded; the third is an upper bound."""
+    if work.waits:
+        source, found = "waits", union((span.start_ns, span.end_ns) for span in work.waits)
+    elif work.hosts:
+        beside = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
+        source = "idle in front of what reads a mask, while host nodes or their copies ran"
+        found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _in_front_of_readers(work))
+    elif any(span.stream != MAIN for span in work.stages):
+        source, found = "idle in front of what reads a mask", _in_front_of_readers(work)
+    else:
+        source, found = "no round had host nodes", []
+    waits = [length(common(work.idle_in(window), found)) for window in work.windows.values()]
+    return {"source": source, "time_ns": spread(waits), "share_of_rounds": ratio(sum(waits), length(work.windows.values()))}
+
+
+def _in_front_of_readers(work: Work) -> list[Interval]:
+    begins = {span.start_ns for span in work.stages if span.stream == MAIN and span.name.startswith(READS_MASKS)}
+    gaps = ((before[1], after[0]) for before, after in itertools.pairwise(work.busy))
+    return [gap for gap in gaps if gap[1] in begins]
+
+
+def _acceptance(counters: Mapping[str, Any]) -> Document | None:
+    """Of the very rounds that were profiled, row by row."""
+    rows = int(counters.get("row_rounds", 0))
+    if not rows:
+        return None
+    tokens, accepted = int(counters["tokens"]), int(counters["accepted_drafts"])
+    return {
+        "row_rounds": rows,
+        "tokens": tokens,
+        "accepted_drafts": accepted,
+        "tokens_per_row_and_round": ratio(tokens, rows),
+        "accepted_per_row_and_round": ratio(accepted, rows),
+    }
+
+
+def spread(values: Sequence[int]) -> Document:
+    return {"total": sum(values), "median": median(values), "max": max(values, default=0), "count": len(values)}
+
+
+def median(values: Sequence[int]) -> int:
+    return round(statistics.median(values)) if values else 0
+
+
+def ratio(part: float, whole: float) -> float:
+    return round(part / whole, 6) if whole else 0.0

@@ -1,0 +1,79 @@
+"""What the engine writes down at the end of a profiled range: which rounds, as which key, and what it counted meanwhile.
+
+A profiler sees graph nodes without names. The recording's own list of stages, in the order of the capture, gives them back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from tools.profiling.spans import Profile, Span
+
+KIND = "stepgraph rounds"
+
+
+class Run(NamedTuple):
+    """Nodes that a recording holds one after the other; `graphs/marks.py` has the same."""
+
+    stream: str
+    name: str
+    kind: str  # "stage" or "host"
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    round: int
+    key: str
+    launched_ns: int  # by the monotonic clock
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    launches: tuple[Launch, ...] = ()
+    stages: Mapping[str, tuple[Run, ...]] = field(default_factory=dict)  # by key
+    host_nodes: tuple[tuple[str, int, int, int], ...] = ()  # name, round, start and end by the monotonic clock
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = ""
+    spans: tuple[Span, ...] = ()  # where the engine itself recorded its timeline
+    notes: tuple[str, ...] = ()
+
+    @property
+    def stream_of(self) -> dict[str, str]:
+        """The stream of every stage and host node that is on one stream only."""
+        streams: dict[str, set[str]] = {}
+        for runs in self.stages.values():
+            for run in runs:
+                streams.setdefault(run.name, set()).add(run.stream)
+        return {name: min(found) for name, found in streams.items() if len(found) == 1}
+
+
+def read_sidecar(path: Path) -> Sidecar:
+    """ValueError where the file is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["document"] != KIND:
+            raise ValueError(f"a document {content['document']!r}")
+        return Sidecar(
+            launches=tuple(Launch(int(row["round"]), str(row["key"]), int(row["launched_ns"])) for row in content["rounds"]),
+            stages={key: tuple(Run(*run) for run in runs) for key, runs in content["stages"].items()},
+            host_nodes=tuple((str(name), int(number), int(start), int(end)) for name, number, start, end in content["host_nodes"]),
+            counters=dict(content["counters"]),
+            backend=str(content["backend"]),
+            spans=tuple(Span(*span) for span in content["spans"]),
+            notes=tuple(content.get("notes", ())),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: got {type(error).__name__}: {error}, want what the engine wrote with STEPGRAPH_PROFILE_ROUNDS") from None
+
+
+def own_profile(path: Path, sidecar: Sidecar) -> Profile:
+    """The timeline that the engine recorded without a profiler's help; ValueError where it left that to nsys."""
+    if not sidecar.spans:
+        raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; want that profile's .nsys-rep or .sqlite")
+    backend = "tape" if sidecar.backend == "tape" else "torch"
+    return Profile(cast(Literal["tape", "torch"], backend), sidecar.spans, (path.name,), sidecar.counters, sidecar.notes)

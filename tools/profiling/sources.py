@@ -1,0 +1,71 @@
+"""From the files that a user names to a profile: reports are exported, and what belongs to a file is found beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.profiling.nsys_sqlite import read_nsys
+from tools.profiling.sidecar import Sidecar, own_profile, read_sidecar
+from tools.profiling.spans import Profile
+
+REPORTS = (".nsys-rep", ".qdrep")
+EXPORT_SECONDS = 600
+
+
+def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str = "nsys") -> Profile:
+    """ValueError names the file that is missing or will not do."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path}: got no such file, want a .nsys-rep, .sqlite or .rounds.json")
+    if paths[0].suffix == ".json":
+        return own_profile(paths[0], read_sidecar(paths[0]))
+    told = sidecar or beside(paths[0])
+    exported = [exported_file(path, nsys) for path in with_capture(paths)]
+    return read_nsys(exported, read_sidecar(told) if told else Sidecar())
+
+
+def beside(path: Path) -> Path | None:
+    """What the engine wrote down of the same run."""
+    stem = re.sub(r"(\.\d+)?\.(nsys-rep|qdrep|sqlite)$", "", path.name)
+    found = path.with_name(f"{stem}.rounds.json")
+    return found if found.is_file() else None
+
+
+def with_capture(paths: Sequence[Path]) -> list[Path]:
+    """A report of the rounds alone, name.2, is read with that of the capture, name.1, if it is there."""
+    if len(paths) == 1 and (match := re.fullmatch(r"(.*)\.2\.([a-z-]+)", paths[0].name)):
+        capture = paths[0].with_name(f"{match[1]}.1.{match[2]}")
+        if capture.is_file():
+            return [capture, paths[0]]
+    return list(paths)
+
+
+def exported_file(path: Path, nsys: str) -> Path:
+    """The .sqlite of a report, made by nsys unless a newer one is there."""
+    if path.suffix not in REPORTS:
+        return path
+    exported = path.with_suffix(".sqlite")
+    if exported.is_file() and exported.stat().st_mtime >= path.stat().st_mtime:
+        return exported
+    command = [nsys, "export", "--type", "sqlite", "--force-overwrite=true", "--output", str(exported), str(path)]
+    if shutil.which(nsys) is None:
+        raise ValueError(f"{path}: no {nsys} here to export it; run `{' '.join(command)}` where there is one, and pass {exported.name}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_SECONDS, check=False)
+    if done.returncode:
+        raise ValueError(f"{path}: `{' '.join(command)}` ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-400:]}")
+    return exported
+
+
+def read_report(path: Path) -> dict[str, Any] | None:
+    """A report that was made before; None for another file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("document") == "stepgraph profile" else None
