@@ -24,7 +24,6 @@ from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.drafters import Drafter, take_drafter
-from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.grammars import Grammars
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
@@ -42,6 +41,7 @@ from stepgraph.runtime.placement import (
     make_host_link,
     sharing_for,
 )
+from stepgraph.runtime.profiled import make_flights
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
@@ -90,7 +90,7 @@ class Engine:
         self._sharing = sharing_for(self.config, models)
         self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None)
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
-        self._flights = Flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
+        self._flights = make_flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)
         self._step_lock = threading.Lock()
         self.stepping = Stepping(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
@@ -126,7 +126,8 @@ class Engine:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
             notes += self._grammars.notes + self._sharing.notes + (("forced drafts: on",) if "forced_host" in self.buffers else ())
-            return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
+            with self._flights.capturing():
+                return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
         self,
