@@ -51,9 +51,12 @@ class TextCodec:
         """Whether the model says how a conversation is written."""
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt. What is spelled like a control token (`<|im_end|>`) becomes one, whoever wrote it, and so in chat()."""
-        return self._checked(text, "text", True)
+    def encode(self, text: str, begins: bool = True) -> list[int]:
+        """The ids of a prompt, or, without `begins`, of a piece of one, which has no begin token in front.
+
+        What is spelled like a control token (`<|im_end|>`) becomes one, whoever wrote it, and so it does in chat().
+        """
+        return self._checked(text, "text", begins)
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, answer: bool = True) -> list[int]:
         """The ids of a conversation in the model's own form, up to where its answer begins (or, without `answer`, as it stands).

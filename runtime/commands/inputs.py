@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,28 @@ def read_file(flag: str, path: str, wanted: str) -> str:
 
 def shown(given: str) -> str:
     return repr(given if len(given) <= LONGEST_SHOWN else given[:LONGEST_SHOWN] + "\N{HORIZONTAL ELLIPSIS}")
+
+
+def token_ids(flag: str, given: str) -> list[int]:
+    """Ids between commas or blanks."""
+    try:
+        return [int(word) for word in given.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"{flag}: got {shown(given)}, want token ids such as 1,2,3") from None
+
+
+def read_standard_input(flag: str) -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: got what is no UTF-8 ({error}), want text") from None
+
+
+def set_threads(count: int | None) -> None:
+    if count is None:
+        return
+    if count < 1:
+        raise ValueError(f"--threads: got {count}, want at least 1")
+    import torch
+
+    torch.set_num_threads(count)

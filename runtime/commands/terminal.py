@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TextIO
 
 FAILED, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 130, 141
@@ -40,6 +41,19 @@ def wants_colour(stream: TextIO) -> bool:
 def shows_progress() -> bool:
     """Bars go where errors go, so that a pipe carries the result alone."""
     return sys.stderr.isatty()
+
+
+def print_json(document: object) -> None:
+    print(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+
+
+def _plain(value: object) -> object:
+    """What JSON has no word for, as its text: keys of graphs, reasons."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (int, float, str)) or value is None else str(value)
 
 
 def leave(name: str, work: Callable[[], int]) -> int:

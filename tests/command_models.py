@@ -1,0 +1,32 @@
+"""A folder as users have it, for commands: a tiny random model with a tokenizer of its own and a chat template."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests.families import BASE, random_model
+from tests.made_tokenizers import byte_level
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def model_folder() -> Path:
+    """Written once; its name is `model`, as in the examples of --help, and it lies alone in a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    tokenizer = byte_level()
+    sizes = {"vocab_size": tokenizer.get_vocab_size() + 3, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    random_model("Llama", BASE | sizes, seed=5).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    return folder
