@@ -12,9 +12,7 @@ import argparse
 import json
 import platform
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason
-from stepgraph.runtime.demo.pair import head_path, target_path
-from stepgraph.runtime.models.loading import Loaded, load_models
+from stepgraph.runtime.demo.pair import target_path
+from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, variants
 from tools.demo.collect import LONGEST_PROMPT, encoded
-from tools.demo.prompts import DemoPrompt, prompt
+from tools.demo.prompts import prompt
 from tools.demo.schemas import MEASURED, SCHEMAS
 
 FIRST_SEED = 1000  # beyond those that the card was measured on
@@ -36,83 +34,27 @@ NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
 
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    drafts: int
-    constrained: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def variants(drafts: int) -> list[Variant]:
-    helped = {"look_up": 3}
+def compared(drafts: int) -> list[Variant]:
+    """The demonstration's four, and the head alone."""
     return [
-        Variant("plain", 0, False),
-        Variant("plain + grammar", 0, True),
-        Variant("speculative", drafts, False, helped),
-        Variant("speculative + grammar", drafts, True, helped | {"forced_drafts": True}),
+        *variants(drafts),
         Variant("head alone, masked", drafts, True, {"forced_drafts": False}),
         Variant("head alone, not masked", drafts, True, {"forced_drafts": False, "draft_masks": False}),
     ]
 
 
-class Case:
-    """One engine with one row, and what it did."""
-
-    def __init__(self, variant: Variant, models: Loaded) -> None:
-        self.variant, self.seconds, self.tokens = variant, 0.0, 0
-        self.whole, self.rates = 0.0, []  # type: float, list[float]
-        config = EngineConfig(
-            max_rows=1,
-            num_speculative_tokens=variant.drafts,
-            max_length=LONGEST_PROMPT + NEW_TOKENS,
-            greedy_only=True,
-            prefix_reuse=False,  # every prompt is computed, as the baseline computes it
-            **variant.options,
-        )
-        self.engine = Engine(models.target, models.draft if variant.drafts else None, vocabulary=models.vocabulary, config=config)
-        self.engine.capture()
-
-    def run(self, ids: tuple[int, ...], each: DemoPrompt) -> list[int]:
-        constraint = Constraint.json_schema(each.schema) if each.schema and self.variant.constrained else None
-        if constraint:
-            self.engine.compile(constraint)  # outside the clock
-        start = time.perf_counter()
-        job = self.engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS)
-        first, seen = 0.0, 0
-        for event in self.engine.stream():
-            if not seen:
-                first, seen = time.perf_counter(), len(event.tokens)
-        end = time.perf_counter()
-        self.seconds, self.tokens, self.whole = self.seconds + end - first, self.tokens + len(job.tokens) - seen, self.whole + end - start
-        self.rates.append((len(job.tokens) - seen) / (end - first))
-        return job.tokens
-
-    def figures(self) -> dict[str, Any]:
-        stats = self.engine.stats()
-        return {
-            "tokens_per_second": round(self.tokens / self.seconds, 1),
-            "spread": [round(value, 1) for value in quartiles(self.rates)],
-            "seconds_with_prompts": round(self.whole, 2),
-            "tokens": stats.tokens,
-            "rounds": stats.rounds,
-            "tokens_per_round": round(stats.tokens / stats.rounds, 3),
-            "accepted_drafts": stats.accepted_drafts,
-            "mask_fills": stats.mask_fills,
-            "replays": stats.replays,
-            "host_syncs": stats.host_syncs,
-        }
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
+def spread(values: list[float]) -> list[float]:
+    """The quartiles."""
     ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+    return [round(ordered[len(ordered) // 4], 1), round(ordered[(3 * len(ordered)) // 4], 1)]
 
 
-def throughput(models: Loaded, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
+def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
     """Every prompt by every variant in turn, again and again."""
     asked = list(encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)))
-    cases = [Case(variant, models) for variant in variants(drafts)]
+    cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in compared(drafts)]
+    for case in cases:
+        case.engine.capture()
     other = None
     if baseline:
         from tools.baselines.transformers_generate import Baseline
@@ -122,20 +64,21 @@ def throughput(models: Loaded, drafts: int, prompts: int, repeats: int, threads:
     times: list[tuple[int, float]] = []
     same = checked = 0
     for ids, each in tqdm(asked * repeats, desc="throughput", unit="prompt", disable=not sys.stderr.isatty()):
-        texts = {case.variant.name: case.run(ids, each) for case in cases}
+        wanted = Constraint.json_schema(each.schema) if each.schema else None
+        texts = {case.variant.name: case.run(ids, wanted, NEW_TOKENS).tokens for case in cases}
         checked += 1
         same += texts["plain + grammar"] == texts["speculative + grammar"]
         if other is not None:
             timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
             times.append((len(timed.tokens) - 1, timed.rest))
-    found = {case.variant.name: case.figures() for case in cases}
+    found = {case.variant.name: {**case.figures(), "spread": spread(case.rates)} for case in cases}
     for case in cases:
         case.engine.close()
     if times:
         rates = [tokens / seconds for tokens, seconds in times]
         found[BASELINE] = {
             "tokens_per_second": round(sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times), 1),
-            "spread": [round(value, 1) for value in quartiles(rates)],
+            "spread": spread(rates),
         }
     return {
         "prompts": len(asked),
@@ -161,13 +104,18 @@ def ratios(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in result.items()}
 
 
-def legality(models: Loaded, drafts: int, count: int) -> dict[str, Any]:
+def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
     """`count` held-out prompts of every schema: what came out, held against the schema by an independent validator."""
     config = EngineConfig(
-        max_rows=8, num_speculative_tokens=drafts, max_length=LONGEST_PROMPT + NEW_TOKENS, greedy_only=True, look_up=3, forced_drafts=True
+        max_rows=8,
+        num_speculative_tokens=drafts,
+        max_length=LONGEST_PROMPT + NEW_TOKENS,
+        greedy_only=True,
+        look_up=LOOK_UP,
+        forced_drafts=True,
     )
     found: dict[str, Any] = {}
-    with Engine(models.target, models.draft, vocabulary=models.vocabulary, config=config) as engine:
+    with Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config) as engine:
         engine.capture()
         bar = tqdm(total=count * len(MEASURED), desc="legality", unit="answer", disable=not sys.stderr.isatty())
         for kind in MEASURED:
@@ -177,8 +125,8 @@ def legality(models: Loaded, drafts: int, count: int) -> dict[str, Any]:
             for event in engine.stream():
                 bar.update(event.finish_reason is not None)
             done = [job for job in jobs if job.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)]
-            stop = models.vocabulary.stop_token_ids
-            texts = [models.vocabulary.decode([token for token in job.tokens if token not in stop]) for job in done]
+            stop = pair.vocabulary.stop_token_ids
+            texts = [pair.vocabulary.decode([token for token in job.tokens if token not in stop]) for job in done]
             legal = sum(valid(text, SCHEMAS[kind]) for text in texts)
             tokens, rounds = sum(len(job.tokens) for job in jobs), sum(job.rounds for job in jobs)
             found[kind] = {
@@ -222,16 +170,16 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, baseline: bool = True) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    models = load_models(target_path(), head_path(), EngineConfig(num_speculative_tokens=drafts), dtype=torch.bfloat16)
+    pair = open_pair(drafts, sys.stderr.isatty())
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
     }
-    found["throughput"] = throughput(models, drafts, prompts, repeats, threads, baseline)
+    found["throughput"] = throughput(pair, drafts, prompts, repeats, threads, baseline)
     found["ratios"] = ratios(found["throughput"]["variants"])
     if legal:
-        found["legality"] = legality(models, drafts, legal)
+        found["legality"] = legality(pair, drafts, legal)
     return found
 
 
