@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.stepping import Stepping
 from stepgraph.runtime.submission import Submissions
+from stepgraph.runtime.trace import Trace, trace_rounds
 from stepgraph.sampling.grammar.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -72,7 +74,7 @@ class Engine:
         self._models = models
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
-        self.backend = backend or backend_for(self.config.backend, models)
+        self.backend = backend or backend_for(self.config.backend, models, self.config.nvtx)
         check_device(models, self.backend)
         check_mode(models)
         saved = states_layout(target) if self.config.save_hidden_states else None
@@ -236,6 +238,11 @@ class Engine:
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() as text for Prometheus, with these labels on every line."""
         return prometheus_text(self.stats(), labels)
+
+    def trace(self, rounds: int = 20) -> AbstractContextManager[Trace]:
+        """Note when all that the next `rounds` rounds do ran, while the block lasts; then `.timeline` tells. For the stepping thread."""
+        self._require_open("trace")
+        return trace_rounds(self.backend, self._flights.rounds, rounds, self.config.eager)
 
     def close(self) -> None:
         """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
