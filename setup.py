@@ -1,11 +1,13 @@
-"""The one thing that pyproject.toml cannot say yet: the native host link, plain C that is loaded with ctypes.
+"""The one thing that pyproject.toml cannot say yet: two libraries of plain C that are loaded with ctypes.
 
-It is optional. Where there is no C compiler the installation goes on without it, and grammars are driven from Python.
+They are optional. Where there is no C compiler the installation goes on without them: grammars are driven from Python, and models
+on the CPU run in plain torch.
 """
 
 from setuptools import Extension, setup
 
 SOURCES = "sampling/grammar/native"
+KERNELS = "graphs/cpu_kernels"
 
 setup(
     script_name="setup.py",  # the root is the package: what is known as the script is not taken for one of its modules
@@ -17,6 +19,18 @@ setup(
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "stepgraph.graphs.cpu_kernels._kernels",
+            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "tokens")],
+            depends=[f"{KERNELS}/kernels.h"],
+            # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
+            extra_compile_args=[
+                *("-std=c11", "-O3", "-g0", "-fvisibility=hidden"),
+                *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+            ],
+            libraries=["m"],
+            optional=True,
+        ),
     ],
 )

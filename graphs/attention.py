@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepgraph.graphs import cpu_kernels
 from stepgraph.graphs.buffers import BufferSpec
+from stepgraph.graphs.cpu_kernels import calls
 from stepgraph.graphs.model import ModelInput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.kernels import register
@@ -121,15 +123,16 @@ def attention_reference(
 
 
 def by_reference(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
-    """To be the `attend` of a call: plain torch on a GPU too. On the CPU it is the operation, which a tape records as one."""
-    run = attention_operation if query.device.type == "cpu" else attention_reference
+    """To be the `attend` of a call: plain torch everywhere. On the CPU it is an operation, which a tape records as one."""
+    run = reference_operation if query.device.type == "cpu" else attention_reference
     run(query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, window, scale, output)
 
 
-attention_operation = register.operation(
-    "stepgraph.graphs.attention_kernels.split",
-    "attention",
+_SCHEMA = (
     "(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor slots, Tensor block_tables, int page_size, int window,"
-    " float scale, Tensor(a!) output) -> ()",
-    attention_reference,
+    " float scale, Tensor(a!) output) -> ()"
 )
+attention_operation = register.operation(
+    "stepgraph.graphs.attention_kernels.split", "attention", _SCHEMA, attention_reference, cpu_kernels.prepared(calls.attention)
+)
+reference_operation = register.operation("", "attention_reference", _SCHEMA, attention_reference)

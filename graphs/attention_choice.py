@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from stepgraph.graphs import cpu_kernels
 from stepgraph.graphs.attention import AttentionShape, by_reference
 from stepgraph.graphs.attention_probe import TOLERANCE, differs
 from stepgraph.graphs.model import Attend
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`rounds` and `prompts` are names of WISHES but for auto; empty where no model says that it attends."""
+    """`rounds` and `prompts` are names of WISHES but for auto, or native on the CPU; empty where no model says that it attends."""
 
     rounds: str = ""
     prompts: str = ""
@@ -39,7 +40,7 @@ class AttentionChoice:
     planned: PlannedAttention | None = None
 
     def round_call(self) -> Attend | None:
-        """For one call of a model in a round; None: the operation, which is the kernel on a GPU and the reference elsewhere."""
+        """For one call of a model in a round; None: the operation, which is a kernel on a GPU and on a CPU that has one."""
         if self.rounds == "flashinfer" and self.planned is not None:
             return self.planned.rounds()
         return by_reference if self.rounds == "reference" else None
@@ -62,12 +63,17 @@ def choose_attention(device: torch.device, wanted: str, shapes: tuple[AttentionS
     """For models that ask for `shapes`. May build FlashInfer's kernels, which takes minutes.
 
     auto takes the kernel for rounds, and FlashInfer for prompts where a probe on the device finds it equal to the reference;
-    plain torch where neither can be, and on the CPU. ValueError where another wish cannot be met.
+    plain torch where neither can be. On the CPU it takes the kernel in C where that was built. ValueError where another wish cannot be met.
     """
     if wanted not in WISHES:
         raise ValueError(f"attention: got {wanted!r}, want one of {', '.join(map(repr, WISHES))}")
-    if wanted in ("auto", "reference") and (device.type != "cuda" or not shapes):
-        return AttentionChoice("reference", "reference") if shapes or wanted == "reference" else OPERATION
+    if wanted == "reference":
+        return AttentionChoice("reference", "reference")
+    if wanted == "auto" and not shapes:
+        return OPERATION
+    if wanted == "auto" and device.type != "cuda":
+        why = cpu_kernels.why_not(*(shape.dtype for shape in shapes))
+        return AttentionChoice("reference", "reference", (f"no native: {why}",)) if why else AttentionChoice("native", "native")
     found = {name: _candidate(name, device, shapes, page_size) for name in WISHES[1:] if wanted in ("auto", name)}
     if wanted != "auto":
         if found[wanted].why_not:

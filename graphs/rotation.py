@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepgraph.graphs import cpu_kernels
+from stepgraph.graphs.cpu_kernels import calls
 from stepgraph.sampling.kernels import register
 
 
@@ -58,4 +60,5 @@ turn_and_keep_operation = register.operation(
     "(Tensor query, Tensor key, Tensor value, Tensor cosines, Tensor sines, Tensor slots, Tensor(a!) output, Tensor(b!) keys,"
     " Tensor(c!) values) -> ()",
     turn_and_keep_reference,
+    cpu_kernels.prepared(calls.turn_and_keep),
 )

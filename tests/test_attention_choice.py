@@ -158,7 +158,10 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plain.rounds, plain.prompts) == ("reference", "reference")
     assert plain.round_call() is by_reference and plain.prompt_call(0, 3) is by_reference
     assert choose_attention(CUDA, "auto", (), 16) == choose_attention(CPU, "auto", (), 16) == AttentionChoice()
-    assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == "reference"
+    assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == "native"
+    half = choose_attention(CPU, "auto", (SHAPE, SHAPE._replace(dtype=torch.float16)), 16)
+    assert str(half) == "reference; no native: they are for float32 and bfloat16, not for float16"
+    assert choose_attention(CPU, "reference", (SHAPE,), 16).round_call() is by_reference
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed: it does not break")

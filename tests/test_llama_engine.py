@@ -86,7 +86,7 @@ def test_bfloat16_decodes_in_any_company_alike() -> None:
 
 def test_from_pretrained_decodes() -> None:
     with Engine.from_pretrained(folder_of("llama-2"), config=CONFIG) as engine:
-        assert "attention: reference" in engine.capture().notes
+        assert "attention: native" in engine.capture().notes
         job = engine.generate(PROMPTS[0], max_new_tokens=24)
         assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
     with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=2"):

@@ -15,6 +15,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention import LEAST_ROWS, AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.pointwise import gated, rms_norm
 from stepgraph.graphs.rotation import turn_and_keep
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -121,8 +122,8 @@ class LlamaLayer(nn.Module):
         return self.feed_forward(states + self.attend(normed, turns, inputs, keys, values))
 
     def feed_forward(self, states: Tensor) -> Tensor:
-        gate, up = product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up).chunk(2, -1)
-        return states + product(functional.silu(gate) * up, self.down)
+        middle = gated(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
+        return states + product(middle, self.down)
 
     def attend(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
@@ -133,12 +134,6 @@ class LlamaLayer(nn.Module):
         query = turn_and_keep(query, key, value, *turns, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias)
-
-
-def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Scale the last dimension to a mean square of one, in float32, and by `weight`."""
-    wide = states.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """One torch.library.custom_op per kernel: plain torch on the CPU, a Triton program on a GPU, the same results.
 
 The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton is missing, a GPU
-runs the plain torch version too: `implementation` says which.
+runs the plain torch version too: `implementation` says which. Some have a native version for the CPU.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
+
+Run = Callable[[], object]
+Prepare = Callable[..., Run | None]  # an operation's arguments in, a call that does it again and again in their memory out
+_natives: dict[str, Prepare] = {}
 
 
 @functools.cache
@@ -29,12 +34,21 @@ def implementation(device: torch.device | str) -> str:
     return "triton" if has_triton() else "torch reference (triton is not installed)"
 
 
-def operation(programs: str | Callable[[torch.device], str], name: str, schema: str, reference: Callable[..., None]) -> CustomOpDef:
+def operation(
+    programs: str | Callable[[torch.device], str], name: str, schema: str, reference: Callable[..., None], native: Prepare | None = None
+) -> CustomOpDef:
     """Register `reference`, and for CUDA the function `name` of programs/`programs`.py, which takes the same arguments.
 
     The first argument is a tensor. What the schema marks as written is all that the operation gives: it returns nothing.
-    `programs` may be a function of the device, which gives "" where the reference is meant.
+    `programs` is "", or a function of the device that gives "", where the reference is meant. `native` gives None for what it
+    does not do on the CPU: that is the reference's.
     """
+
+    def on_cpu(*arguments: Any) -> None:
+        run = native(*arguments) if native is not None else None
+        if run is None:
+            return reference(*arguments)
+        run()
 
     def on_cuda(first: torch.Tensor, *others: Any) -> None:
         module = programs(first.device) if callable(programs) else programs if has_triton() else ""
@@ -45,10 +59,18 @@ def operation(programs: str | Callable[[torch.device], str], name: str, schema: 
             program(first, *others)
 
     written = re.findall(r"\(\w!\) (\w+)", schema)
-    made = torch.library.custom_op(f"stepgraph::{name}", reference, mutates_args=written, device_types="cpu", schema=schema)
+    made = torch.library.custom_op(f"stepgraph::{name}", on_cpu, mutates_args=written, device_types="cpu", schema=schema)
     made.register_kernel("cuda")(on_cuda)
     made.register_fake(lambda *_: None)  # shapes are the caller's
+    if native is not None:
+        _natives[f"stepgraph::{name}"] = native
     return made
+
+
+def settled(func: OpOverload, arguments: Sequence[Any]) -> Run | None:
+    """`func` over memory that stays where it is, past torch's dispatcher; None where it has no native version for these arguments."""
+    native = _natives.get(func._schema.name)
+    return None if native is None or arguments[0].device.type != "cpu" else native(*arguments)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""What a layer does to a few tokens on the CPU, in C: paged attention, rotary positions on their way into the cache, norms, gates.
+
+Plain torch spends tens of microseconds on each of its many small operations. The library is built when the package is installed
+where there is a C compiler; without it the operations run as their references. A call runs on the thread that makes it, without the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.cpu_kernels import calls
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.kernels.register import Prepare, Run
+
+FOLDER = Path(__file__).parent
+
+
+def find_library(folder: Path = FOLDER) -> Path:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"_kernels{suffix}"
+        if path.exists():
+            return path
+    raise Unavailable("they were not built: there was no C compiler when stepgraph was installed")
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        layout = calls.layout_of(library)
+        calls.declare(library)
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+    if layout != calls.OWN_LAYOUT:
+        raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
+    return library
+
+
+@functools.cache
+def load() -> ctypes.CDLL | Unavailable:
+    """The library of this installation, or why it cannot be used."""
+    try:
+        if os.name != "posix":
+            raise Unavailable(f"not on {os.name}")
+        return open_library(find_library())
+    except Unavailable as error:
+        return error
+
+
+def why_not(*dtypes: torch.dtype) -> str:
+    """Why what is computed in these types does not run here; empty where it does."""
+    library = load()
+    if isinstance(library, Unavailable):
+        return str(library)
+    unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in calls.NARROW]
+    return f"they are for float32 and bfloat16, not for {unknown[0]}" if unknown else ""
+
+
+def serves(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not why_not(tensor.dtype)
+
+
+def prepared(prepare: Prepare) -> Prepare:
+    """`prepare` with the library as its first argument; None for every call where there is no library."""
+
+    def with_library(*arguments: object) -> Run | None:
+        library = load()
+        return None if isinstance(library, Unavailable) else prepare(library, *arguments)
+
+    return with_library
+
+
+def wants_gradients(*tensors: Tensor) -> bool:
+    """What is learned goes through plain torch, which knows the way back."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

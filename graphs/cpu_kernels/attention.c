@@ -1,0 +1,154 @@
+/* Paged attention. Keys are taken in tiles that begin at the same positions for every query, so that a query's sums have one order,
+   whatever rows and queries come with it; what a query does not see is multiplied by nothing. */
+
+#include "kernels.h"
+
+enum { TILE = 64, LANES = 16, BLOCK = 32 };
+
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+
+/* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
+typedef struct {
+    float keys[TILE * MOST_SIZE], values[TILE * MOST_SIZE], query[BLOCK * MOST_SIZE], total[BLOCK * MOST_SIZE];
+    float highest[BLOCK], weight[BLOCK];
+    int64_t first[BLOCK], end[BLOCK]; /* the entries that each query sees */
+} block;
+
+INLINED float folded(const float part[LANES], int highest) {
+    float rest[LANES];
+    memcpy(rest, part, sizeof rest);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) {
+            float other = rest[lane + half];
+            rest[lane] = !highest ? rest[lane] + other : other > rest[lane] ? other : rest[lane];
+        }
+    return rest[0];
+}
+
+INLINED void score(const float *query, const float *keys, int64_t from, int64_t to, int64_t width, float scores[TILE]) {
+    float parts[TILE][LANES];
+    for (int64_t key = from; key < to; key++) {
+        lanes part = {0};
+        for (int64_t i = 0; i < width; i += LANES) part += *(const lanes *)(query + i) * *(const lanes *)(keys + key * width + i);
+        memcpy(parts[key], &part, sizeof part);
+    }
+    for (int64_t key = from; key < to; key++)
+        for (int lane = 0; lane < 4; lane++)
+            parts[key][lane] = (parts[key][lane] + parts[key][lane + 8]) + (parts[key][lane + 4] + parts[key][lane + 12]);
+    for (int64_t key = from; key < to; key++) scores[key] = (parts[key][0] + parts[key][2]) + (parts[key][1] + parts[key][3]);
+}
+
+INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
+    int64_t from = held->first[one] - tile, to = held->end[one] - tile;
+    from = from < 0 ? 0 : from;
+    to = to > TILE ? TILE : to;
+    if (from >= to) return;
+    int64_t begin = from / LANES * LANES, finish = (to + LANES - 1) / LANES * LANES;
+    float scores[TILE], top[LANES], sums[LANES] = {0};
+    score(held->query + one * width, held->keys, begin, finish, width, scores);
+    for (int lane = 0; lane < LANES; lane++) top[lane] = held->highest[one];
+    for (int64_t key = begin; key < finish; key++) scores[key] = key >= from && key < to ? scores[key] : -INFINITY;
+    for (int64_t key = begin; key < finish; key += LANES)
+        for (int lane = 0; lane < LANES; lane++) top[lane] = scores[key + lane] > top[lane] ? scores[key + lane] : top[lane];
+    float highest = folded(top, 1), shrink = power_of_e(held->highest[one] - highest);
+    for (int64_t key = begin; key < finish; key += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            int seen = key + lane >= from && key + lane < to;
+            float weight = power_of_e(scores[key + lane] - highest);
+            scores[key + lane] = weight = seen ? weight : 0.0f;
+            sums[lane] += weight;
+        }
+    held->highest[one] = highest;
+    held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
+    float *kept = held->total + one * width;
+    lanes total[MOST_SIZE / LANES];
+    for (int64_t i = 0; i < width / LANES; i++) total[i] = *(lanes *)(kept + i * LANES) * shrink;
+    for (int64_t key = from; key < to; key++)
+        for (int64_t i = 0; i < width / LANES; i++) total[i] += scores[key] * *(const lanes *)(held->values + key * width + i * LANES);
+    for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = total[i];
+}
+
+INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t narrow) {
+    read_numbers(to, from, first, size, narrow);
+    for (int64_t i = size; i < width; i++) to[i] = 0.0f;
+}
+
+/* The entries [tile, end) of one head, and zeros behind them: what no entry was read into is not read either. */
+INLINED int read_tile(const attention_call *call, block *held, const int64_t *table, int64_t head, int64_t tile, int64_t end, int64_t width) {
+    int64_t size = call->size, live = end - tile < TILE ? end - tile : TILE, left = 0, slot = 0;
+    for (int64_t key = 0; key < live; key++, slot++, left--) {
+        if (!left) {
+            int64_t page = table[(tile + key) / call->page_size], inside = (tile + key) % call->page_size;
+            if (page < 0 || page >= call->cache_slots / call->page_size) return 1;
+            slot = page * call->page_size + inside;
+            left = call->page_size - inside;
+        }
+        int64_t first = (slot * call->kv_heads + head) * size;
+        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->narrow);
+        pad_and_read(held->values + key * width, call->values, first, size, width, call->narrow);
+    }
+    memset(held->keys + live * width, 0, (size_t)((TILE - live) * width) * sizeof(float));
+    return 0;
+}
+
+/* Queries [start, start + used) of one row and one head of its cache; a position's queries, one per head of the group, lie side by side. */
+INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t head, int64_t start, int64_t used, int64_t last, int64_t width) {
+    int64_t groups = call->heads / call->kv_heads, size = call->size, begin = last + 1, end = 0;
+    const int64_t *positions = call->positions + row * call->count;
+    for (int64_t one = 0; one < used; one++) {
+        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
+        int64_t position = positions[place];
+        held->first[one] = call->window && position >= call->window ? position - call->window + 1 : 0;
+        held->end[one] = (position < last ? position : last) + 1;
+        begin = held->first[one] < begin ? held->first[one] : begin;
+        end = held->end[one] > end ? held->end[one] : end;
+        float *wide = held->query + one * width;
+        pad_and_read(wide, call->query, ((row * call->count + place) * call->heads + query) * size, size, width, call->narrow);
+        for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
+        held->highest[one] = -INFINITY;
+        held->weight[one] = 0.0f;
+    }
+    memset(held->total, 0, (size_t)(used * width) * sizeof(float));
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        if (read_tile(call, held, call->tables + row * call->pages, head, tile, end, width)) return 1;
+        for (int64_t one = 0; one < used; one++) weigh(held, one, tile, width);
+    }
+    for (int64_t one = 0; one < used; one++) {
+        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
+        float *total = held->total + one * width, weight = held->weight[one] == 0.0f ? 1.0f : held->weight[one];
+        for (int64_t i = 0; i < size; i++) total[i] /= weight;
+        write_numbers(call->output, ((row * call->count + place) * call->heads + query) * size, total, size, call->narrow);
+    }
+    return 0;
+}
+
+INLINED int attend_all(const attention_call *call, block *held, int64_t width) {
+    int64_t queries = call->count * (call->heads / call->kv_heads);
+    for (int64_t row = 0; row < call->batch; row++) {
+        int64_t last = -1;
+        for (int64_t i = row * call->count; i < (row + 1) * call->count; i++) /* inert positions vouch for nothing */
+            if (call->slots[i] >= call->page_size && call->positions[i] > last) last = call->positions[i];
+        if (last >= call->pages * call->page_size) return 1;
+        for (int64_t head = 0; head < call->kv_heads; head++)
+            for (int64_t start = 0; start < queries; start += BLOCK) {
+                int64_t used = queries - start < BLOCK ? queries - start : BLOCK;
+                if (attend(call, held, row, head, start, used, last, width)) return 1;
+            }
+    }
+    return 0;
+}
+
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const attention_call *call) {
+    block held;
+    attention_call known = *call; /* with its size known to the compiler: sums stay in registers */
+    if (call->size == 64 && call->narrow) {
+        known.size = 64, known.narrow = 1;
+        return attend_all(&known, &held, 64);
+    }
+    if (call->size == 128 && call->narrow) {
+        known.size = 128, known.narrow = 1;
+        return attend_all(&known, &held, 128);
+    }
+    if (call->size == 64) return attend_all(call, &held, 64);
+    return attend_all(call, &held, (call->size + LANES - 1) / LANES * LANES);
+}

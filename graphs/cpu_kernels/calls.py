@@ -1,0 +1,152 @@
+"""The structs of kernels.h as ctypes sees them, and how the tensors of a call become one: once, where their memory stays."""
+
+from __future__ import annotations
+
+import functools
+from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p, sizeof
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling.kernels.register import Run
+
+VERSION = 1  # of the structs and of what the kernels make of them
+MOST_SIZE = 256  # numbers of a head
+NARROW = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in pointers.split()] + [(name, c_int64) for name in numbers.split()]
+
+
+class AttentionCall(Structure):
+    _fields_ = (
+        *_fields(
+            "query keys values positions slots tables output",
+            "batch count heads kv_heads size page_size pages cache_slots window narrow",
+        ),
+        ("scale", c_float),
+    )
+
+
+class TurnCall(Structure):
+    _fields_ = tuple(
+        _fields(
+            "query key value cosines sines slots output keys values",
+            "tokens heads kv_heads size query_step key_step value_step cache_slots narrow",
+        )
+    )
+
+
+class NormCall(Structure):
+    _fields_ = (*_fields("states weight output", "outer inner size step narrow"), ("epsilon", c_float))
+
+
+class GateCall(Structure):
+    _fields_ = tuple(_fields("pairs output", "rows size narrow"))
+
+
+OWN_LAYOUT = (VERSION, *(sizeof(struct) for struct in (AttentionCall, TurnCall, NormCall, GateCall)), MOST_SIZE)
+FUNCTIONS = {
+    "stepgraph_attention": AttentionCall,
+    "stepgraph_turn_and_keep": TurnCall,
+    "stepgraph_rms_norm": NormCall,
+    "stepgraph_gate": GateCall,
+}
+
+
+def declare(library: CDLL) -> None:
+    for name, struct in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = (POINTER(struct),), c_int
+        function.errcheck = _checked
+
+
+def layout_of(library: CDLL) -> tuple[int, ...]:
+    values = (c_int64 * 16)()
+    library.stepgraph_kernels_layout.argtypes, library.stepgraph_kernels_layout.restype = (POINTER(c_int64),), c_int64
+    return tuple(values[: library.stepgraph_kernels_layout(values)])
+
+
+def _checked(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if code:
+        raise IndexError("a cache slot or a page lies outside of the cache")
+    return code
+
+
+def _prepared(function: Any, struct: Structure, tensors: tuple[Tensor, ...]) -> Run:
+    run = functools.partial(function, byref(struct))
+    run.__dict__["tensors"] = tensors  # kept: the struct names their memory
+    return run
+
+
+def _fits(*tensors: Tensor) -> bool:
+    return tensors[0].dtype in NARROW and all(tensor.dtype is tensors[0].dtype for tensor in tensors)
+
+
+def _places(*tensors: Tensor) -> bool:
+    return all(tensor.dtype is torch.int64 and tensor.is_contiguous() for tensor in tensors)
+
+
+def attention(
+    library: CDLL,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    page_size: int,
+    window: int,
+    scale: float,
+    output: Tensor,
+) -> Run | None:
+    tensors = (query, keys, values, positions, slots, block_tables, output)
+    floats, (batch, count, heads, size) = (query, keys, values, output), query.shape
+    dense = all(tensor.is_contiguous() for tensor in floats)
+    if size > MOST_SIZE or not _fits(*floats) or not dense or not _places(positions, slots, block_tables):
+        return None
+    shape = (batch, count, heads, keys.shape[1], size, page_size, block_tables.shape[1], len(keys), window, NARROW[query.dtype], scale)
+    return _prepared(library.stepgraph_attention, AttentionCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+
+
+def turn_and_keep(
+    library: CDLL,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    slots: Tensor,
+    output: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Run | None:
+    tensors = (query, key, value, cosines, sines, slots, output, keys, values)
+    (tokens, heads, size), kv_heads = query.shape, key.shape[1]
+    dense = all(each.is_contiguous() for each in (cosines, sines, output, keys, values))
+    packed = all(each.stride()[1:] == (size, 1) for each in (query, key, value))
+    fits = _fits(query, key, value, cosines, sines, output, keys, values) and _places(slots)
+    if size > MOST_SIZE or not fits or not dense or not packed:
+        return None
+    shape = (tokens, heads, kv_heads, size, query.stride(0), key.stride(0), value.stride(0), len(keys), NARROW[query.dtype])
+    return _prepared(library.stepgraph_turn_and_keep, TurnCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+
+
+def rms_norm(library: CDLL, states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> Run | None:
+    """states [N, size] or [N, inner, size], inner ones side by side."""
+    tensors, size = (states, weight, output), states.shape[-1]
+    inner = 1 if states.dim() == 2 else states.shape[1]
+    packed = states.dim() in (2, 3) and states.stride(-1) == 1 and (states.dim() == 2 or states.stride(1) == size)
+    if not _fits(*tensors) or not packed or not weight.is_contiguous() or not output.is_contiguous():
+        return None
+    shape = (len(states), inner, size, states.stride(0), NARROW[states.dtype], epsilon)
+    return _prepared(library.stepgraph_rms_norm, NormCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+
+
+def gate(library: CDLL, pairs: Tensor, output: Tensor) -> Run | None:
+    if not _fits(pairs, output) or not pairs.is_contiguous() or not output.is_contiguous():
+        return None
+    shape = (output.numel() // output.shape[-1], output.shape[-1], NARROW[pairs.dtype])
+    return _prepared(library.stepgraph_gate, GateCall(pairs.data_ptr(), output.data_ptr(), *shape), (pairs, output))

@@ -1,0 +1,59 @@
+"""What a layer does to each token alone: norms and gates. One operation each on a CPU with native kernels, else plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stepgraph.graphs import cpu_kernels
+from stepgraph.graphs.cpu_kernels import calls
+from stepgraph.sampling.kernels import register
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Scale the last dimension to a mean square of one, in float32, and by `weight`."""
+    if not cpu_kernels.serves(states) or cpu_kernels.wants_gradients(states, weight):
+        return normed(states, weight, epsilon)
+    output = torch.empty_like(states, memory_format=torch.contiguous_format)
+    rms_norm_operation(states, weight, epsilon, output)
+    return output
+
+
+def gated(pairs: Tensor) -> Tensor:
+    """silu of the first half of the last dimension, times the second half."""
+    if not cpu_kernels.serves(pairs) or cpu_kernels.wants_gradients(pairs):
+        return opened(pairs)
+    output = pairs.new_empty(*pairs.shape[:-1], pairs.shape[-1] // 2)
+    gated_operation(pairs, output)
+    return output
+
+
+def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = states.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
+
+
+def opened(pairs: Tensor) -> Tensor:
+    gate, up = pairs.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> None:
+    output.copy_(normed(states, weight, epsilon))
+
+
+def gated_reference(pairs: Tensor, output: Tensor) -> None:
+    output.copy_(opened(pairs))
+
+
+rms_norm_operation = register.operation(
+    "",
+    "rms_norm",
+    "(Tensor states, Tensor weight, float epsilon, Tensor(a!) output) -> ()",
+    rms_norm_reference,
+    cpu_kernels.prepared(calls.rms_norm),
+)
+gated_operation = register.operation(
+    "", "gated", "(Tensor pairs, Tensor(a!) output) -> ()", gated_reference, cpu_kernels.prepared(calls.gate)
+)
