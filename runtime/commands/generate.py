@@ -39,9 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="what to answer; - reads it from standard input")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read it from a file")
     prompt.add_argument("--token-ids", metavar="IDS", help="give it as token ids, such as 1,2,3; needs no tokenizer library")
-    parser.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, help="in the model's chat form (default: where it has one)"
-    )
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="in the model's chat form (default: where it has one)")
     parser.add_argument("--system", metavar="TEXT", help="a system message in front of a chat")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the longest answer (default: 256)")
     drafts = parser.add_argument_group("who drafts")
@@ -92,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     engine, vocabulary = _engine(options, asked)
     with engine:
         report = engine.capture(progress=shows_progress())
+        if asked.constraint is not None:
+            engine.compile(asked.constraint)  # what cannot be enforced is bad input, and no part of the answer's time
         told = _answer(engine, asked, options, TextStream(vocabulary))
         if options.json:
             print_json(_document(told, engine, report.notes))
@@ -129,9 +129,7 @@ def _ids(options: argparse.Namespace, text: str, codec: TextCodec) -> list[int]:
     chat = codec.has_chat if options.chat is None else options.chat
     if not chat:
         if options.system is not None:
-            raise ValueError(
-                f"--system: got {shown(options.system)} for a plain prompt, want a model with a chat template"
-            )
+            raise ValueError(f"--system: got {shown(options.system)} for a plain prompt, want a model with a chat template")
         return codec.encode(text)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return codec.chat([*system, {"role": "user", "content": text}])
