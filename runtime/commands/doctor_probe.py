@@ -1,0 +1,99 @@
+"""What `stepgraph doctor` asks of a process of its own, which may crash: one line of JSON per answer, as soon as there is one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+def torch_build() -> dict[str, Any]:
+    import torch
+
+    names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads()}
+
+
+def native_link() -> str:
+    """Why grammars are not driven from C; empty where they are."""
+    from stepgraph.sampling.grammar.native.unavailable import Unavailable
+    from stepgraph.sampling.grammar.native_link import load
+
+    try:
+        load()
+    except Unavailable as error:
+        return str(error)
+    return ""
+
+
+def cpu_kernels() -> str:
+    """Why layers do not run in C on the CPU; empty where they do."""
+    from stepgraph.graphs.cpu_kernels import why_not
+
+    return why_not()
+
+
+def attention() -> dict[str, str]:
+    """Of a usual model in bfloat16. On a GPU flashinfer is built and tried out with the first capture, which takes minutes: not here."""
+    import torch
+
+    from stepgraph.graphs.attention import AttentionShape
+    from stepgraph.graphs.attention_choice import choose_attention, unfit
+
+    shapes = (AttentionShape(heads=32, kv_heads=8, size=128, dtype=torch.bfloat16),)
+    if not torch.cuda.is_available():
+        return {"auto": str(choose_attention(torch.device("cpu"), "auto", shapes, 16))}
+    return {name: unfit(name, torch.device("cuda:0"), shapes) for name in ("triton", "flashinfer")}
+
+
+def filters() -> dict[str, str]:
+    """The same for top-k, top-p and their like."""
+    import importlib.util
+
+    import torch
+
+    from stepgraph.sampling.kernels.filter_choice import choose_filters, why_not
+
+    if not torch.cuda.is_available():
+        return {"auto": str(choose_filters("cpu"))}
+    flashinfer = "" if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
+    return {"triton": why_not("triton", torch.device("cuda:0")), "flashinfer": flashinfer}
+
+
+def self_test() -> dict[str, Any]:
+    """One text under a schema, by recorded rounds on the tape."""
+    from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+    from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+
+    vocabulary = Vocabulary.printable()
+    target = ToyTarget(vocabulary.logits_width)
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, backend="tape")
+    with Engine(target, ToyDraft(target, agreement=0.8), vocabulary=vocabulary, config=config) as engine:
+        report = engine.capture()
+        job = engine.generate([1, 2], constraint=Constraint.json_schema(schema), max_new_tokens=32)
+        counted = engine.stats()
+    text = vocabulary.decode(job.tokens).decode()
+    legal = job.finish_reason == "constraint_complete" and isinstance(json.loads(text)["ok"], bool)
+    one_each = counted.rounds == counted.replays > 0 and counted.host_syncs == 0
+    told = f"{text} in {counted.rounds} rounds, each one replay of a graph, {len(report.keys)} graphs captured"
+    return {"passed": legal and one_each, "told": told if legal and one_each else job.error or f"{text!r}, {job.finish_reason}"}
+
+
+PROBES: tuple[Callable[[], object], ...] = (torch_build, native_link, cpu_kernels, attention, filters, self_test)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # what would be warned of is what is told
+    for probe in PROBES:
+        try:
+            answer = {"name": probe.__name__, "answer": probe()}
+        except Exception as error:
+            answer = {"name": probe.__name__, "error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
