@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,7 @@ def torch_build() -> dict[str, Any]:
 
 def native_link() -> str:
     """Why grammars are not driven from C; empty where they are."""
-    from stepgraph.sampling.grammar.native.unavailable import Unavailable
-    from stepgraph.sampling.grammar.native_link import load
+    from stepgraph.sampling.grammar.native import Unavailable, load
 
     try:
         load()
@@ -96,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

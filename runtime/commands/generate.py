@@ -9,7 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import read_file, read_standard_input, set_threads, shown, token_ids
-from stepgraph.runtime.commands.request import add_constraint_flags, add_sampling_flags, constraint_of, sampling_of
+from stepgraph.runtime.commands.request import (
+    DTYPES,
+    add_constraint_flags,
+    add_draft_flags,
+    add_sampling_flags,
+    constraint_of,
+    dtype_of,
+    look_up_of,
+    sampling_of,
+)
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
 
 if TYPE_CHECKING:
@@ -20,7 +29,6 @@ if TYPE_CHECKING:
     from stepgraph.sampling.params import SamplingParams
 
 SUMMARY = "answer a prompt with a model from a folder or a GGUF file, under a schema, pattern or grammar"
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="in the model's chat form (default: where it has one)")
     parser.add_argument("--system", metavar="TEXT", help="a system message in front of a chat")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the longest answer (default: 256)")
-    drafts = parser.add_argument_group("who drafts")
-    drafts.add_argument(
-        "--draft", default="auto", metavar="WORD|FOLDER", help="auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
-    )
-    drafts.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: 4)")
+    add_draft_flags(parser)
     add_constraint_flags(parser)
     add_sampling_flags(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
@@ -136,8 +140,6 @@ def _ids(options: argparse.Namespace, text: str, codec: TextCodec) -> list[int]:
 
 
 def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabulary]:
-    import torch
-
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
     from stepgraph.runtime.models.loading import load_models
@@ -147,9 +149,9 @@ def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabula
         num_speculative_tokens=options.drafts,
         max_length=len(asked.prompt_ids) + max(options.max_new_tokens, 1),
         greedy_only=asked.sampling.plain,
+        **look_up_of(options),
     )
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    loaded = load_models(options.model, options.draft, config, dtype=dtype, progress=shows_progress())
+    loaded = load_models(options.model, options.draft, config, dtype=dtype_of(options), progress=shows_progress())
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config), loaded.vocabulary
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from stepgraph.runtime.commands.inputs import read_file, read_schema, shown, token_ids
 
 if TYPE_CHECKING:
+    import torch
+
     from stepgraph.runtime.text import TextCodec
     from stepgraph.sampling.grammar import Constraint
     from stepgraph.sampling.params import SamplingParams
@@ -23,7 +25,28 @@ SAMPLING = {
     "frequency_penalty": (float, "the same, once for every time"),
     "min_new_tokens": (int, "no stop token before"),
 }
+DTYPES = ("bfloat16", "float16", "float32")
 KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}
+
+
+def add_draft_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("who drafts")
+    words = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
+    group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=words)
+    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: 4)")
+    told = "beside a draft model, propose what was said before, where N tokens are the same"
+    group.add_argument("--look-up", type=int, metavar="N", help=told)
+
+
+def dtype_of(options: argparse.Namespace) -> torch.dtype | None:
+    import torch
+
+    return getattr(torch, options.dtype) if options.dtype else None
+
+
+def look_up_of(options: argparse.Namespace) -> dict[str, Any]:
+    """For EngineConfig."""
+    return {} if options.look_up is None else {"look_up": options.look_up}
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
