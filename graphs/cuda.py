@@ -185,12 +185,15 @@ class CudaBackend:
         self.errors.raise_first()
 
     def start_trace(self, first_round: int, rounds: int) -> None:
+        if self.tracer is not None:
+            raise RuntimeError("CudaBackend.start_trace(): a trace is under way")
         self.synchronize()
         self.tracer = CudaTracer(first_round, rounds)
 
     def stop_trace(self) -> tuple[Span, ...]:
-        self.synchronize()
         tracer, self.tracer = self.tracer, None
+        if self._finalizer.alive:  # else close() has waited
+            self.synchronize()
         return () if tracer is None else tracer.stop()
 
     def close(self) -> None:

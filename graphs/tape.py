@@ -75,7 +75,7 @@ class Tape:
         """Run the recorded step once over the present contents of the buffers."""
         tracer = self._backend.tracer
         if tracer is None:
-            self._backend.launch(self._run, "replay()")
+            self._backend.launch(functools.partial(self._run, self._programs), "replay()")
         else:
             with tracer.launching() as number:
                 self._backend.launch(functools.partial(self._run_timed, tracer, number), "replay()")
@@ -91,14 +91,13 @@ class Tape:
 
     def _run_timed(self, tracer: Tracer, number: int) -> None:
         self._timed = self._timed or timed_programs(self._programs)
-        self._running = self._timed.programs
         try:
-            self._run()
+            self._run(self._timed.programs)
         finally:
-            self._running = self._programs
             tracer.collect(self._timed, number)
 
-    def _run(self) -> None:
+    def _run(self, running: Mapping[str, Sequence[Item]]) -> None:
+        self._running = running
         if self._backend.poison == "every" or not self._poisoned:
             poison(self._memory)
             self._poisoned = True
@@ -216,12 +215,14 @@ class TapeBackend:
         self.raise_pending()
 
     def start_trace(self, first_round: int, rounds: int) -> None:
-        self._refuse_closed("start_trace()")
+        if self._tracer is not None:
+            raise RuntimeError("TapeBackend.start_trace(): a trace is under way")
         self._tracer = Tracer(first_round, rounds)
 
     def stop_trace(self) -> tuple[Span, ...]:
         tracer, self._tracer = self._tracer, None
-        self.synchronize()
+        if self._finalizer.alive:  # else close() has waited
+            self.synchronize()
         return () if tracer is None else tuple(tracer.spans)
 
     def close(self) -> None:
