@@ -87,8 +87,13 @@ class AsyncEngine:
             raise RuntimeError("AsyncEngine.open(): it is open already")
         self._stepper = stepper = Stepper(self.engine, asyncio.get_running_loop())
         weakref.finalize(self, stepper.stop, drain=False).atexit = False
-        await stepper.opened
+        try:
+            await stepper.opened
+        except asyncio.CancelledError:
+            stepper.stop(drain=False)
+            raise
         if stepper.failure is not None:
+            stepper.thread.join()  # it has said its last word
             raise stepper.failure
 
     def generate(self, prompt_ids: Any, **options: Any) -> JobStream:
@@ -144,7 +149,7 @@ class AsyncEngine:
             raise
         finally:
             if stepper.ended.done():
-                stepper.thread.join()  # it has said its last word
+                stepper.thread.join()
 
     def check(self, call: str) -> Stepper:
         """RuntimeError where there is nobody to serve the caller."""

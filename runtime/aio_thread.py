@@ -117,6 +117,7 @@ class Stepper:
             with self.engine.stepping.alone():
                 if not self.engine.stepping.captured:
                     self.engine.capture()
+                self.engine.wait(0)  # raises where it was closed
                 self._call(_settle, self.opened)
                 while not self._done():
                     if self.engine.wait():
