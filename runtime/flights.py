@@ -65,20 +65,23 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def key_of(self, seats: tuple[Seat, ...]) -> GraphKey:
-        """The graph that a round of these seats is a replay of."""
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
-        return self._graphs.key_for(len(seats), constrained, sampled)
-
     def capturing(self) -> AbstractContextManager[None]:
         """Around the capture of the graphs, for who profiles them."""
         return contextlib.nullcontext()
+
+    def _replay(self, key: GraphKey) -> None:
+        if self._backend.ranges is None:
+            self._graphs[key].replay()
+        else:
+            with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
+                self._graphs[key].replay()
 
     def launch(self, seats: tuple[Seat, ...]) -> None:
         """One round of these seats: batch in, replay, results out. Nothing here waits."""
         slot = self.rounds % self._limits.ring_depth
         self.rounds += 1
-        key = self.key_of(seats)
+        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
+        key = self._graphs.key_for(len(seats), constrained, sampled)
         self.launches.note(key, len(seats))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
@@ -87,11 +90,7 @@ class Flights:
         if key.constrained:
             self._host.announce([seat.matcher for seat in seats])
         self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
-        if self._backend.ranges is None:
-            self._graphs[key].replay()
-        else:
-            with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
-                self._graphs[key].replay()
+        self._replay(key)
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
         logprobs = any(seat.job.sampling.logprobs for seat in seats)
         if logprobs:

@@ -32,6 +32,7 @@ from stepgraph.runtime.flights import Flights, Outcome
 from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.rows import Seat
 from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.sampling.grammar.node_log import NodeLog
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
 _first = threading.Lock()  # taken by the engine that is profiled
@@ -72,6 +73,14 @@ def make_flights(
     return ProfiledFlights(asked, backend, buffers, graphs, host, limits, states)
 
 
+class Launched(NamedTuple):
+    """A round of the range."""
+
+    round: int
+    key: GraphKey
+    launched_ns: int
+
+
 class ProfiledFlights(Flights):
     """Waits for the device in front of the range and behind it, and nowhere between."""
 
@@ -86,10 +95,10 @@ class ProfiledFlights(Flights):
         states: HiddenStates | None = None,
     ) -> None:
         super().__init__(backend, buffers, graphs, host, limits, states)
-        self._asked, self._collected, self._open = asked, 0, False
+        self._asked, self._collected, self._open, self._written = asked, 0, False, False
         self._with_nsys = asked.tool == "nsys" and backend.name == "cuda"
-        self._keys: set[GraphKey] = set()
-        self._launched: list[dict[str, object]] = []
+        self._log = NodeLog((asked.last - asked.first + 1) * (limits.positions + 1))
+        self._launched: list[Launched] = []
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
 
@@ -100,13 +109,14 @@ class ProfiledFlights(Flights):
         number = self.rounds
         if number == self._asked.first:
             self._begin()
-        if self._open:
-            key = self.key_of(seats)
-            self._keys.add(key)
-            self._launched.append({"round": number, "key": str(key), "rows": len(seats), "launched_ns": time.perf_counter_ns()})
         super().launch(seats)
         if number == self._asked.last:
             self._end()
+
+    def _replay(self, key: GraphKey) -> None:
+        if self._open:
+            self._launched.append(Launched(self.rounds - 1, key, time.perf_counter_ns()))
+        super()._replay(key)
 
     def collect(self) -> Iterator[Outcome]:
         number, counters = self._collected, self._counters
@@ -126,6 +136,7 @@ class ProfiledFlights(Flights):
         with contextlib.suppress(Exception):  # the device may have failed; the engine tells of that
             if self._open:
                 self._end()
+            if self._launched and not self._written:
                 self._write()
         super().forget()
 
@@ -133,6 +144,7 @@ class ProfiledFlights(Flights):
         self._backend.synchronize()
         self._open = True
         self._count_host(-1)
+        self._host.note_nodes(self._log)
         if self._with_nsys:
             torch.cuda.profiler.start()
         else:
@@ -142,6 +154,7 @@ class ProfiledFlights(Flights):
         self._backend.synchronize()
         self._open = False
         self._count_host(+1)
+        self._host.note_nodes(None)
         if self._with_nsys:
             torch.cuda.profiler.stop()
         else:
@@ -152,14 +165,25 @@ class ProfiledFlights(Flights):
         self._counters["host_node_ns"] += sign * stats.node_ns
         self._counters["mask_fills"] += sign * stats.fills
 
+    def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
+        """Name, round, begin and end. Only rounds with grammars have some, and each of these has all that its recording has."""
+        constrained, names = iter([launched for launched in self._launched if launched.key.constrained]), iter([""])
+        number = self._asked.first
+        for node in self._log.times:
+            if node.first:
+                number, key, _ = next(constrained)
+                names = iter([run.name for run in self._graphs[key].report.stages if run.kind == "host"])
+            yield next(names, "host node"), number, node.start_ns, node.end_ns
+
     def _write(self) -> None:
+        self._written = True
         document = {
             "document": "stepgraph rounds",
             "version": 1,
             "backend": self._backend.name,
-            "rounds": self._launched,
-            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for key in self._keys},
-            "host_nodes": [],
+            "rounds": [{**one._asdict(), "key": str(one.key)} for one in self._launched],
+            "stages": {str(key): [astuple(run) for run in self._graphs[key].report.stages] for key in {one.key for one in self._launched}},
+            "host_nodes": list(self._host_nodes()),
             "spans": self._spans,
             "counters": self._counters,
         }

@@ -157,9 +157,7 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
         "document": "stepgraph rounds",
         "version": 1,
         "backend": "cuda",
-        "rounds": [
-            {"round": FIRST + place, "key": KEY, "rows": 1, "launched_ns": begin - 500 - 5000} for place, begin in enumerate(begins)
-        ],
+        "rounds": [{"round": FIRST + place, "key": KEY, "launched_ns": begin - 500 - 5000} for place, begin in enumerate(begins)],
         "stages": {KEY: RUNS},
         "host_nodes": [
             ["head", FIRST + place, begin + host[0] - 5000, begin + host[1] - 5000]

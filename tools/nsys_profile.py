@@ -27,6 +27,7 @@ from tools.profiling import command, figures, sources, tables
 
 WORKLOAD = Path(__file__).resolve().parent / "profiling" / "workload.py"
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+STDERR = 2
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -103,7 +104,7 @@ def profile(options: argparse.Namespace, line: list[str], told: dict[str, str], 
     written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
     written.unlink(missing_ok=True)  # an older run's would be taken for this one's
     print(f"nsys_profile: {command.shown(line, told)}", file=sys.stderr)
-    done = subprocess.run(line, env={**os.environ, **told}, stdout=sys.stderr, check=False)
+    done = subprocess.run(line, env={**os.environ, **told}, stdout=STDERR, check=False)
     if not written.is_file():
         why = f"the script ended with {done.returncode}" if done.returncode else "no engine came to these rounds"
         print(f"nsys_profile: {why}; nothing was recorded of rounds {options.rounds}", file=sys.stderr)

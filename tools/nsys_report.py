@@ -1,11 +1,13 @@
 """Where the time of profiled rounds went: stages, idle gaps, host nodes and what hides them, waits, acceptance.
 
 Takes what nsys_profile.py made: a report of nsys (.nsys-rep, exported by the nsys on the path; or the .sqlite that
-`nsys export --type sqlite` writes), the engine's own timeline (.rounds.json), or a report that was made before.
+`nsys export --type sqlite` writes), the engine's own timeline (.rounds.json), a trace of torch's profiler over the same rounds
+(.json, with --sidecar), or a report that was made before.
 Beside NAME.2.nsys-rep, of the rounds, NAME.1.nsys-rep of the capture and NAME.rounds.json are found by themselves.
 Exit codes: 0 done, 2 a file will not do, which is told on stderr.
 
     python tools/nsys_report.py profile.2.nsys-rep
+    python tools/nsys_report.py profile.rounds.json --png timeline.png
     python tools/nsys_report.py profile.1.sqlite profile.2.sqlite --sidecar profile.rounds.json --json > report.json
 """
 
@@ -26,8 +28,9 @@ BAD_INPUT = 2
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="a .nsys-rep, a .sqlite, a .rounds.json, or a report of this tool")
+    add("files", nargs="+", type=Path, metavar="FILE", help="a .nsys-rep, a .sqlite, a .json; see above")
     add("--json", action="store_true", help="print the report as one JSON document instead of a table")
+    add("--png", type=Path, metavar="PATH", help="also draw some rounds from the middle (needs matplotlib)")
     add("--sidecar", type=Path, metavar="PATH", help="what the engine wrote down (default: NAME.rounds.json beside FILE)")
     add("--nsys", default="nsys", metavar="PATH", help="the nsys that exports (default: the one on the path)")
     return parser.parse_args(arguments)
@@ -38,8 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = sources.read_report(options.files[0])
         if report is None:
-            report = figures.document(sources.read_profile(options.files, options.sidecar, options.nsys))
-    except (ValueError, OSError) as error:
+            profile = sources.read_profile(options.files, options.sidecar, options.nsys)
+            report = figures.document(profile)
+            if options.png:
+                from tools.profiling.timeline import save_picture
+
+                save_picture(profile, options.png)
+        elif options.png:
+            raise ValueError(f"--png: got {options.files[0]}, want the profile that it was made of: a report has no times to draw")
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"nsys_report: {error}", file=sys.stderr)
         return BAD_INPUT
     print(json.dumps(report, indent=2) if options.json else tables.text(report))

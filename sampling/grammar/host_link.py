@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar.node_log import NodeLog
 
 
 class HostAction(IntEnum):
@@ -92,6 +93,9 @@ class HostLink(Protocol):
 
     def let_go(self) -> None:
         """Drop the rows of rounds that have ended; by the launching thread."""
+
+    def note_nodes(self, log: NodeLog | None) -> None:
+        """Write down from now on when every node ran; None: no longer. While no node is running."""
 
     def close(self) -> None:
         """End threads, free memory. After the last node has run."""

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.backends import installed
-from stepgraph.sampling.grammar.forced_tokens import Forcing, TokenTable
+from stepgraph.sampling.grammar.forced_tokens import Forcing
 from stepgraph.sampling.grammar.host_link import HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
 from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
-from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct, TokensStruct
+from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct, tokens_struct
 from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
+from stepgraph.sampling.grammar.node_log import NodeLog
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -194,7 +195,7 @@ class NativeLink:
         taken = f"rows with a marker or under check_masks{_llguidance_rows(library)} take it"
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL ({taken})"
         self._library, self._slots, self._stages, self._words = library, slots, stages, words
-        self._tokens = _tokens_struct(forcing.table) if forcing else None
+        self._tokens = tokens_struct(forcing.table) if forcing else None
         sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
         shape_struct = ShapeStruct(**pointers, **sizes, tokens=ctypes.pointer(self._tokens) if self._tokens else None)
@@ -206,6 +207,7 @@ class NativeLink:
         self._announced: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
         self._gone = 0  # announced rounds whose rows were dropped
         self._last_stats = HostStats()
+        self._log: NodeLog | None = None
         self._closing = threading.Lock()
 
     @property
@@ -253,6 +255,11 @@ class NativeLink:
             self._announced.popleft()
             self._gone += 1
 
+    def note_nodes(self, log: NodeLog | None) -> None:
+        self._require_open()
+        self._log = log  # as long as the C side may write it
+        self._library.quick.stepgraph_log(self._address, log.address if log else None, log.room if log else 0)
+
     def close(self) -> None:
         self._last_stats = self.stats
         with self._closing:
@@ -280,13 +287,6 @@ def _llguidance_rows(library: NativeLibrary) -> str:
     except Unavailable as error:
         return f" or of llguidance ({error})"
     return ""
-
-
-def _tokens_struct(table: TokenTable) -> TokensStruct:
-    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "places", "buckets", "singles")}
-    struct = TokensStruct(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
-    struct.table = table  # as long as the C side may read it
-    return struct
 
 
 def available_processors() -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from stepgraph.sampling.grammar.forced_tokens import ForcedText, Forcing
 from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar.node_log import NodeLog
 from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
 
 
@@ -56,6 +57,7 @@ class PythonLink:
         self._fills = self._accepts = self._rollbacks = self._looks = 0
         self._node_ns = self._longest_ns = 0
         self._nodes = [0] * (len(NODE_BOUNDS_NS) + 1)
+        self._log: NodeLog | None = None
 
     @property
     def stats(self) -> HostStats:
@@ -70,7 +72,10 @@ class PythonLink:
             begin = time.perf_counter_ns()
             for step in steps:
                 self._run(step)
-            self._note(time.perf_counter_ns() - begin)
+            end = time.perf_counter_ns()
+            self._note(end - begin)
+            if self._log:
+                self._log.add(steps[0].action == HostAction.BEGIN, begin, end)
 
         return run
 
@@ -81,6 +86,9 @@ class PythonLink:
 
     def let_go(self) -> None:
         """The rounds' own END does."""
+
+    def note_nodes(self, log: NodeLog | None) -> None:
+        self._log = log
 
     def close(self) -> None:
         """There is nothing to close."""

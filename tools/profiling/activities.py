@@ -126,6 +126,14 @@ def host_spans(runs: Sequence[HostRun], sidecar: Sidecar, clock_offset_ns: int |
     ]
 
 
+def with_hosts(spans: Sequence[Span], sidecar: Sidecar) -> tuple[Span, ...]:
+    """Torch's profiler sees launches and no host nodes: these are added from what the engine wrote down."""
+    if any(span.kind == "host" for span in spans):
+        return tuple(spans)
+    begun = {span.round: span.start_ns for span in spans if span.kind == "launch"}
+    return (*spans, *host_spans((), sidecar, clock_offset(begun, sidecar)))
+
+
 def clock_offset(begun: Mapping[int, int], sidecar: Sidecar) -> int | None:
     """From the engine's clock to the profiler's: the median over the rounds whose launch both saw begin."""
     both = [begun[launch.round] - launch.launched_ns for launch in sidecar.launches if launch.round in begun]

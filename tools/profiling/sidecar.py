@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from tools.profiling.spans import Profile, Span
+from tools.profiling.spans import Span
 
 KIND = "stepgraph rounds"
 
@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
     stream: str
     name: str
-    kind: str  # "stage" or "host"
+    kind: Literal["stage", "host"]
     nodes: int
 
 
@@ -69,11 +69,3 @@ def read_sidecar(path: Path) -> Sidecar:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: got {type(error).__name__}: {error}, want what the engine wrote with STEPGRAPH_PROFILE_ROUNDS") from None
-
-
-def own_profile(path: Path, sidecar: Sidecar) -> Profile:
-    """The timeline that the engine recorded without a profiler's help; ValueError where it left that to nsys."""
-    if not sidecar.spans:
-        raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; want that profile's .nsys-rep or .sqlite")
-    backend = "tape" if sidecar.backend == "tape" else "torch"
-    return Profile(cast(Literal["tape", "torch"], backend), sidecar.spans, (path.name,), sidecar.counters, sidecar.notes)

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tools.profiling.activities import with_hosts
 from tools.profiling.nsys_sqlite import read_nsys
-from tools.profiling.sidecar import Sidecar, own_profile, read_sidecar
+from tools.profiling.sidecar import Sidecar, read_sidecar
 from tools.profiling.spans import Profile
 
 REPORTS = (".nsys-rep", ".qdrep")
@@ -23,16 +24,44 @@ def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str =
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path}: got no such file, want a .nsys-rep, .sqlite or .rounds.json")
-    if paths[0].suffix == ".json":
-        return own_profile(paths[0], read_sidecar(paths[0]))
     told = sidecar or beside(paths[0])
+    if paths[0].suffix == ".json":
+        events = _trace_events(paths[0])
+        return own_profile(paths[0], read_sidecar(paths[0])) if events is None else _torch_profile(paths[0], events, told)
     exported = [exported_file(path, nsys) for path in with_capture(paths)]
     return read_nsys(exported, read_sidecar(told) if told else Sidecar())
 
 
+def _trace_events(path: Path) -> list[dict[str, Any]] | None:
+    """Of a Chrome trace; None for another file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ValueError):
+        return None
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    return events if isinstance(events, list) else None
+
+
+def _torch_profile(path: Path, events: list[dict[str, Any]], told: Path | None) -> Profile:
+    from tools.profiling.timeline import from_torch
+
+    if told is None:
+        raise ValueError(f"{path}: a trace of torch's profiler does not name stages; want --sidecar with what the engine wrote down")
+    sidecar = read_sidecar(told)
+    return Profile("torch", with_hosts(from_torch(events, sidecar), sidecar), (path.name, told.name), sidecar.counters, sidecar.notes)
+
+
+def own_profile(path: Path, sidecar: Sidecar) -> Profile:
+    """The timeline that the engine recorded itself; ValueError where it left that to nsys."""
+    if not sidecar.spans:
+        raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; want that profile's .nsys-rep or .sqlite")
+    backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"
+    return Profile(backend, with_hosts(sidecar.spans, sidecar), (path.name,), sidecar.counters, sidecar.notes)
+
+
 def beside(path: Path) -> Path | None:
     """What the engine wrote down of the same run."""
-    stem = re.sub(r"(\.\d+)?\.(nsys-rep|qdrep|sqlite)$", "", path.name)
+    stem = re.sub(r"(\.\d+)?\.(nsys-rep|qdrep|sqlite|json)$", "", path.name)
     found = path.with_name(f"{stem}.rounds.json")
     return found if found.is_file() else None
 

@@ -28,6 +28,8 @@ struct host_link {
     _Atomic int64_t ended;
     _Atomic int64_t missed, fills, accepts, rollbacks, looks;
     _Atomic int64_t node_ns, longest_node_ns, nodes[NODE_BOUNDS + 1]; /* written by host nodes, which never overlap */
+    _Atomic(int64_t *) log;    /* node_log.py; null: nobody asked for it */
+    int64_t log_room;          /* nodes */
     const announcement *batch; /* of the round that has begun; host nodes never overlap */
     int32_t *busy;             /* [slots]: the slots that the present node works on */
 };
@@ -176,12 +178,21 @@ static void note_time(host_link *link, int64_t taken) {
         atomic_store_explicit(&link->longest_node_ns, taken, memory_order_relaxed);
 }
 
+static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ended) {
+    int64_t *log = atomic_load_explicit(&link->log, memory_order_acquire);
+    if (!log || log[0] >= link->log_room) return;
+    int64_t *line = log + 1 + 3 * log[0]++;
+    line[0] = first, line[1] = begun, line[2] = ended;
+}
+
 void stepgraph_node(void *data) {
     host_node *node = data;
-    int64_t begun = now_ns();
+    int64_t begun = now_ns(), ended;
     if (node->steps[0].action == BEGIN) begin(node->link);
     pool_run(node->link->pool, work_on_row, node, find_busy(node->link));
-    note_time(node->link, now_ns() - begun); /* who sees that the round has ended sees its times */
+    ended = now_ns();
+    log_node(node->link, node->steps[0].action == BEGIN, begun, ended);
+    note_time(node->link, ended - begun); /* who sees that the round has ended sees its times */
     if (node->steps[node->count - 1].action == END) end(node->link);
 }
 
@@ -224,6 +235,12 @@ int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count)
     memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
     atomic_store_explicit(&link->announced, round + 1, memory_order_release);
     return 0;
+}
+
+/* While no node is running. */
+void stepgraph_log(host_link *link, int64_t *log, int64_t room) {
+    link->log_room = room;
+    atomic_store_explicit(&link->log, log, memory_order_release);
 }
 
 void stepgraph_counts(host_link *link, link_counts *counts) {

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 7, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 8, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -159,6 +159,7 @@ STEPGRAPH_API int64_t stepgraph_layout(int64_t *values, int64_t room);
 STEPGRAPH_API host_link *stepgraph_open(const link_shape *shape);
 STEPGRAPH_API void stepgraph_close(host_link *link);
 STEPGRAPH_API int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count);
+STEPGRAPH_API void stepgraph_log(host_link *link, int64_t *log, int64_t room);
 STEPGRAPH_API void stepgraph_counts(host_link *link, link_counts *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
-from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES
+from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES, TokenTable
 from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 7  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 8  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -150,6 +150,13 @@ OWN_LAYOUT = (
     FORCED_BYTES,
     *NODE_BOUNDS_NS,
 )
+
+
+def tokens_struct(table: TokenTable) -> TokensStruct:
+    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "places", "buckets", "singles")}
+    struct = TokensStruct(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
+    struct.table = table  # as long as the C side may read it
+    return struct
 
 
 def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
