@@ -1,0 +1,124 @@
+"""Ways to decode the same requests with one pair of models, each an engine of its own, so that they can take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.demo.pair import head_path, target_path
+from stepgraph.runtime.drafters import Drafter
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.models.loading import load_models
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar import Constraint, Vocabulary
+
+LOOK_UP = 3  # equal tokens that count as a find: fewer find what is there by chance
+
+
+class Pair(NamedTuple):
+    name: str
+    target: TargetModel
+    draft: Drafter | None
+    codec: TextCodec
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.codec.vocabulary
+
+
+def open_pair(drafts: int, progress: bool = False) -> Pair:
+    """The demonstration's own, in bfloat16 on the CPU. ValueError names the command that brings what is missing."""
+    path = target_path()
+    loaded = load_models(path, head_path(), EngineConfig(num_speculative_tokens=drafts), dtype=torch.bfloat16, progress=progress)
+    return Pair("SmolLM2-135M-Instruct with an EAGLE-3 head", loaded.target, loaded.draft, TextCodec.open(path, loaded.vocabulary))
+
+
+def toy_pair() -> Pair:
+    """Seeded noise with a grammar in front of it, and a draft that mostly agrees: legal texts without sense, in a second."""
+    vocabulary = Vocabulary.printable()
+    target = ToyTarget(vocabulary.logits_width, seed=7)
+    return Pair("the toy pair", target, ToyDraft(target, 0.8), TextCodec.of_bytes(vocabulary))
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    drafts: int
+    constrained: bool
+    options: Mapping[str, Any] = field(default_factory=dict)  # of EngineConfig
+
+    def constraint(self, wanted: Constraint | None) -> Constraint | None:
+        return wanted if self.constrained else None
+
+
+def variants(drafts: int) -> tuple[Variant, ...]:
+    look_up = {"look_up": LOOK_UP}
+    return (
+        Variant("plain", 0, False),
+        Variant("plain + grammar", 0, True),
+        Variant("speculative", drafts, False, look_up),
+        Variant("speculative + grammar", drafts, True, look_up | {"forced_drafts": True}),
+    )
+
+
+class Case:
+    """One variant's engine, with one row. Tokens a second count from a request's first token on: prompts cost every variant the same."""
+
+    def __init__(self, variant: Variant, pair: Pair, max_length: int) -> None:
+        self.variant = variant
+        self.tokens, self.seconds, self.rates = 0, 0.0, list[float]()
+        config = EngineConfig(
+            max_rows=1,
+            num_speculative_tokens=variant.drafts,
+            max_length=max_length,
+            greedy_only=True,
+            prefix_reuse=False,  # the same prompt again is computed again
+            **variant.options,
+        )
+        self.engine = Engine(pair.target, pair.draft if variant.drafts else None, vocabulary=pair.vocabulary, config=config)
+
+    def run(
+        self, prompt: Sequence[int], wanted: Constraint | None, new_tokens: int, show: Callable[[StepEvent], object] = lambda event: None
+    ) -> Job:
+        constraint = self.variant.constraint(wanted)
+        if constraint is not None:
+            self.engine.compile(constraint)  # outside the clock
+        job = self.engine.submit(prompt, constraint=constraint, max_new_tokens=new_tokens)
+        first, seen = 0.0, 0
+        for event in self.engine.stream():
+            if not seen:
+                first, seen = time.perf_counter(), len(event.tokens)
+            show(event)
+        seconds, tokens = time.perf_counter() - first, len(job.tokens) - seen
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        if tokens:
+            self.rates.append(tokens / seconds)
+        return job
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.tokens else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Counts are the engine's since it was made."""
+        stats = self.engine.stats()
+        return {
+            "variant": self.variant.name,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "tokens": stats.tokens,
+            "rounds": stats.rounds,
+            "tokens_per_round": round(stats.tokens / max(1, stats.rounds), 2),
+            "accepted_drafts": stats.accepted_drafts,
+            "accepted_forced_drafts": stats.accepted_forced_drafts,
+            "mask_fills": stats.mask_fills,
+            "replays": stats.replays,
+            "host_syncs": stats.host_syncs,
+        }
