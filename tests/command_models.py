@@ -25,6 +25,7 @@ def model_folder() -> Path:
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     tokenizer = byte_level()
     sizes = {"vocab_size": tokenizer.get_vocab_size() + 3, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    sizes["max_position_embeddings"] = 4096
     random_model("Llama", BASE | sizes, seed=5).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     told = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}

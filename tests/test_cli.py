@@ -1,51 +1,44 @@
-"""The `stepgraph` command, as a process."""
+"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C. What it answers is in test_commands.py."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 import stepgraph
+from stepgraph.runtime import cli
+from stepgraph.runtime.commands import terminal
+from tests.command_models import model_folder
+
+# without a C compiler there is a warning of that kind, which has a test of its own
+COMMAND = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph.runtime.cli"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    # without a C compiler there is a warning of that kind, which has a test of its own
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph.runtime.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
+    )
 
 
-def test_demo_prints_the_report_and_the_texts() -> None:
-    result = run("demo")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "6 graphs captured on tape" in result.stdout
-    assert "all variants gave the same tokens" in result.stdout
-    assert "\x1b" not in result.stdout, "no colours in a pipe"
-
-
-def test_demo_as_json_obeys_a_schema_of_ones_own(tmp_path: Path) -> None:
-    schema = tmp_path / "schema.json"
-    schema.write_text(json.dumps({"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}))
-    result = run("demo", "--json", "--schema", str(schema), "-k", "2")
-    document = json.loads(result.stdout)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert document["same_tokens"] is True
-    answer = json.loads(document["outputs"]["JSON schema"][0])
-    assert len(answer) == 2 and set(answer) <= {1, 2}
-    assert all(row["host_syncs"] == 0 and row["rounds"] == row["replays"] for row in document["variants"])
+def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """In a process group of its own, as a shell would: Ctrl-C goes to all of it."""
+    command = [*COMMAND, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("demo", "-k", "9"), "EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
-        (("demo", "--agreement", "2"), "ToyDraft.agreement: got 2.0, want 0 to 1"),
-        (("demo", "--schema", "/nowhere.json"), "--schema: got '/nowhere.json' (No such file or directory), want a JSON schema"),
-        (("demo", "--schema", '{"type": "object"'), """--schema: got '{"type": "object"', which is not JSON"""),
         (("demo", "-k", "many"), "invalid int value"),
+        (("generate", "/nowhere", "hi", "--schema", "{"), """--schema: got '{', which is not JSON"""),
+        (("generate", "model", "hi", "--regex", "a", "--json-object"), "not allowed with argument"),
         (("fly",), "invalid choice"),
         ((), "COMMAND"),
     ],
@@ -57,14 +50,78 @@ def test_bad_flags_exit_with_2_and_say_why(arguments: tuple[str, ...], message: 
     assert "Traceback" not in result.stderr
 
 
-def test_a_schema_that_is_not_json_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "broken.json"
-    path.write_text("{")
-    assert "not JSON" in run("demo", "--schema", str(path)).stderr
-    path.write_text("[1]")
-    assert "which holds list, want an object" in run("demo", "--schema", str(path)).stderr
-
-
-def test_help_and_version() -> None:
-    assert "--agreement" in run("demo", "--help").stdout
+def test_help_and_version_do_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
+    words = run("--help", PYTHONPATH=str(tmp_path)).stdout
+    for word, command in cli.COMMANDS.items():
+        assert word in words and command.SUMMARY.split(",")[0] in " ".join(words.split())
+    result = run("generate", "--help", PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "") and "examples:" in result.stdout
+    assert "torch was imported" in run("demo", PYTHONPATH=str(tmp_path)).stderr, "else nothing was tried"
     assert run("--version").stdout == f"stepgraph {stepgraph.__version__}\n"
+
+
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    """What is left of an answer is not computed, and nobody is told of a broken pipe."""
+    process = start("generate", str(model_folder()), "abc", "--max-new-tokens", "3000", "--temperature", "1", "--seed", "1")
+    assert process.stdout is not None
+    assert len(process.stdout.read(10)) == 10
+    process.stdout.close()
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+
+
+def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
+    os.close(writer)
+    assert done.stderr == b"" and done.returncode in (0, terminal.UNREAD), "some versions of argparse swallow it"
+
+
+def test_ctrl_c_leaves_cleanly() -> None:
+    """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them."""
+    asked = ("--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    process = start("generate", str(model_folder()), "abc", *asked)
+    assert process.stdout is not None
+    assert len(process.stdout.read(10)) == 10, "it is in the midst of its answer"
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (terminal.INTERRUPTED, b"stepgraph generate: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError, match="a bug"):
+        terminal.leave("stepgraph x", work)
+
+
+@pytest.mark.parametrize(
+    ("terminal_like", "environment", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, terminal_like: bool, environment: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal_like, raising=False)
+    assert terminal.wants_colour(sys.stdout) == expected
+
+
+def test_what_json_has_no_word_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({("a", 1): [Path("x"), None, True, 1.5, "\u00e9"]})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"('a', 1)": ["x", None, True, 1.5, "\u00e9"]} and "\u00e9" in printed

@@ -14,10 +14,12 @@ from stepgraph.runtime.commands.request import (
     add_constraint_flags,
     add_draft_flags,
     add_sampling_flags,
+    check_constraint_flags,
     constraint_of,
     dtype_of,
     look_up_of,
     sampling_of,
+    stop_ids,
 )
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
 
@@ -38,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit code 1: the answer failed, or it had to obey something and was cut short by --max-new-tokens.",
         [
             'stepgraph generate model "Is water wet?" --choice yes --choice no',
-            """stepgraph generate model "Ada, 36" --json --schema '{"type": "object", "properties": {"age": {"type": "integer"}}}'""",
+            """stepgraph generate model "Is water wet?" --json --schema '{"type": "object", "properties": {"wet": {"type": "boolean"}}}'""",
             'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
         ],
     )
@@ -87,9 +89,9 @@ class Told:
 
 
 def run(options: argparse.Namespace) -> int:
+    asked = _asked(options)
     from stepgraph.runtime.text import TextStream
 
-    asked = _asked(options)
     set_threads(options.threads)
     engine, vocabulary = _engine(options, asked)
     with engine:
@@ -107,16 +109,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> Asked:
-    """All that can be wrong without the weights is found before they are read."""
-    from stepgraph.runtime.text import TextCodec
-
+    """All that can be wrong without the weights is found before they are read, and the flags before torch."""
+    check_constraint_flags(options)
+    stops = stop_ids(options)
     if options.token_ids is not None:
         if options.chat or options.system is not None:
             raise ValueError("--token-ids: got it beside --chat or --system, want it alone: ids are taken as they are")
-        return Asked(token_ids("--token-ids", options.token_ids), constraint_of(options, None), sampling_of(options))
+        ids = token_ids("--token-ids", options.token_ids)
+        return Asked(ids, constraint_of(options, None), sampling_of(options, stops))
     text = _prompt(options)
-    sampling = sampling_of(options)
-    constraint_of(options, None)
+    from stepgraph.runtime.text import TextCodec
+
+    sampling = sampling_of(options, stops)
     codec = TextCodec.open(options.model)
     return Asked(_ids(options, text, codec), constraint_of(options, codec), sampling)
 
@@ -151,7 +155,13 @@ def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabula
         greedy_only=asked.sampling.plain,
         **look_up_of(options),
     )
-    loaded = load_models(options.model, options.draft, config, dtype=dtype_of(options), progress=shows_progress())
+    try:
+        loaded = load_models(options.model, options.draft, config, dtype=dtype_of(options), progress=shows_progress())
+    except ValueError as error:
+        if "max_length" not in str(error):
+            raise
+        got = f"got {options.max_new_tokens} behind {len(asked.prompt_ids)} tokens of prompt"
+        raise ValueError(f"--max-new-tokens: {got}: {error}") from None
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config), loaded.vocabulary
 
 

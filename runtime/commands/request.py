@@ -68,49 +68,54 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", metavar="IDS", help="token ids that end the text besides the model's own, such as 2,13")
 
 
+def check_constraint_flags(options: argparse.Namespace) -> None:
+    """What is wrong with them by themselves. Files are read here, and their texts take the place of their names."""
+    if options.schema is not None:
+        options.schema = read_schema("--schema", options.schema)
+    if options.grammar is None and options.grammar_kind is not None:
+        raise ValueError(f"--grammar-kind: got {options.grammar_kind}, want it beside --grammar")
+    if options.grammar is not None:
+        options.grammar_kind = options.grammar_kind or KINDS.get(options.grammar[options.grammar.rfind(".") :])
+        if options.grammar_kind is None:
+            raise ValueError(f"--grammar: got {shown(options.grammar)}, want a file that ends in {', '.join(KINDS)}, or --grammar-kind")
+        options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
+    constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
+    if options.after is not None and not constrained:
+        raise ValueError(f"--after: got {shown(options.after)}, want it beside --schema, --regex, --grammar, --choice or --json-object")
+
+
 def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
-    """codec: where it is at hand, a marker that is spelled by control tokens is taken for these."""
+    """Of flags that were checked. codec: where it is at hand, a marker that is spelled by control tokens is taken for these."""
     from stepgraph.sampling.grammar import Constraint
 
     found: Constraint | None = None
     if options.schema is not None:
-        found = Constraint.json_schema(read_schema("--schema", options.schema))
+        found = Constraint.json_schema(options.schema)
     elif options.regex is not None:
         found = Constraint.regex(options.regex)
     elif options.grammar is not None:
-        found = _grammar(options)
+        found = Constraint.ebnf(options.grammar) if options.grammar_kind == "ebnf" else Constraint.lark(options.grammar)
     elif options.choice is not None:
         found = Constraint.choice(options.choice)
     elif options.json_object:
         found = Constraint.json_object()
-    if options.grammar_kind is not None and options.grammar is None:
-        raise ValueError(f"--grammar-kind: got {options.grammar_kind}, want it beside --grammar")
-    if options.after is None:
+    if found is None or options.after is None:
         return found
-    if found is None:
-        raise ValueError(f"--after: got {shown(options.after)}, want it beside --schema, --regex, --grammar, --choice or --json-object")
     ids = codec.encode(options.after, begins=False) if codec else []
     controls = codec.vocabulary.silent_ids if codec else frozenset()
     return found.after(ids if not controls.isdisjoint(ids) else options.after)
 
 
-def _grammar(options: argparse.Namespace) -> Constraint:
-    from stepgraph.sampling.grammar import Constraint
-
-    ending = options.grammar[options.grammar.rfind(".") :]
-    kind = options.grammar_kind or KINDS.get(ending)
-    if kind is None:
-        raise ValueError(f"--grammar: got {shown(options.grammar)}, want a file that ends in {', '.join(KINDS)}, or --grammar-kind")
-    text = read_file("--grammar", options.grammar, "the path of a grammar")
-    return Constraint.ebnf(text) if kind == "ebnf" else Constraint.lark(text)
+def stop_ids(options: argparse.Namespace) -> dict[str, Any]:
+    """For SamplingParams."""
+    return {} if options.stop is None else {"stop_token_ids": tuple(token_ids("--stop", options.stop))}
 
 
-def sampling_of(options: argparse.Namespace) -> SamplingParams:
+def sampling_of(options: argparse.Namespace, stops: dict[str, Any]) -> SamplingParams:
     """Greedy, unless a temperature asks for more."""
     from stepgraph.sampling.params import SamplingParams
 
     given: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    stops = {} if options.stop is None else {"stop_token_ids": tuple(token_ids("--stop", options.stop))}
     try:
         return SamplingParams(**{"temperature": 0.0, **given, **stops})
     except ValueError as error:
