@@ -121,7 +121,8 @@ class Desk:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
                 ledger.first_token_seconds.add(job.first_token_seconds)
-            ledger.emitted(len(tokens), accepted)
+            ledger.tokens += len(tokens)
+            ledger.accepted_drafts += accepted
             ledger.forced_drafts += forced_drafts
             ledger.accepted_forced_drafts += accepted_forced
             if offered or (job.rounds and job.num_speculative_tokens):

@@ -108,7 +108,7 @@ class Flights:
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
         told_of = zip(flight.seats, results, logprobs, strict=False)
-        first, statuses, drafts = 4, 4 + self._limits.positions, 4 + 2 * self._limits.positions
+        first, statuses, drafts = 4, 4 + self._limits.positions, 4 + 2 * self._limits.positions  # places in a line: buffers.result_width
         for place, (seat, line, told) in enumerate(told_of):
             assert len(line) == result_width(self._limits)
             if not seat.job.finished:  # else: launched before its end was known, and inert

@@ -40,24 +40,19 @@ class Ledger:
         self.finished = collections.Counter[FinishReason]()
         self.queue_seconds, self.first_token_seconds = Tally(), Tally()
         self._drafting_tokens = 0
-        self._chains = ([0] * (num_drafts + 1), [0] * (num_drafts + 1))  # by how many drafts they offered, and how many of these held
-        self._lost = collections.Counter[Loss | None]()
-
-    def emitted(self, tokens: int, accepted: int) -> None:
-        self.tokens += tokens
-        self.accepted_drafts += accepted
+        self._offered, self._accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # chains by how many drafts they had, and held
+        self._lost: dict[Loss | None, int] = dict.fromkeys((None, *Loss), 0)
 
     def drafted(self, tokens: int, offered: int, accepted: int, lost: Loss | None) -> None:
         """A round of a row for which drafts could be made."""
-        by_offered, by_accepted = self._chains
-        by_offered[offered] += 1
-        by_accepted[accepted] += 1
+        self._offered[offered] += 1
+        self._accepted[accepted] += 1
         self._drafting_tokens += tokens
         self._lost[lost] += 1
 
     @property
     def drafting(self) -> DraftStats:
-        offered, accepted = (_reached(chains) for chains in self._chains)
+        offered, accepted = _reached(self._offered), _reached(self._accepted)
         losses = {loss.value: self._lost[loss] for loss in Loss}
         rounds = sum(self._lost.values())
         return DraftStats(rounds=rounds, tokens=self._drafting_tokens, full=self._lost[None], offered=offered, accepted=accepted, **losses)
@@ -68,20 +63,29 @@ class Launches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_key: dict[GraphKey, list[int]] = {}
+        self._rounds: dict[tuple[int, bool, bool], int] = {}  # by their own rows; looked up without the key's hash, which is Python
+        self._keys: dict[tuple[int, bool, bool], GraphKey] = {}
 
     def note(self, key: GraphKey, rows: int) -> None:
+        launched = rows, key.constrained, key.sampled
         with self._lock:
-            noted = self._by_key.setdefault(key, [0, 0, 0])
-            noted[0] += 1
-            noted[1] += rows < key.rows
-            noted[2] += key.rows - rows
+            if launched in self._rounds:
+                self._rounds[launched] += 1
+            else:
+                self._rounds[launched], self._keys[launched] = 1, key
 
     @property
     def graphs(self) -> tuple[GraphStats, ...]:
         """Largest first."""
         with self._lock:
-            return tuple(GraphStats(key, *noted) for key, noted in sorted(self._by_key.items(), reverse=True))
+            noted = [(self._keys[launched], launched[0], rounds) for launched, rounds in self._rounds.items()]
+        by_key: dict[GraphKey, list[int]] = {}
+        for key, rows, rounds in noted:
+            sums = by_key.setdefault(key, [0, 0, 0])
+            sums[0] += rounds
+            sums[1] += rounds if rows < key.rows else 0
+            sums[2] += rounds * (key.rows - rows)
+        return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
 
 
 def _reached(chains: Sequence[int]) -> tuple[int, ...]:
