@@ -42,7 +42,7 @@ GOLDEN = {  # what nsys is told, and why
 def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, str(ROOT / "tools" / "nsys_profile.py"), *arguments]
     return subprocess.run(
-        line, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=ROOT.parent
+        line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=ROOT.parent
     )
 
 
@@ -63,24 +63,38 @@ def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -
     assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS, profiled.FILE, profiled.TOOL)
 
 
+def examples(doc: str | None, name: str) -> list[list[str]]:
+    """Of a --help, without what the shell does."""
+    lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
+    return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
+
+
 def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
-    """As a process, with the engine's own timeline: its report is of the shape that is written down, and adds up."""
-    out = tmp_path / "folder" / "bench"
-    done = tool("--bench", "--rounds", "4-9", "--rows", "2", "-k", "2", "--with", "trace", "--json", "--out", str(out))
+    """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
+    out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
+    assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
+    done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     jsonschema.validate(report, SCHEMA)
     assert json.loads(out.with_name("bench.report.json").read_text()) == report
-    assert report["backend"] == "tape" and report["rounds"]["count"] == 6 and report["rounds"]["first"] == 4
+    assert report["backend"] == "tape" and report["rounds"]["count"] == 21 and report["rounds"]["first"] == 20
     stages = {stage["name"]: stage for stage in report["stages"]}
     assert {"target_verify", "accept", "draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2"} <= set(stages)
-    assert all(stages[name]["rounds"] == 6 for name in ("target_verify", "accept"))
+    assert all(stages[name]["rounds"] == 21 for name in ("target_verify", "accept"))
     hosts = report["host_nodes"]
-    assert [(node["name"], node["runs"]) for node in hosts["nodes"]] == [("head", 6), ("commit", 6), ("advance 1", 6)]
+    assert [(node["name"], node["runs"]) for node in hosts["nodes"]] == [("head", 21), ("commit", 21), ("advance 1", 21)]
     assert hosts["hidden_ns"] + hosts["exposed_ns"] == hosts["total_ns"]
     found = report["acceptance"]
-    assert 6 <= found["row_rounds"] <= 12 and found["tokens"] > found["accepted_drafts"] > 0
-    assert "STEPGRAPH_PROFILE_ROUNDS=4-9" in done.stderr
+    assert 21 <= found["row_rounds"] <= 84 and found["tokens"] > found["accepted_drafts"] > 0
+    assert "STEPGRAPH_PROFILE_ROUNDS=20-40" in done.stderr
+
+
+@pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
+def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    here = words.index("--") if "--" in words else len(words)
+    assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
+    assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -207,6 +221,26 @@ def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, caps
     assert printed(capsys, kept)[1] == printed(capsys, tmp_path / "run.2.sqlite")[1], "a report that was made before prints the same"
 
 
+@pytest.mark.parametrize("words", examples(nsys_report.__doc__, "nsys_report.py"))
+def test_every_example_of_the_report_prints_one(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--png" in words:
+        pytest.importorskip("matplotlib")
+    nsys_files.captures(tmp_path / "profile.1.sqlite")
+    nsys_files.rounds(tmp_path / "profile.2.sqlite")
+    (tmp_path / "profile.2.nsys-rep").write_text("older than its export")
+    os.utime(tmp_path / "profile.2.nsys-rep", (1, 1))
+    own = words[0].endswith(".json")
+    spans = [[*(("side" if stream == 13 else "main"), name, "stage"), 20, *times] for name, _, stream, *times in nsys_files.ROUND]
+    told = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
+    (tmp_path / "profile.rounds.json").write_text(json.dumps(told))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = printed(capsys, *words)
+    assert (code, err) == (0, "")
+    assert "target_verify" in out and ("--png" not in words or (tmp_path / "timeline.png").is_file())
+
+
 def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
     for name, wanted in (
@@ -251,11 +285,3 @@ def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsy
     # Kernels of one stage are one span here: the 10 between two of them belong to it.
     assert (code, times) == (0, {"show head": 150, "place head": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
     assert (report["backend"], report["host_nodes"]["total_ns"], report["host_nodes"]["exposed_ns"]) == ("torch", 3500, 400)
-
-
-def test_a_picture_is_drawn_of_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    nsys_files.captures(tmp_path / "run.1.sqlite"), nsys_files.rounds(tmp_path / "run.2.sqlite")
-    code, out, _ = printed(capsys, tmp_path / "run.2.sqlite", "--png", tmp_path / "run.png")
-    assert code == 0 and "target_verify" in out
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -60,7 +60,7 @@ def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]
     if options.draft and not options.model:
         raise ValueError("--draft: got one without --model, want both: the toy pair has a draft of its own")
     model = ["--model", options.model, "--draft", options.draft or "ngram"] if options.model else []
-    return [str(WORKLOAD), "--rounds", str(rounds[1] + 1), "--rows", str(options.rows), "-k", str(options.drafts), *model]
+    return [str(WORKLOAD), "--rounds", str(rounds[1] + 1 + command.BEHIND), "--rows", str(options.rows), "-k", str(options.drafts), *model]
 
 
 def uses_nsys(tool: str, nsys: str) -> bool:

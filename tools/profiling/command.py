@@ -26,6 +26,9 @@ FLAGS = (
 ROUNDS, FILE, TOOL, NVTX = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH", "STEPGRAPH_NVTX"
 
 
+BEHIND = 3  # rounds that the bench goes on for: the results of the last one are read while the next ones are on their way
+
+
 def checked_rounds(text: str) -> tuple[int, int]:
     """First and last round; ValueError where that is no range."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)

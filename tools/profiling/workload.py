@@ -73,8 +73,6 @@ def main(arguments: list[str] | None = None) -> int:
                     engine.submit([prompt % 90, 1, 2, 3], constraint=constraint, max_new_tokens=MAX_NEW_TOKENS)
                 engine.step()
                 bar.update(engine.stats().rounds - done)
-        while engine.has_work:
-            engine.step()
     return 0
 
 
