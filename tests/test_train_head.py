@@ -29,6 +29,13 @@ from tools.training.unroll import unroll
 from tools.training.vocabulary import choose_proposed
 
 STEPS = 6
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("mtp", {}),
+    ("mtp", {"windows": (None, None, 4)}),
+    ("mtp", {"head_norms": True}),
+    ("eagle3", {"qkv_bias": True, "head_norms": True}),
+]
 TARGET = LlamaConfig(60, 32, 40, 4, 2, 8, (None, None, None), norm_epsilon=1e-5, rope=RopeConfig(500.0))
 
 
@@ -44,17 +51,8 @@ def random_head(kind: str, its: Llama) -> Head:
     return head
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("eagle3", {}),
-        ("mtp", {}),
-        ("mtp", {"windows": (None, None, 4)}),
-        ("mtp", {"head_norms": True}),
-        ("eagle3", {"qkv_bias": True, "head_norms": True}),
-    ],
-)
-def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(("kind", "changes"), HEADS)
+def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str, Any]) -> None:
     """From every place of two texts, the runtime's own drafter over its paged cache gives the same logits at drafts 1 to 6."""
     its = target(**changes)
     head = random_head(kind, its)
@@ -84,6 +82,23 @@ def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str
                 torch.testing.assert_close(ours[sum(lengths[:row]) + pair], proposed, rtol=1e-4, atol=1e-4)
                 compared += 1
     assert compared == sum(lengths) * STEPS
+
+
+@pytest.mark.parametrize(("kind", "changes"), HEADS)
+def test_chains_are_the_same_whichever_of_them_are_grown(kind: str, changes: dict[str, Any]) -> None:
+    """A text's first chains may be left out, all of them too; the others see its first pairs all the same."""
+    its = target(**changes)
+    head = random_head(kind, its)
+    made = torch.Generator().manual_seed(4)
+    lengths, begins = (13, 9, 6), (5, 0, 6)
+    features = torch.randn(sum(lengths), 3 * 32 if kind == "eagle3" else 32, generator=made)
+    tokens = [embed(its, torch.randint(0, 60, (sum(lengths),), generator=made)) for _ in range(STEPS)]
+    grown = torch.tensor([pair >= begin for length, begin in zip(lengths, begins, strict=True) for pair in range(length)])
+    with torch.no_grad():
+        every = list(unroll(head.learner, features, tokens, lengths))
+        some = list(unroll(head.learner, features, [tokens[0], *(each[grown] for each in tokens[1:])], lengths, begins))
+    for whole, part in zip(every, some, strict=True):
+        torch.testing.assert_close(part, whole[grown], rtol=1e-5, atol=1e-5)
 
 
 def test_a_collection_that_was_interrupted_goes_on(tmp_path: Path) -> None:
@@ -119,7 +134,7 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     checkpoint = open_checkpoint(folder_of("llama-3.1", lean=True))
     folder = tmp_path_factory.mktemp("states")
     made = torch.Generator().manual_seed(0)
-    prompts = [Text(tuple(torch.randint(4, 100, (3,), generator=made).tolist()), 3) for _ in range(70)]
+    prompts = [Text(tuple(torch.randint(4, 100, (6,), generator=made).tolist()), 6) for _ in range(70)]
     return Lesson(checkpoint, answer(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
 
 
@@ -167,21 +182,25 @@ def test_what_counts_is_what_an_answer_should_say(lesson: Lesson) -> None:
     trainer = lesson.trainer("eagle3")
     indices = trainer.data.learned[:5]
     batch = trainer.data.batch(indices)
-    start = first = 0
-    for index in indices:
+    start = first = grown = 0
+    for number, index in enumerate(indices):
         text = lesson.states[index]
         ids = text.token_ids.tolist()
+        begin = batch.begins[number]
         for pair in range(len(ids) - 2):
             assert torch.equal(batch.features[start + pair], text.features[pair])
+            assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that only are seen take their tokens too"
             for step in range(3):
                 foreseen = pair + 1 + step
-                counts = bool(batch.counts[step][start + pair])
-                assert counts == (foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length)
-                if counts:
-                    assert int(batch.tokens[step][start + pair]) == ids[pair + 1 + step]
-                    assert torch.equal(batch.hidden[batch.goals[step][start + pair]], text.hidden[foreseen])
-        start, first = start + len(ids) - 2, first + len(ids) - 1
+                wanted = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
+                chain = grown + pair - begin
+                assert wanted == (pair >= begin and bool(batch.counts[step][chain])), "no pair that counts is left out"
+                if wanted:
+                    assert int(batch.tokens[step][chain if step else start + pair]) == ids[pair + 1 + step]
+                    assert torch.equal(batch.hidden[batch.goals[step][chain]], text.hidden[foreseen])
+        start, first, grown = start + len(ids) - 2, first + len(ids) - 1, grown + len(ids) - 2 - begin
     assert batch.lengths == tuple(lesson.states.lengths[index] - 2 for index in indices) and len(batch.hidden) == first
+    assert len(batch.counts[0]) == len(batch.goals[2]) == len(batch.tokens[1]) == grown < start
     assert not set(trainer.data.learned) & set(trainer.data.held_out)
 
 
@@ -193,7 +212,7 @@ def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Less
     with torch.no_grad():
         judged = trainer.judge(batch)
         embedded = [embed(head.target, tokens) for tokens in batch.tokens]
-        says = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths)]
+        says = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
         wants = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
         lost, hits, places = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()

@@ -32,16 +32,20 @@ class Wishes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """P pairs of texts one behind the other; for each of S steps, what their chains take, should say, and whether that counts."""
+    """P pairs of texts one behind the other, and C chains that grow from those near enough to an answer to foresee some of it.
+
+    For each of S steps, what the chains take, should say, and whether that counts.
+    """
 
     features: Tensor  # [P, F]
     lengths: tuple[int, ...]  # pairs of each text
-    tokens: tuple[Tensor, ...]  # per step [P], the token that is taken
+    begins: tuple[int, ...]  # the pair of each text that its first chain grows from
+    tokens: tuple[Tensor, ...]  # per step the token that is taken: [P], later [C]
     hidden: Tensor  # [P + texts * S, H] the target's states that the chains should foresee
     total: Tensor  # [P + texts * S]
     best: Tensor  # [P + texts * S]
-    goals: tuple[Tensor, ...]  # per step [P], index of the foreseen state in the three above
-    counts: tuple[Tensor, ...]  # per step [P] bool
+    goals: tuple[Tensor, ...]  # per step [C], index of the foreseen state in the three above
+    counts: tuple[Tensor, ...]  # per step [C] bool
 
 
 class TrainingSet:
@@ -116,6 +120,7 @@ class TrainingSet:
         goals: list[list[Tensor]] = [[] for _ in range(steps)]
         counts: list[list[Tensor]] = [[] for _ in range(steps)]
         lengths: list[int] = []
+        begins: list[int] = []
         base = 0
         for index in indices:
             text, wish = self._states[index], self.wishes[index]
@@ -123,18 +128,20 @@ class TrainingSet:
             states, pairs = len(ids) - 1, len(ids) - 2
             features = text.features if self._plan.kind == "eagle3" else text.hidden
             parts.append((features[:pairs], text.hidden[:states], wish.total[:states], wish.best[:states]))
-            place = torch.arange(pairs)
+            begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step foresees the answer's first token
             for step in range(steps):
+                place = torch.arange(begin if step else 0, pairs)
                 tokens[step].append(ids[(place + 1 + step).clamp(max=len(ids) - 1)])
-                foreseen = place + 1 + step
+                foreseen = place[len(place) - (pairs - begin) :] + 1 + step
                 goals[step].append(base + foreseen.clamp(max=states - 1))
                 counts[step].append((foreseen < states) & (foreseen + 1 >= text.prompt_length))
             lengths.append(pairs)
+            begins.append(begin)
             base += states
         features, hidden, total, best = (torch.cat(column) for column in zip(*parts, strict=True))
         columns = (tuple(torch.cat(each) for each in column) for column in (tokens, goals, counts))
         taken, aims, counted = columns
-        return Batch(features, tuple(lengths), taken, hidden, total, best, aims, counted)
+        return Batch(features, tuple(lengths), tuple(begins), taken, hidden, total, best, aims, counted)
 
     def prompts(self, most: int, longest: int) -> list[list[int]]:
         """Beginnings of texts that were held out, to decode from."""

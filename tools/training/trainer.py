@@ -83,7 +83,7 @@ class Trainer:
             wanted, best = self._wanted(batch)
             embedded = [embed(head.target, tokens) for tokens in batch.tokens]
             losses, hits = [], []
-            for step, hidden in enumerate(unroll(head.learner, batch.features.float(), embedded, batch.lengths)):
+            for step, hidden in enumerate(unroll(head.learner, batch.features.float(), embedded, batch.lengths, batch.begins)):
                 places = batch.counts[step].nonzero().squeeze(1)
                 goals = batch.goals[step][places]
                 logits = product(hidden[places], head.out).float()

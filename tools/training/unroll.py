@@ -83,15 +83,21 @@ class MtpLearner:
         return hidden, hidden
 
 
-def unroll(learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[Tensor]:
-    """What the logits of every step are taken from, [P, H] each.
+def unroll(
+    learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int], begins: Sequence[int] | None = None
+) -> Iterator[Tensor]:
+    """What the logits of every step are taken from, [C, H] each: of the C chains that grow from a text's pair `begins` or a later one.
 
-    features [P, F]: the pairs of all texts, one text behind the other, `lengths` pairs each. embedded: for every step, the
-    tokens that it takes, [P, H]; where a text has no token so far on, anything: nothing but that chain sees it.
+    features [P, F]: the pairs of all texts, one text behind the other, `lengths` pairs each; pairs that no chain grows from are
+    only seen. embedded: the tokens that each step takes, [P, H] at step 1, [C, H] later; where a text has no token so far on,
+    anything: nothing but that chain sees it. begins: None is the first pair of every text.
     """
     layer, config = learner.layer, learner.layer.config
     sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    firsts = [0] * len(lengths) if begins is None else list(begins)
+    counts = [length - first for length, first in zip(lengths, firsts, strict=True)]
     positions = torch.cat([torch.arange(length, device=features.device) for length in lengths])
+    grown = torch.cat([torch.arange(length, device=features.device) >= first for length, first in zip(lengths, firsts, strict=True)])
     chain: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # for every step, the entries of each text
     states = learner.begin(features)
     for step, tokens in enumerate(embedded):
@@ -101,8 +107,12 @@ def unroll(learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengt
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = rms_norm(query, layer.query_norm, config.norm_epsilon), rms_norm(key, layer.key_norm, config.norm_epsilon)
         turns = angles(positions + step, learner.frequencies, mixed.dtype)
-        chain.append((rotate(key, *turns).split(list(lengths)), value.split(list(lengths))))
-        queries = rotate(query, *turns).split(list(lengths))
+        entries = list(lengths) if step == 0 else counts
+        chain.append((rotate(key, *turns).split(entries), value.split(entries)))
+        query = rotate(query, *turns)
+        if step == 0:
+            query, shortcut, positions = query[grown], shortcut[grown], positions[grown]
+        queries = query.split(counts)
         attended = [
             attend(queries[text], [keys[text] for keys, _ in chain], [values[text] for _, values in chain], layer.window)
             for text in range(len(lengths))
@@ -113,22 +123,23 @@ def unroll(learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengt
 
 
 def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None) -> Tensor:
-    """One text at its last step. query [P, heads, size]; keys, values: [P, kv_heads, size] of every step so far."""
+    """One text at its last step, its last C pairs. query [C, heads, size]; keys, values: [P, kv_heads, size], then [C, ...] a step."""
     count, heads, size = query.shape
-    kv_heads = keys[0].shape[1]
+    pairs, kv_heads = keys[0].shape[:2]
     grouped = query.view(count, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3) * size**-0.5
-    behind = torch.arange(count, device=query.device)
-    visible = behind[:, None] >= behind
+    seen = torch.arange(pairs, device=query.device)
+    behind = seen[pairs - count :, None]
+    visible = behind >= seen
     if window:
-        visible = visible & (behind[:, None] + len(keys) - 1 - behind < window)
-    pairs = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (-1, count))
+        visible = visible & (behind + len(keys) - 1 - seen < window)
+    shared = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
     own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
     if window:  # a chain longer than the window loses sight of its own beginning
         own = [each if len(own) - place < window else each - torch.inf for place, each in enumerate(own, 1)]
-    scores = torch.cat([pairs.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
+    scores = torch.cat([shared.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
     weights: Tensor = scores.softmax(-1).to(values[0].dtype)
-    found: Tensor = (weights[..., :count].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (-1, count))
+    found: Tensor = (weights[..., :pairs].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (heads // kv_heads, count))
     for place, value in enumerate(values[1:]):
-        found = found + weights[..., count + place, None] * value.transpose(0, 1)[:, None]
+        found = found + weights[..., pairs + place, None] * value.transpose(0, 1)[:, None]
     result: Tensor = found.permute(2, 0, 1, 3).reshape(count, heads, size)
     return result
