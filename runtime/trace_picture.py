@@ -143,7 +143,7 @@ def _labels(axes: Any, narrow: Sequence[tuple[float, str, str]], lane: float, si
         middle = min(max(pixel, half), width - half)
         level = next((level for level in range(MOST_LEVELS) if free[level] <= middle - half), None)
         word = text.split()[0]
-        if level is None or (word == named[0] and pixel - named[1] < 2 * half):
+        if level is None or (word == named[0] and pixel - named[1] < half):
             continue
         free[level], named = middle + half, (word, pixel)
         edge, at = lane + side * HEIGHT / 2, lane + side * (HEIGHT / 2 + 0.14 + 0.21 * level)
@@ -168,8 +168,11 @@ def _legend(figure: Any, timeline: Timeline) -> None:
 
     words = dict.fromkeys(span.name.split()[0] for span in timeline.spans if span.kind == "stage")
     told = {"show": "show: state to the host", "place": "place: masks to the device", "between": BETWEEN}
-    patches = [Patch(color=COLOURS.get(word, OTHER), label=told.get(word, word)) for word in words]
+    patches = [Patch(color=COLOURS[word], label=told.get(word, word)) for word in words if word in COLOURS]
+    others = [word for word in words if word not in COLOURS]
+    if others:
+        patches.append(Patch(color=OTHER, label=", ".join(others[:3]) + (", ..." if len(others) > 3 else "")))
     if any(span.kind == "host" for span in timeline.spans):
         patches.append(Patch(color=HOST, label="host node"))
     patches.append(Patch(facecolor=WAIT, edgecolor="#999999", hatch="////", label="waits"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 11), fontsize=8.5, columnspacing=1.3, frameon=False)

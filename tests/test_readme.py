@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture
+from stepgraph.runtime import Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,6 +53,20 @@ def test_the_stream_example_runs() -> None:
     buffers.x.copy_(torch.arange(4.0))
     recorded.replay()
     assert buffers.y.tolist() == [1.0, 4.0, 7.0, 10.0]
+
+
+def test_the_profile_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    vocabulary = Vocabulary.printable()
+    target = ToyTarget(vocabulary.logits_width)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True)
+    with Engine(target, ToyDraft(target), vocabulary=vocabulary, config=config) as engine:
+        engine.capture()
+        engine.submit([1, 2, 3], max_new_tokens=12)
+        exec(SNIPPETS[4], {"engine": engine})
+    assert "target_verify" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rounds.json", "rounds.png"]
 
 
 def test_the_error_it_shows_is_the_error_one_gets() -> None:

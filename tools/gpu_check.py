@@ -46,7 +46,7 @@ def find_stepgraph() -> None:
 
 
 def load_checks() -> dict[str, Check]:
-    from tools.checks import attention, filters, kernels, llama, masks, profile, rejection, rounds, steps, timing
+    from tools.checks import attention, filters, kernels, llama, masks, profile, rejection, rounds, steps, timing, traces
 
     checks = (
         steps.capture_user_step,
@@ -70,6 +70,8 @@ def load_checks() -> dict[str, Check]:
         llama.attention_equals_reference,
         attention.attention_choices_equal_reference,
         llama.llama_decodes_alike,
+        traces.stages_are_told,
+        traces.timeline_tells_every_round,
         profile.profile_of_the_bench,
         timing.gil_hold,
         timing.figures,
