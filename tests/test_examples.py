@@ -1,13 +1,17 @@
-"""The examples run as they stand."""
+"""The examples run as they stand, README's of serving too."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepgraph.runtime import FinishReason, Vocabulary
+from stepgraph.runtime import AsyncEngine, Constraint, FinishReason, Vocabulary
+from tests.toy_engines import VOCABULARY, Setup, make_engine
 from tools.examples import async_stream, sync_loop
 
 
@@ -31,3 +35,15 @@ def test_the_asynchronous_streams(capsys: pytest.CaptureFixture[str]) -> None:
     assert (enough.finish_reason, late.finish_reason) == (FinishReason.CANCELLED, FinishReason.CANCELLED)
     assert 10 <= len(enough.tokens) < 1000
     assert printed[-3:] == [f"job {job.id}: {len(job.tokens)} tokens, {job.finish_reason}" for job in (whole, enough, late)]
+
+
+def test_the_one_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+    (snippet,) = [snippet for snippet in snippets if "AsyncEngine(engine)" in snippet]
+    with make_engine(Setup(k=2, eager=True)) as engine:
+        namespace: dict[str, Any] = {"AsyncEngine": AsyncEngine, "engine": engine, "vocabulary": VOCABULARY, "prompt_ids": [1, 2]}
+        namespace["constraint"] = Constraint.regex("[a-c]{4,9}")
+        exec("async def main():\n" + textwrap.indent(snippet, "    "), namespace)
+        asyncio.run(namespace["main"]())
+        assert not engine.has_work
+    assert re.fullmatch("[a-c]{4,9}", "".join(re.findall("b'(.*)'", capsys.readouterr().out)))
