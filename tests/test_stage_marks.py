@@ -78,7 +78,8 @@ def test_a_round_tells_its_stages_in_the_order_of_the_picture() -> None:
 
 def test_proposed_and_unguided_rounds_have_names_for_all_they_do() -> None:
     reports = []
-    for drafter, options in (("ngram", {"forced_drafts": True}), ("ngram", {"forced_drafts": False}), ("fair", {"draft_masks": False})):
+    for drafter, option, on in (("ngram", "forced_drafts", True), ("ngram", "forced_drafts", False), ("fair", "draft_masks", False)):
+        options: dict[str, Any] = {option: on}
         with small_engine(2, drafter, **options) as engine:
             reports.append(report_of(engine, True))
     guided, free, unguided = reports
