@@ -15,7 +15,8 @@ import torch
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
 from stepgraph.graphs.buffers import REFUSED, Column
-from stepgraph.graphs.capture import current_flow
+from stepgraph.graphs.capture import BackendStats, current_flow
+from stepgraph.graphs.tape_run import Await
 from stepgraph.runtime import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.runtime.ledger import Ledger
 from stepgraph.runtime.rows import Seat
@@ -439,6 +440,13 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
     recorded.replay()
     assert backend.stats.wait_ns == 7_000
     backend.close()
+
+
+def test_a_mark_that_is_there_already_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, reached = BackendStats(wait_ns=0), threading.Lock()
+    monkeypatch.setattr("stepgraph.graphs.tape_run.time", SimpleNamespace())  # no clock to ask
+    Await(reached, "think", noted)(False)
+    assert reached.locked() and noted.wait_ns == 0
 
 
 def test_what_has_no_grammar_waits_for_none() -> None:
