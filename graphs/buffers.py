@@ -169,7 +169,7 @@ class Column(IntEnum):
 
 
 REFUSED = -2  # in place of a draft: one was proposed, and its grammar forbids it
-RESULT_FIELDS = 5  # count, finish, accepted, offered in front; behind all, of constrained rounds, a bit per draft: forced
+RESULT_FIELDS = 6  # count, finish, accepted, offered in front; behind all a bit per draft: forced, of constrained rounds; looked up
 
 
 def result_width(limits: Limits) -> int:
@@ -185,6 +185,12 @@ def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
         BufferSpec("batch_forced", (drafts, slots), torch.int64, fill=-1),
         BufferSpec("forced_host", (drafts, slots), torch.int64, "pinned", fill=-1),
     )
+
+
+def look_up_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """On top of `round_specs` and `text_specs`, where a look-up proposes beside a draft model."""
+    drafts = (limits.rows, limits.num_speculative_tokens)
+    return (BufferSpec("row_looked_up", drafts, torch.bool),)  # whether each draft was found in the text, if no grammar forced it
 
 
 def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:

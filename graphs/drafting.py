@@ -11,6 +11,7 @@ from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Ruling
 
@@ -48,20 +49,31 @@ def choose_draft(
     masked: bool,
     sampled: bool = False,
     d2t: Tensor | None = None,
+    chain: Tensor | None = None,
 ) -> Tensor:
     """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
 
     With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
-    of the target's tokens are not proposed, but for those that a grammar forces.
+    of the target's tokens are not proposed, but for those that are looked up or that a grammar forces.
+    chain [B, K]: what a look-up proposes to the rows that still follow it, -1 elsewhere. Where legal it goes before the model.
     """
     ruling = ruling_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    certain = None
+    if chain is not None:
+        found = chain[:, step - 1]
+        certain = found >= 0 if ruling is None else (found >= 0) & legal(found, ruling)
+        tokens = torch.where(certain, found, tokens)
+        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, certain)
     if ruling is not None and "batch_forced" in buffers:
         wanted, forced = forced_tokens(buffers, after, step, ruling)
+        tokens = torch.where(forced, wanted, tokens)
+        certain = forced if certain is None else certain | forced
+    if certain is not None:
+        finite = finite | certain
         if sampled:
-            buffers.row_certain[:, step - 1].index_copy_(0, after.rows, forced)
-        finite, tokens = finite | forced, torch.where(forced, wanted, tokens)
+            buffers.row_certain[:, step - 1].index_copy_(0, after.rows, certain)
     return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 
@@ -71,6 +83,13 @@ def ruling_of(buffers: StaticBuffers, after: Batch, step: int) -> Ruling:
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
     status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
     return Ruling(masks, None, ruled, status)
+
+
+def legal(tokens: Tensor, ruling: Ruling) -> Tensor:
+    """[B] bool: whether each row's token is allowed, under a mask that is the row's own. Of -1 it says nothing."""
+    known = tokens.clamp(min=0)
+    words = ruling.masks[:, 0].gather(1, known[:, None] // WORD).squeeze(1)
+    return ((words >> (known % WORD)) & 1 != 0) & (ruling.status[:, 0] == MaskStatus.OK) | ~ruling.ruled
 
 
 def forced_tokens(buffers: StaticBuffers, after: Batch, step: int, ruling: Ruling) -> tuple[Tensor, Tensor]:
@@ -111,6 +130,11 @@ def _draft_sampled(
 def going_on(after: Batch) -> Tensor:
     """[B] bool: rows that go on after this round."""
     return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
+
+
+def agreeing(proposed: Tensor, step: int, tokens: Tensor) -> Tensor:
+    """The chains [B, K] of those rows whose draft `step` is the chain's; -1 for the others: theirs go on from another text."""
+    return torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
 
 
 def keep_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:

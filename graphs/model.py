@@ -138,6 +138,12 @@ class ModelPair(NamedTuple):
     target: TargetModel
     draft: DraftModel | None
     proposer: Proposer | None = None
+    look_up: Proposer | None = None  # stands in for a draft model where it finds something
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the device keeps the rows' texts, for somebody proposes from them."""
+        return self.proposer is not None or self.look_up is not None
 
     @property
     def drafter(self) -> DraftModel | Proposer | None:

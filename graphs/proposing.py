@@ -7,12 +7,10 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import forced_tokens, going_on, ruling_of
+from stepgraph.graphs.drafting import forced_tokens, going_on, legal, ruling_of
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import MaskStatus
 
 ANCHOR = 8  # tokens of the prompt in front of a given text: what an output begins with follows them there as it does here
 
@@ -22,7 +20,7 @@ def given_from(limits: Limits) -> int:
 
 
 def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """On top of `round_specs`, for a proposer: every row's history, a column that stays -1, the given text, and one more -1."""
+    """On top of `round_specs`, for who proposes from it: every row's history, a column that stays -1, the given text, and one more -1."""
     width = given_from(limits) + limits.max_length + 1
     return (
         BufferSpec("row_text", (limits.rows, width), torch.int32, fill=-1),
@@ -58,9 +56,8 @@ def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: T
     """
     ruling = ruling_of(buffers, after, step)
     wanted, forced = forced_tokens(buffers, after, step, ruling)
-    words = ruling.masks[:, 0].gather(1, proposed.clamp(min=0)[:, None] // WORD).squeeze(1)
-    legal = ((words >> (proposed.clamp(min=0) % WORD)) & 1 != 0) & (ruling.status[:, 0] == MaskStatus.OK) | ~ruling.ruled
-    tokens = torch.where(forced, wanted, torch.where(legal, proposed, torch.where(proposed < 0, -1, REFUSED)))
+    unforced = torch.where(legal(proposed, ruling), proposed, torch.where(proposed < 0, -1, REFUSED))
+    tokens = torch.where(forced, wanted, unforced)
     return torch.where(alive & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
 
 

@@ -8,7 +8,8 @@
     draft_decode                              accept d_1, fill row 1
       wait row 1; mask, choose d_2            ... and so on to d_K
 
-A proposer drafts whole chains in place of the draft's stages; with forced tokens it is guided too, place by place.
+A proposer drafts whole chains in place of the draft's stages; with forced tokens it is guided too, place by place. Beside a
+draft, a look-up's chain is there in front of draft_prefill: its tokens stand in place of the draft's until one of them does not.
 The mask that guided draft i + 1 verifies it in the next round: each of the K + 1 mask rows is filled once, used twice.
 """
 
@@ -27,6 +28,7 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
 from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
 from stepgraph.sampling.grammar.status import HostColumn
 
@@ -49,7 +51,7 @@ class Round:
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
         flow = current_flow()
-        target, draft, proposer = self.models
+        target, draft, proposer, _ = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
         with flow.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention)
@@ -69,12 +71,13 @@ class Round:
             return
 
         masked = grammar is not None and self.guided(buffers)
-        tokens, drafts = emission.tokens, []
+        tokens, drafts, chain = emission.tokens, [], None
         with flow.stage("accept"):
             alive = drafting.going_on(after)
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
             if step == 1:
+                chain = self._look_up(buffers, batch, after, emission, flow)
                 with flow.stage("draft_prefill"):
                     logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
             else:
@@ -83,8 +86,9 @@ class Round:
             if mask_ready:
                 flow.wait(mask_ready)
             with flow.stage(f"choose_draft {step}"):
-                tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t)
+                tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
+                chain = None if chain is None else drafting.agreeing(chain, step, tokens)
                 alive = tokens >= 0
             drafts.append(tokens)
         with flow.stage("keep_chain"):
@@ -95,6 +99,14 @@ class Round:
         if self.models.proposer is not None:
             return "batch_forced" in buffers
         return self.draft_masks and self.models.draft is not None
+
+    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, flow: Flow) -> Tensor | None:
+        """The chains that are found in the rows' texts, for drafts that stand in place of a draft model's."""
+        if self.models.look_up is None:
+            return None
+        with flow.stage("look_up"):
+            proposing.note_emission(buffers, batch, emission, self.limits)
+            return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
     def _propose(self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, flow: Flow) -> Tensor:
         """The chain of a proposer. A token that a grammar forces stands in its place, and what is proposed goes on while it agrees."""
@@ -108,7 +120,7 @@ class Round:
             with flow.stage(f"choose_draft {step}"):
                 tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
                 buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
-                proposed = torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
+                proposed = drafting.agreeing(proposed, step, tokens)
                 alive = tokens >= 0
             drafts.append(tokens)
         return torch.stack(drafts, 1)

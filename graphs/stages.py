@@ -68,9 +68,11 @@ def accept(
     buffers.row_state.index_copy_(0, batch.rows, after.state)
     told = (emission.emitted, emission.finish, emission.accepted, draft_count)
     results = torch.cat([*(each[:, None] for each in told), tokens, status, drafts], 1)
-    buffers.results[: len(batch.rows), :-1].copy_(results)
+    buffers.results[: len(batch.rows), :-2].copy_(results)
     if constrained and "row_forced" in buffers:
-        buffers.results[: len(batch.rows), -1].copy_(_forced_drafts(buffers, batch))
+        buffers.results[: len(batch.rows), -2].copy_(_on_offer(buffers.row_forced, batch))
+    if "row_looked_up" in buffers:
+        buffers.results[: len(batch.rows), -1].copy_(_on_offer(buffers.row_looked_up, batch))
     return emission, after
 
 
@@ -118,11 +120,11 @@ def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling
     return Choice(tokens, finite, accepted, status)
 
 
-def _forced_drafts(buffers: StaticBuffers, batch: Batch) -> Tensor:
-    """[B] int64 a bit per draft on offer: whether a grammar forced it."""
+def _on_offer(flags: Tensor, batch: Batch) -> Tensor:
+    """[B] int64 a bit per draft: whether it is on offer, and its flag of [R, K] is set."""
     index = torch.arange(batch.drafts.shape[1], device=batch.rows.device)
-    forced = buffers.row_forced[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
-    return (forced.to(torch.int64) << index).sum(1)
+    flagged = flags[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
+    return (flagged.to(torch.int64) << index).sum(1)
 
 
 def _forced(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob
+    from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, Origin, QueueFullError, StepEvent, TokenLogprob
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.sampling.grammar import Constraint, Vocabulary
     from stepgraph.sampling.params import SamplingParams
@@ -24,6 +24,7 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "Job",
+    "Origin",
     "QueueFullError",
     "SamplingParams",
     "StepEvent",
@@ -39,6 +40,7 @@ _HOMES = {
     "EngineStats": "runtime.stats",
     "FinishReason": "runtime.request",
     "Job": "runtime.request",
+    "Origin": "runtime.request",
     "QueueFullError": "runtime.request",
     "SamplingParams": "sampling.params",
     "StepEvent": "runtime.request",

@@ -64,7 +64,7 @@ class Admission:
         self._states = states
         self._admissions = PinnedRing(backend, buffers.admission_ring_host)
         self._prompts = PinnedRing(backend, buffers.prompt_ring_host)
-        self._texts = None if models.proposer is None else PinnedRing(backend, buffers.text_ring_host)
+        self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
 
     def prefill(self, seat: Seat, budget: int) -> int:
@@ -150,7 +150,8 @@ class Admission:
     def _place_state(self, seat: Seat) -> None:
         buffers, job, row = self._buffers, seat.job, seat.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
-        walked = seat.matcher is None or "batch_forced" not in buffers  # else a draft is verified by the mask that guided it
+        # A draft that a mask guided is verified by it, and nothing has guided a given text.
+        walked = seat.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if walked else 0
         state = {
             Column.OWNER: job.id,
@@ -181,6 +182,10 @@ class Admission:
             buffers.row_drafts[row].fill_(-1)
             if offered:
                 buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
+                buffers.row_certain[row].fill_(True)
+                for name, found in (("row_looked_up", True), ("row_forced", False)):
+                    if name in buffers:
+                        buffers[name][row].fill_(found)
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
             buffers.row_params[row].copy_(_floats(bits_part))

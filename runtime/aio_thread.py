@@ -26,7 +26,7 @@ class Reading:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.known = self.read = 0  # tokens
-        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0  # since it was last read
+        self._count_anew()
         self.fresh = self.ended = False
         self.readers: list[asyncio.Future[None]] = []  # for the event loop alone
 
@@ -35,7 +35,14 @@ class Reading:
         self.accepted_drafts += event.num_accepted_drafts
         self.forced_drafts += event.num_forced_drafts
         self.accepted_forced_drafts += event.num_accepted_forced_drafts
+        self.looked_up_drafts += event.num_looked_up_drafts
+        self.accepted_looked_up_drafts += event.num_accepted_looked_up_drafts
         self.fresh, self.ended = True, event.finish_reason is not None
+
+    def _count_anew(self) -> None:
+        """What of the drafts is known since it was last read."""
+        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0
+        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
 
     def end(self) -> None:
         """What is known of a job that ended without an event: the engine was closed."""
@@ -55,9 +62,12 @@ class Reading:
             tuple(job.logprobs[new]),
             self.forced_drafts,
             self.accepted_forced_drafts,
+            self.looked_up_drafts,
+            self.accepted_looked_up_drafts,
+            tuple(job.origins[new]),
         )
         self.read, self.fresh = self.known, False
-        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0
+        self._count_anew()
         return event
 
     def wake(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
+from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
 from stepgraph.sampling.grammar.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
 from stepgraph.sampling.grammar.constraint import BackendChoice, checked_backend
@@ -34,6 +35,8 @@ class EngineConfig:
     forced_drafts: bool | None = (
         None  # draft what a grammar leaves no choice about, as the tokenizer writes it; None: where no model drafts
     )
+    # beside a draft model: what followed where the text held as many equal tokens before is drafted in its stead; 0: nothing is
+    look_up: int = 0
     draft_masks: bool = True  # False: drafts are not masked, one host node walks them afterwards; same tokens
     greedy_only: bool = False  # True: half the graphs; a request that needs more than a masked argmax is refused
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks: how often draft 1, 2, ... holds; texts mean nothing then
@@ -75,6 +78,7 @@ class EngineConfig:
         except ValueError as error:
             raise ValueError(str(error).replace("Limits.", "EngineConfig.")) from None
         self._check_forced()
+        self._check_look_up()
         if self.forced_drafts and not self.draft_masks:
             raise ValueError("EngineConfig.forced_drafts: got True with draft_masks=False, want draft_masks=True: they show what is forced")
         if self.buckets is not None:
@@ -97,6 +101,12 @@ class EngineConfig:
         kept = self.prefix_cache_pages
         if kept is not None and (not is_int(kept) or kept < 0):
             raise ValueError(f"EngineConfig.prefix_cache_pages: got {kept!r}, want a whole number >= 0, or None")
+
+    def _check_look_up(self) -> None:
+        if not is_int(self.look_up) or not 0 <= self.look_up <= ANCHOR:
+            raise ValueError(f"EngineConfig.look_up: got {self.look_up!r}, want a whole number from 0 to {ANCHOR}")
+        if self.look_up and not self.num_speculative_tokens:
+            raise ValueError(f"EngineConfig.look_up: got {self.look_up} with num_speculative_tokens=0, want 0: nothing is drafted")
 
     def _check_forced(self) -> None:
         forced, drafts = self.forced_acceptance, self.num_speculative_tokens

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.grammars import Waiting
 from stepgraph.runtime.ledger import Ledger
-from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob
+from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.rows import RowTable, Seat, Sharing
 from stepgraph.runtime.stats import Loss
 from stepgraph.sampling.acceptance import FinishCode
@@ -22,8 +22,9 @@ from stepgraph.sampling.grammar.limits import named
 class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
-    def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None) -> None:
-        self.lock, self._ended = threading.Lock(), ended
+    def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None, only_looks_up: bool = False) -> None:
+        """only_looks_up: every draft that no grammar forces was found in a text."""
+        self.lock, self._ended, self._only_looks_up = threading.Lock(), ended, only_looks_up
         self._waiting: collections.deque[Waiting] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
@@ -111,11 +112,14 @@ class Desk:
         code: FinishCode,
         logprobs: Sequence[TokenLogprob],
         forced: int = 0,
+        looked_up: int = 0,
         offered: int = 0,
         lost: Loss | None = None,
     ) -> StepEvent:
-        """Book what a round emitted for a seat. `forced`: a bit per draft, set where a grammar forced it."""
-        forced_drafts, accepted_forced = forced.bit_count(), (forced & ~(-1 << accepted)).bit_count()
+        """Book what a round emitted for a seat. `forced`, `looked_up`: a bit per draft: whether a grammar forced or a look-up found it."""
+        looked_up, held = (~(-1 << offered) if self._only_looks_up else looked_up) & ~forced, ~(-1 << accepted)
+        forced_drafts, accepted_forced = forced.bit_count(), (forced & held).bit_count()
+        looked_up_drafts, accepted_looked_up = looked_up.bit_count(), (looked_up & held).bit_count()
         job, ledger = seat.job, self.ledger
         with self.lock:
             if tokens and not job.tokens:
@@ -125,9 +129,13 @@ class Desk:
             ledger.accepted_drafts += accepted
             ledger.forced_drafts += forced_drafts
             ledger.accepted_forced_drafts += accepted_forced
+            ledger.looked_up_drafts += looked_up_drafts
+            ledger.accepted_looked_up_drafts += accepted_looked_up
             if offered or (job.rounds and job.num_speculative_tokens):
                 ledger.drafted(len(tokens), offered, accepted, lost)
+        origins = origins_of(len(tokens), accepted, forced, looked_up)
         job.tokens.extend(tokens)
+        job.origins.extend(origins)
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
@@ -138,6 +146,9 @@ class Desk:
             logprobs=tuple(logprobs),
             num_forced_drafts=forced_drafts,
             num_accepted_forced_drafts=accepted_forced,
+            num_looked_up_drafts=looked_up_drafts,
+            num_accepted_looked_up_drafts=accepted_looked_up,
+            origins=origins,
         )
         if code == FinishCode.RUNNING:
             return event

@@ -29,7 +29,8 @@ def take_drafter(target: TargetModel, draft: Drafter | str | None, config: Engin
         return ModelPair(target, None, drafter), config
     if isinstance(drafter, ForcedDrafts):
         drafter.to(device_of(target))
-    return ModelPair(target, drafter), config
+    look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
+    return ModelPair(target, drafter, look_up=look_up), config
 
 
 def check_config(config: object) -> None:
@@ -44,6 +45,9 @@ def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel |
         raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, want draft_masks=True: nothing else is drafted")
     if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
         draft = _function_proposer(draft, config)
+    if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
+        wanted = "want 0: it stands in for a draft model; draft='ngram' looks up by itself"
+        raise ValueError(f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, {wanted}")
     check_draft(config, draft)
     return cast("DraftModel | Proposer | None", draft)
 
@@ -62,6 +66,11 @@ def named_proposer(word: str, why: str = "") -> Proposer | ForcedDrafts | None:
 
 def without_drafts(config: EngineConfig | None) -> EngineConfig:
     return replace(config or EngineConfig(), num_speculative_tokens=0)
+
+
+def only_looks_up(models: ModelPair) -> bool:
+    """Whether whatever no grammar forces is looked up."""
+    return isinstance(models.proposer, NgramLookup)
 
 
 def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:

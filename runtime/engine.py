@@ -24,7 +24,7 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.drafters import Drafter, only_looks_up, take_drafter
 from stepgraph.runtime.grammars import Grammars
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
@@ -90,7 +90,7 @@ class Engine:
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
-        self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None)
+        self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None, only_looks_up(models))
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
         self._flights = make_flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)

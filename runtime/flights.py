@@ -40,6 +40,7 @@ class Outcome(NamedTuple):
     code: FinishCode
     logprobs: list[TokenLogprob]
     forced: int  # a bit per draft of the round: whether a grammar forced it
+    looked_up: int  # a bit per draft: whether it was found in the text, if it was not forced
     offered: int  # drafts that the round judged
     lost: Loss | None  # why not every draft that the request wants held; None where they did
 
@@ -113,12 +114,12 @@ class Flights:
             assert len(line) == result_width(self._limits)
             if not seat.job.finished:  # else: launched before its end was known, and inert
                 count, finish, accepted, offered = line[:first]
-                tokens, forced = line[first : first + count], line[-1] if flight.constrained else 0
+                tokens, forced, looked_up = line[first : first + count], line[-2] if flight.constrained else 0, line[-1]
                 if self._states:
                     self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-1])
-                yield Outcome(seat, tokens, accepted, FinishCode(finish), wanted, forced, offered, lost)
+                lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
+                yield Outcome(seat, tokens, accepted, FinishCode(finish), wanted, forced, looked_up, offered, lost)
 
     def forget(self) -> None:
         self._flights.clear()

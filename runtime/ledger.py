@@ -36,6 +36,7 @@ class Ledger:
     def __init__(self, num_drafts: int) -> None:
         self.tokens = self.prompt_tokens = self.accepted_drafts = 0
         self.forced_drafts = self.accepted_forced_drafts = 0
+        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
         self.submitted = self.most_waiting = 0
         self.finished = collections.Counter[FinishReason]()
         self.queue_seconds, self.first_token_seconds = Tally(), Tally()

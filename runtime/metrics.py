@@ -72,6 +72,8 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counters("position_accepted", "Drafts that held, by their place in the chain.", _by_position(drafting.accepted))
     yield _counter("forced_drafts", "Drafts that a grammar forced.", stats.forced_drafts)
     yield _counter("accepted_forced_drafts", "Those of them that held.", stats.accepted_forced_drafts)
+    yield _counter("looked_up_drafts", "Drafts that a look-up found.", stats.looked_up_drafts)
+    yield _counter("accepted_looked_up_drafts", "Those of them that held.", stats.accepted_looked_up_drafts)
 
 
 def _rounds(stats: EngineStats) -> Iterator[Metric]:

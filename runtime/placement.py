@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
-from stepgraph.graphs.buffers import StaticBuffers, forced_specs, round_specs, state_specs
+from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
 from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
@@ -105,7 +105,7 @@ def sharing_for(config: EngineConfig, models: ModelPair) -> Sharing:
 
 def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
     """The number of tokens. A draft shares the target's vocabulary, or tells which of its tokens each of its own stands for."""
-    target, draft, _ = models
+    target, draft = models.target, models.draft
     if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
         wanted = f"the target's vocab_size {target.vocab_size}"
         raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want {wanted}")
@@ -137,11 +137,12 @@ def make_buffers(
     limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None, forced: bool = False
 ) -> StaticBuffers:
     """The round's spec table, the models' own caches and what is saved; the models' weights as constants."""
-    named = {name: model for name, model in (("target", models.target), ("draft", models.drafter)) if model is not None}
+    everybody = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
+    named = {name: model for name, model in everybody if model is not None}
     drawn = not greedy_only and models.proposer is None
     specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
-    if models.proposer is not None:
-        specs += text_specs(limits)
+    specs += text_specs(limits) if models.reads_text else ()
+    specs += look_up_specs(limits) if models.look_up is not None else ()
     if saved:
         specs += state_specs(limits, saved.width, models.target.feature_dtype)
     specs += forced_specs(limits) if forced else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +39,27 @@ FINISH_REASONS = {
 }
 
 
+class Origin(str, enum.Enum):
+    """Who said a token first. Whoever did, it is what the target says there."""
+
+    TARGET = "target"  # nobody before it: a round's last token, if no end cut it off
+    DRAFT = "draft"  # the drafter, and it held: a model, a proposer or a function
+    LOOK_UP = "look_up"  # a draft found in the text, or in the one that was given
+    FORCED = "forced"  # a draft that the grammar left no choice about
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@functools.lru_cache(maxsize=1024)
+def origins_of(count: int, accepted: int, forced: int, looked_up: int) -> tuple[Origin, ...]:
+    """Of the tokens that a round emitted; a bit per draft tells which of the accepted ones were forced, and which looked up."""
+    drafts = (
+        Origin.FORCED if forced >> place & 1 else Origin.LOOK_UP if looked_up >> place & 1 else Origin.DRAFT for place in range(accepted)
+    )
+    return (*drafts, *(Origin.TARGET,) * (count - accepted))
+
+
 class TokenLogprob(NamedTuple):
     """How likely an emitted token was, as natural logarithms."""
 
@@ -65,6 +87,9 @@ class StepEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request wants them
     num_forced_drafts: int = 0  # of the round's drafts: those that a grammar forced
     num_accepted_forced_drafts: int = 0
+    num_looked_up_drafts: int = 0  # those that were found in the text
+    num_accepted_looked_up_drafts: int = 0
+    origins: tuple[Origin, ...] = ()  # one per token
 
 
 @dataclass(eq=False)
@@ -85,6 +110,7 @@ class Job:
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
     num_cached_tokens: int = 0  # of the prompt: not computed, but found in the cache
     tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
     num_accepted_drafts: int = 0
     rounds: int = 0

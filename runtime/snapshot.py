@@ -36,6 +36,8 @@ def take_stats(
             drafting=ledger.drafting,
             forced_drafts=ledger.forced_drafts,
             accepted_forced_drafts=ledger.accepted_forced_drafts,
+            looked_up_drafts=ledger.looked_up_drafts,
+            accepted_looked_up_drafts=ledger.accepted_looked_up_drafts,
             forced_looks=host.looks,
             mask_fills=host.fills,
             matcher_accepts=host.accepts,

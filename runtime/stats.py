@@ -108,6 +108,8 @@ class EngineStats:
     drafting: DraftStats
     forced_drafts: int  # drafts that a grammar forced
     accepted_forced_drafts: int
+    looked_up_drafts: int  # drafts that a look-up found
+    accepted_looked_up_drafts: int
     forced_looks: int  # how often a grammar was asked what must come next
     mask_fills: int
     matcher_accepts: int

@@ -27,7 +27,7 @@ class Submissions:
                 f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
             )
         self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
-        self._takes_draft_ids = models.proposer is not None
+        self._takes_draft_ids = models.reads_text
         self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
         self._pinned = pinned  # embeddings on their way to the device: a copy from other memory would wait for it
         self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
@@ -69,7 +69,8 @@ class Submissions:
         """The text that a request expects, if it can be of use."""
         given, most = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
         if not self._takes_draft_ids:
-            raise ValueError(f"draft_ids: got {len(given)} tokens, want None: the engine drafts from no text; Engine(draft='ngram') does")
+            who = "Engine(draft='ngram') does, or EngineConfig(look_up=3) beside a draft model"
+            raise ValueError(f"draft_ids: got {len(given)} tokens, want None: the engine drafts from no text; {who}")
         if not drafts:
             raise ValueError(f"draft_ids: got {len(given)} tokens with num_speculative_tokens=0, want None")
         if len(given) > most:

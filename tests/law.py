@@ -182,18 +182,23 @@ class Law:
     def _drafts(self, batch: Batch) -> list[Tensor]:
         b, drafts, position = self.buffers, [], batch.column(Column.LENGTH) - 1
         tokens, alive, features = batch.column(Column.LAST_TOKEN), drafting.going_on(batch), torch.empty(len(batch.rows), 1, 0)
-        legal = batch.live
+        legal, chain = batch.live, self._chain(batch)
         self._fill_masks(batch, 0, tokens, legal)
         for step in range(1, self.k + 1):
             before = tokens
             logits, features = drafting.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
-            tokens = drafting.choose_draft(b, batch, step, logits, alive, self.draft_masks, sampled=True, d2t=self.draft.d2t)
+            tokens = drafting.choose_draft(b, batch, step, logits, alive, self.draft_masks, True, self.draft.d2t, chain)
+            chain = None if chain is None else drafting.agreeing(chain, step, tokens)
             b.batch_drafts[step - 1].copy_(tokens)
             alive = tokens >= 0
             legal = legal & alive & self.masks[position + step - 1, before.clamp(min=0), tokens.clamp(min=0)]
             self._fill_masks(batch, step, tokens, legal)
             drafts.append(tokens)
         return drafts
+
+    def _chain(self, batch: Batch) -> Tensor | None:
+        """What is looked up, if anything is."""
+        return None
 
     def _fill_masks(self, batch: Batch, index: int, previous: Tensor, legal: Tensor) -> None:
         """What a host node brings: the masks of one place, which follow from the token in front of it."""

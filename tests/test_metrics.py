@@ -112,6 +112,8 @@ def test_values_are_the_figures() -> None:
         "accepted_drafts_total": stats.accepted_drafts,
         "forced_drafts_total": stats.forced_drafts,
         "accepted_forced_drafts_total": stats.accepted_forced_drafts,
+        "looked_up_drafts_total": stats.looked_up_drafts,
+        "accepted_looked_up_drafts_total": stats.accepted_looked_up_drafts,
         "drafting_rounds_total": drafting.rounds,
         "drafting_tokens_total": drafting.tokens,
         "full_chains_total": drafting.full,

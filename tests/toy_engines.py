@@ -90,6 +90,7 @@ class Setup:
     forced_acceptance: tuple[float, ...] | None = None
     host_link: str = "auto"
     forced_drafts: bool = False
+    look_up: int = 0
     compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
 
 
@@ -105,6 +106,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
         prefill_chunk=setup.prefill_chunk,
         draft_masks=setup.draft_masks,
         forced_drafts=setup.forced_drafts,
+        look_up=setup.look_up,
         greedy_only=setup.greedy_only,
         forced_acceptance=setup.forced_acceptance,
         eager=setup.eager,

@@ -42,9 +42,10 @@ def replay_equals_eager(context: Context) -> Figures:
             for rows, constrained, sampled in itertools.product((1, 2, ROWS), (False, True), (False, True)):
                 announce = partial(bench.announce, rows) if constrained else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
-    for proposer, forced_drafts in ((NgramLookup(), False), (NgramLookup(), True), (None, True)):
+    drafters = (NgramLookup(), False, None), (NgramLookup(), True, None), (None, True, None), (None, True, NgramLookup(min_ngram=2))
+    for proposer, forced_drafts, look_up in drafters:
         with context.backend() as backend:
-            bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts)
+            bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts, look_up=look_up)
             for kind in itertools.product((False, True), (False, True)):
                 announce = partial(bench.announce, ROWS) if kind[0] else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, announce)

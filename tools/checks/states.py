@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column, forced_specs, round_specs
+from stepgraph.graphs.buffers import Column, forced_specs, look_up_specs, round_specs
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.proposing import text_specs
@@ -31,7 +31,13 @@ class RoundBench:
     """All that the stages of a round need, on any device."""
 
     def __init__(
-        self, backend: Backend, k: int, draft_masks: bool = True, proposer: Proposer | None = None, forced_drafts: bool = False
+        self,
+        backend: Backend,
+        k: int,
+        draft_masks: bool = True,
+        proposer: Proposer | None = None,
+        forced_drafts: bool = False,
+        look_up: Proposer | None = None,
     ) -> None:
         self.backend = backend
         num_tokens = len(VOCABULARY.tokens)
@@ -47,7 +53,7 @@ class RoundBench:
             num_tokens=num_tokens,
             feature_size=3,
         )
-        self.models = ModelPair(target, draft if k and proposer is None else None, proposer)
+        self.models = ModelPair(target, draft if k and proposer is None else None, proposer, look_up)
         self.draft = draft
         outputs = (
             BufferSpec("out_logits", (ROWS, k + 1, num_tokens), torch.float32),
@@ -56,7 +62,8 @@ class RoundBench:
             BufferSpec("out_tokens", (ROWS,), torch.int64),
         )
         specs = [*round_specs(self.limits, drawn=proposer is None), *target.cache_specs(self.limits), *draft.cache_specs(self.limits)]
-        specs += outputs if proposer is None else (*outputs, *text_specs(self.limits))
+        specs += (*outputs, *text_specs(self.limits)) if self.models.reads_text else outputs
+        specs += look_up_specs(self.limits) if look_up else ()
         specs += forced_specs(self.limits) if forced_drafts else ()
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
@@ -81,6 +88,8 @@ class RoundBench:
         if "row_text" in b:
             numbers("row_text", -1, 4)
             b.row_text[:, self.limits.max_length].fill_(-1)
+        if "row_looked_up" in b:
+            numbers("row_looked_up", 0, 2)
         self._randomise_sampling(made)
         states, tags = b.row_state.cpu(), b.row_tags.cpu()
         for row in range(ROWS):
