@@ -14,16 +14,16 @@ setup(
     ext_modules=[
         Extension(
             "stepgraph.sampling.grammar.native._link",
-            sources=[f"{SOURCES}/{name}.c" for name in ("forced", "host_link", "llguidance", "matcher", "pool", "xgrammar")],
-            depends=[f"{SOURCES}/{name}.h" for name in ("forced", "host_link", "matcher", "pool")],
+            sources=[f"{SOURCES}/{name}.c" for name in ("checked", "forced", "host_link", "llguidance", "marker", "matcher", "pool", "xgrammar")],
+            depends=[f"{SOURCES}/{name}.h" for name in ("checked", "forced", "host_link", "marker", "matcher", "pool")],
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             optional=True,
         ),
         Extension(
             "stepgraph.graphs.cpu_kernels._kernels",
-            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "tokens")],
-            depends=[f"{KERNELS}/kernels.h"],
+            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "product", "product_dot", "tokens")],
+            depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/product.h"],
             # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
             extra_compile_args=[
                 *("-std=c11", "-O3", "-g0", "-fvisibility=hidden"),

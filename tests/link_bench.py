@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
 from stepgraph.sampling.grammar.native import load
 from stepgraph.sampling.grammar.native_link import NativeLink
 from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
-from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, VOCABULARY
+from tests.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 WORDS = VOCABULARY.mask_words
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
@@ -38,15 +38,17 @@ class Memory:
     masks: Tensor
     tags: Tensor
     forced: Tensor | None = None
+    vocabulary: Vocabulary = field(default=VOCABULARY, kw_only=True)
 
     @classmethod
-    def make(cls, slots: int, drafts: int, words: int = WORDS) -> Memory:
+    def make(cls, slots: int, drafts: int, words: int = WORDS, vocabulary: Vocabulary = VOCABULARY) -> Memory:
         return cls(
             torch.zeros(slots, len(HostColumn), dtype=torch.int64),
             torch.full((drafts, slots), -1, dtype=torch.int64),
             torch.full((drafts + 1, slots, words), 0x5A5A5A5A, dtype=torch.int32),
             torch.full((drafts + 1, slots, TAG_FIELDS), 77, dtype=torch.int64),
             torch.full((drafts, slots), 77, dtype=torch.int64),
+            vocabulary=vocabulary,
         )
 
     @property
@@ -55,7 +57,7 @@ class Memory:
 
     @property
     def forcing(self) -> Forcing | None:
-        return None if self.forced is None else Forcing(token_table(VOCABULARY), self.forced)
+        return None if self.forced is None else Forcing(token_table(self.vocabulary), self.forced)
 
 
 def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> NativeLink:
@@ -98,9 +100,10 @@ class Guest:
 class Twins:
     """The Python link and the native one through the same schedule; `check` compares all that they wrote."""
 
-    def __init__(self, slots: int, drafts: int, random: Random, threads: int | None = None) -> None:
-        self.slots, self.drafts, self.random = slots, drafts, random
-        self.memories = Memory.make(slots, drafts), Memory.make(slots, drafts)
+    def __init__(self, slots: int, drafts: int, random: Random, threads: int | None = None, vocabulary: Vocabulary = VOCABULARY) -> None:
+        self.slots, self.drafts, self.random, self.vocabulary = slots, drafts, random, vocabulary
+        first, second = (Memory.make(slots, drafts, vocabulary.mask_words, vocabulary) for _ in range(2))
+        self.memories = first, second
         self.links: tuple[HostLink, HostLink] = (
             PythonLink(*self.memories[0].all, forcing=self.memories[0].forcing),
             native_link(self.memories[1], threads=threads),
@@ -114,8 +117,10 @@ class Twins:
         if self.random.random() < 0.3 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
             grammar = OTHER_COMPILER.compile(constraint)
         foreign = self.random.random() < 0.1
+        self.sit(slot, grammar, [Foreign(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links])
+
+    def sit(self, slot: int, grammar: CompiledConstraint, matchers: list[Matcher]) -> None:
         self.owners += 1
-        matchers = [Foreign(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links]
         first, second = (link.row(self.owners, matcher) for link, matcher in zip(self.links, matchers, strict=True))
         self.guests[slot] = Guest(self.owners, grammar, (first, second))
 
@@ -183,11 +188,11 @@ class Twins:
 
     def legal(self, guest: Guest, drafts: int) -> list[int]:
         """What a fresh matcher allows behind the history and so many drafts."""
-        matcher, mask = guest.grammar.matcher(), torch.zeros(1, WORDS, dtype=torch.int32)
+        matcher, mask = guest.grammar.matcher(), torch.zeros(1, self.vocabulary.mask_words, dtype=torch.int32)
         if not all(matcher.accept_token(token) for token in [*guest.history, *guest.drafts[:drafts]]):
             return []
         matcher.fill_next_token_bitmask(mask, 0)
-        return [token for token in range(VOCABULARY.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
+        return [token for token in range(self.vocabulary.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
 
     def draft(self, guest: Guest, count: int, guided: bool = False) -> None:
         """Extend the drafts to `count`: forced ones where the host says so, mostly legal ones, and all that a drafter may get wrong."""
@@ -203,9 +208,10 @@ class Twins:
             elif luck < 0.75 and legal:
                 guest.drafts.append(self.random.choice(legal))
             elif luck < 0.85:
-                guest.drafts.append(STOP)
+                guest.drafts.append(self.vocabulary.stop_token_ids[0])
             else:
-                wrong = [-1, self.random.randrange(VOCABULARY.logits_width), VOCABULARY.logits_width + 5, 2**32 + 5, 2**62]
+                width = self.vocabulary.logits_width
+                wrong = [-1, self.random.randrange(width), width + 5, 2**32 + 5, 2**62]
                 guest.drafts.append(self.random.choice(wrong))
 
     def accept(self) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
+from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.host_link import MatcherRow
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.marker import MarkerMatcher
+from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.native.layout import LLGuidanceStruct, XGrammarStruct
-from stepgraph.sampling.grammar.native_link import NativeRow
+from stepgraph.sampling.grammar.native_row import NativeRow
 
 SIGNATURES = {
     "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
@@ -21,9 +23,16 @@ SIGNATURES = {
 }
 
 
+def innermost(matcher: Matcher) -> Matcher:
+    """The library's own, inside a check and behind a marker."""
+    while isinstance(matcher, (CheckedMatcher, MarkerMatcher)):
+        matcher = matcher.inner
+    return matcher
+
+
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
     """Put `bug(real, *arguments)` in the place of one of the five functions that a native row calls."""
-    struct = XGrammarStruct if isinstance(row.matcher, XGrammarMatcher) else LLGuidanceStruct
+    struct = XGrammarStruct if isinstance(innermost(row.matcher), XGrammarMatcher) else LLGuidanceStruct
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
     real = SIGNATURES[name](getattr(library.functions, name))
     entry = SIGNATURES[name](lambda *arguments: bug(real, *arguments))

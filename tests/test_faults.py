@@ -15,7 +15,7 @@ from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.rows import Seat
-from stepgraph.sampling.grammar.native_link import NativeRow
+from stepgraph.sampling.grammar.native_row import NativeRow
 from tests.oracles import greedy
 from tests.planted import break_fill, plant, take_fuel
 from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain

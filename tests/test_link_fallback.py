@@ -62,7 +62,7 @@ def test_a_link_of_another_name_is_refused() -> None:
 def test_the_report_says_what_drives_the_matchers() -> None:
     engine = make_engine(Setup(k=1))
     name = engine._host.name
-    assert name.startswith("native, ") and name.endswith("no GIL (rows with a marker or under check_masks take it)")
+    assert name.startswith("native, ") and name.endswith("no GIL")
     engine.close()
 
 

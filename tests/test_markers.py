@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stepgraph.runtime import FinishReason
@@ -179,6 +180,25 @@ def test_marker_ids_that_the_vocabulary_lacks_are_refused_when_compiled() -> Non
             small(ids)
 
 
-def test_the_mask_of_a_state_is_worked_out_once() -> None:
-    marker = Marker("ab", SMALL)
-    assert marker.allowed(1) is marker.allowed(1)
+def test_states_that_allow_the_same_share_a_mask() -> None:
+    long = Marker("x" + "ab" * 100, SMALL)
+    assert long.masks.shape == (3, 2) and long.nbytes < 4000
+    assert np.shares_memory(long.allowed(1), long.allowed(7)) and not np.shares_memory(long.allowed(7), long.allowed(200))
+
+
+@pytest.mark.parametrize(
+    "marker", ["a", "b", "ab", "ba", "aba", "abab", "xabx", "aabaab", (OPEN, A, CLOSE), (A, B), (A, OPEN, A, A)], ids=str
+)
+def test_the_masks_are_what_may_follow(marker: str | tuple[int, ...]) -> None:
+    made = Marker(marker, SMALL)
+    for state in range(made.complete):
+        bits = [int(made.allowed(state)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
+        assert bits == [token_id < len(TOKENS) and made.after(state, token_id) is not None for token_id in range(40)]
+
+
+def test_a_marker_of_no_end_is_refused() -> None:
+    for marker in ("x" * 1001, [OPEN] * 1001):
+        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, want at most 1000"):
+            Constraint.regex("a").after(marker)
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, want text"):
+        Constraint.regex("a").after("x\ud800")

@@ -6,8 +6,8 @@ import ctypes
 import inspect
 import threading
 import time
+from collections.abc import Sequence
 from ctypes import byref, c_void_p
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -16,17 +16,19 @@ import pytest
 from stepgraph.graphs.driver import HostCallback, HostErrors
 from stepgraph.graphs.tape_run import HostCall
 from stepgraph.runtime import Constraint
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
 from stepgraph.sampling.grammar.native import load
 from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.native_link import NativeLink
 from stepgraph.sampling.grammar.python_link import PythonLink
-from tests.link_bench import OTHER_COMPILER, WALK, A, Memory, letters, native_link, running
-from tests.toy_engines import COMPILER, Setup, make_engine, needs_native, plain
+from tests.link_bench import WALK, A, Foreign, Memory, letters, native_link, running
+from tests.toy_engines import COMPILER, CONTROL, VOCABULARY, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
 ANY = Constraint.json_object()
+BOTH = [Constraint.regex("[a-z]+", "xgrammar"), Constraint.regex("[a-z]+", "llguidance")]
+COMPILERS = COMPILER, GrammarCompiler(VOCABULARY, check_masks=True)
 
 
 def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, Any, list[Any]]:
@@ -62,10 +64,12 @@ def run_while_the_gil_is_held(call_list: Any, seconds: float) -> tuple[float, fl
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounds_complete_while_another_thread_holds_the_gil(threads: int) -> None:
-    """Rows of both libraries."""
-    memory, rounds = Memory.make(8, 3), 300
+    """Rows of both libraries, at once and behind markers that end inside the drafts, half of them checked."""
+    memory, rounds = Memory.make(16, 3), 200
     link = native_link(memory, depth=rounds, threads=threads)
-    rows = [letters(link, owner, (COMPILER, OTHER_COMPILER)[owner % 2]) for owner in range(1, 9)]
+    asked = BOTH + [constraint.after(marker) for marker in ("aa", [A], "b") for constraint in BOTH]
+    grammars = [compiler.compile(constraint) for compiler in COMPILERS for constraint in asked]
+    rows: list[MatcherRow] = [link.row(owner, grammar.matcher()) for owner, grammar in enumerate(grammars, 1)]
     for slot, row in enumerate(rows):
         running(memory, row, slot)
     memory.drafts[:] = A
@@ -73,8 +77,9 @@ def test_rounds_complete_while_another_thread_holds_the_gil(threads: int) -> Non
     begun, ended = run_while_the_gil_is_held(call_list, 2.0)
     finished = [call.finished for call in calls[1:]]
     assert begun < finished[0] and finished[-1] < ended, "all rounds ran while the GIL was taken"
-    assert link.stats.fills == rounds * 8 * 4
-    assert [row.fault for row in rows] == [""] * 8
+    assert link.stats.fills == rounds * 16 * 4
+    assert [row.fault for row in rows] == [""] * 16
+    assert memory.tags[:, :, 3].tolist() == [[MaskStatus.OK] * 16] * 4
 
 
 def test_python_rounds_wait_for_the_gil() -> None:
@@ -89,7 +94,7 @@ def test_python_rounds_wait_for_the_gil() -> None:
     assert calls[1].finished > ended and link.stats.fills > 0
 
 
-def bytecodes_in_host_nodes(host_link: str, constraint: Constraint) -> tuple[int, int]:
+def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint], check_masks: bool = False) -> tuple[int, int]:
     """Over a whole run on the tape: calls of host nodes, and bytecodes that ran inside them."""
     source, first = inspect.getsourcelines(HostCall.__call__)
     (the_call,) = (first + place for place, text in enumerate(source) if "self._function()" in text)
@@ -112,26 +117,32 @@ def bytecodes_in_host_nodes(host_link: str, constraint: Constraint) -> tuple[int
 
     threading.settrace(trace)  # of threads that begin from now on: the tape's
     try:
-        engine = make_engine(Setup(k=3, host_link=host_link))
-        jobs = [engine.submit([place], constraint=constraint, max_new_tokens=8) for place in range(2)]
+        engine = make_engine(Setup(k=3, host_link=host_link), check_masks=check_masks)
+        jobs = [engine.submit([place], constraint=constraint, max_new_tokens=8) for place, constraint in enumerate(constraints)]
         for _ in engine.stream():
             pass
         engine.close()
     finally:
         threading.settrace(None)
-    assert [job.tokens for job in jobs] == [plain([place], 8, constraint).tokens for place in range(2)]
+    for place, (job, constraint) in enumerate(zip(jobs, constraints, strict=True)):
+        assert job.tokens == plain([place], 8, constraint).tokens, job.error
     assert calls[0] == engine.backend.stats.host_nodes
     return calls[0], bytecodes[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_bytecode_runs_inside_a_host_node(backend: BackendChoice) -> None:
-    calls, bytecodes = bytecodes_in_host_nodes("native", replace(ANY, backend=backend))
+@pytest.mark.parametrize("check_masks", [False, True])
+def test_no_bytecode_runs_inside_a_host_node(check_masks: bool) -> None:
+    """Under either library, at once and behind markers."""
+    asked = [Constraint.json_object(backend="xgrammar").after("a"), Constraint.json_object(backend="llguidance").after([CONTROL])]
+    calls, bytecodes = bytecodes_in_host_nodes("native", [*asked, *BOTH], check_masks)
     assert calls > 10 and bytecodes == 0
 
 
-@pytest.mark.parametrize(("host_link", "constraint"), [("python", ANY), ("native", ANY.after("a"))])
-def test_the_bytecodes_of_host_nodes_are_counted(host_link: str, constraint: Constraint) -> None:
-    """The negative control, and what a marker costs on the native link."""
-    calls, bytecodes = bytecodes_in_host_nodes(host_link, constraint)
+def test_the_bytecodes_of_host_nodes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the Python link, and a matcher that the native one does not know."""
+    calls, bytecodes = bytecodes_in_host_nodes("python", [ANY])
+    assert calls > 10 and bytecodes > 100
+    real = NativeLink.row
+    monkeypatch.setattr(NativeLink, "row", lambda link, owner, matcher, committed=0: real(link, owner, Foreign(matcher), committed))
+    calls, bytecodes = bytecodes_in_host_nodes("native", [ANY])
     assert calls > 10 and bytecodes > 100

@@ -13,7 +13,7 @@ import pytest
 from stepgraph.graphs import TapeBackend
 from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 from tests.link_bench import WALK, Memory, native_link, resident
-from tests.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
+from tests.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
 
@@ -66,15 +66,17 @@ def test_hundreds_of_requests_leave_nothing_behind(monkeypatch: pytest.MonkeyPat
         made.add(matcher)
 
     monkeypatch.setattr(XGrammarMatcher, "__init__", counted)
-    engine = make_engine(Setup(k=2, max_rows=8, host_link="native"))
+    engine = make_engine(Setup(k=2, max_rows=8, host_link="native"), check_masks=True)
+    constraints = [constraint for one in CONSTRAINTS[1:4] if one for constraint in (one, one.after("a"), one.after([CONTROL]))]
+    assert all(engine.compile(constraint) for constraint in constraints)
     grown = []
     for batch in range(5):
         for place in range(120):
-            engine.submit([place % 90], constraint=CONSTRAINTS[1 + place % 5], max_new_tokens=1 + place % 2)
+            engine.submit([place % 90], constraint=constraints[place % len(constraints)], max_new_tokens=1 + place % 2)
         for _ in engine.stream():
             pass
         engine.step()
-        assert len(made) == 0
+        assert len(made) == 0, "behind a marker and under a check as well"
         if batch:
             grown.append(resident())
     assert grown[-1] - grown[0] < 3 << 20

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepgraph.runtime import Constraint
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END
 from stepgraph.sampling.grammar.native.layout import FAULT_BYTES
-from stepgraph.sampling.grammar.native_link import NativeRow
+from stepgraph.sampling.grammar.native_row import NativeRow
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.link_bench import WALK, A, Foreign, Memory, Twins, letters, native_link, resident, running
 from tests.planted import fail, plant

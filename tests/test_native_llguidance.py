@@ -25,8 +25,9 @@ from stepgraph.sampling.grammar.native import NativeLibrary, find_library, llgui
 from stepgraph.sampling.grammar.native.layout import FAULT_BYTES, LLGuidanceStruct
 from stepgraph.sampling.grammar.native.llguidance_binding import MOST_LESSONS, LLGuidanceApi
 from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.grammar.native_link import NativeLink, NativeRow
-from tests.link_bench import OTHER_COMPILER, WALK, A, Guest, Memory, Twins, resident, running
+from stepgraph.sampling.grammar.native_link import NativeLink
+from stepgraph.sampling.grammar.native_row import NativeRow
+from tests.link_bench import OTHER_COMPILER, WALK, A, Memory, Twins, resident, running
 from tests.link_bench import native_link as open_link
 from tests.planted import SIGNATURES
 from tests.test_llguidance import differences
@@ -52,15 +53,16 @@ def twins(seed: int, bug: Any = None) -> Twins:
 
     def seat(slot: int) -> None:
         grammar = OTHER_COMPILER.compile(made.random.choice(GRAMMARS))
-        made.owners += 1
-        ours, theirs = (link.row(made.owners, grammar.matcher()) for link in made.links)
+        made.sit(slot, grammar, [grammar.matcher(), grammar.matcher()])
+        guest = made.guests[slot]
+        assert guest is not None
+        theirs = guest.rows[1]
         assert isinstance(theirs, NativeRow) and not hasattr(theirs, "_callbacks")
         if bug:
             name, entry = bug
             library = LLGuidanceStruct.from_buffer_copy(theirs._library.llguidance.struct)
             setattr(library, name, c_void_p.from_buffer(entry).value)
             theirs.struct.library, theirs.planted = ctypes.addressof(library), library  # type: ignore[attr-defined]
-        made.guests[slot] = Guest(made.owners, grammar, (ours, theirs))
 
     made.seat = seat  # type: ignore[method-assign]
     return made
@@ -247,7 +249,7 @@ def test_rows_of_another_library_take_the_gil_and_the_report_says_so(monkeypatch
     constraint = Constraint.regex("[a-c]{3,6}x", backend="llguidance")
     engine = make_engine(Setup(k=2, host_link="native"))
     try:
-        told = r"under check_masks or of llguidance \(llguidance's C API is llguidance@1\.9\.\d+ .*, want .*\) take it\)"
+        told = r"no GIL \(rows of llguidance take it: llguidance's C API is llguidance@1\.9\.\d+ .*, want .*\)"
         assert re.search(told, engine._host.name)
         job = engine.submit([1], constraint=constraint, max_new_tokens=20)
         for _ in engine.stream():

@@ -24,6 +24,23 @@ class CheckedMatcher:
         self._disagreement = ""
 
     @property
+    def inner(self) -> Matcher:
+        return self._inner
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @property
+    def num_accepted(self) -> int:
+        return self._num_accepted
+
+    @property
+    def latest_row(self) -> npt.NDArray[np.int32] | None:
+        """The mask that the next token will be held against."""
+        return self._rows.get(self._num_accepted)
+
+    @property
     def fault(self) -> str:
         """Why this matcher is of no further use; empty while it works."""
         return self._inner.fault or self._disagreement

@@ -18,7 +18,7 @@ from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
 from stepgraph.sampling.grammar.grammar_cache import CacheEntry, GrammarCache
 from stepgraph.sampling.grammar.limits import MIB, GrammarLimits
-from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher
+from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 from stepgraph.sampling.grammar.worker_process import CompileWorker
@@ -170,7 +170,7 @@ class GrammarCompiler:
             raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
         self._backends.check(constraint)
         if constraint.marker is not None:
-            Marker(constraint.marker, self._vocabulary)
+            check_marker(constraint.marker, self._vocabulary)
 
     def claim(self, constraint: Constraint) -> Claim:
         """A hold on the grammar of a constraint, whose compile begins where nobody has asked for it before; ValueError as by `check`."""

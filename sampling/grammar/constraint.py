@@ -23,6 +23,7 @@ ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"
 BackendChoice = Literal["auto", "xgrammar", "llguidance"]
 
 MAX_PAYLOAD_CHARS = 120_000
+MAX_MARKER = 1000  # characters or ids
 MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are taken out
 
 
@@ -64,6 +65,10 @@ class Constraint:
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not self.marker or not (of_ids or isinstance(self.marker, str))):
             raise ValueError(f"Constraint.marker: got {self.marker!r}, want a text or token ids, at least one")
+        if len(self.marker or ()) > MAX_MARKER:
+            raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, want at most {MAX_MARKER}")
+        if isinstance(self.marker, str):
+            _check_text("Constraint.marker", self.marker)
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str, any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint:

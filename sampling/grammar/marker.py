@@ -6,8 +6,6 @@ beyond the end of a text marker are not legal there: what follows belongs to the
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -25,33 +23,36 @@ class Marker:
     """Finds the marker in a stream of tokens. A state is how much of it the text ends with; shared by any number of matchers."""
 
     def __init__(self, marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        check_marker(marker, vocabulary)
+        self.vocabulary = vocabulary
         self._text = marker.encode() if isinstance(marker, str) else b""
         self._ids = () if isinstance(marker, str) else marker
-        for token_id in self._ids:
-            if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
-                raise ValueError(f"Constraint.marker: got id {token_id}, want ids below {len(vocabulary.tokens)} that are no stop tokens")
-        self._allowed: dict[int, Words] = {}
+        self.symbols = np.array(list(self._text or self._ids), np.int32)  # its bytes, or its ids
+        self.shorter = _shorter(self.symbols.tolist())
+        self.rows, self.masks = self._tables()
 
     @property
     def complete(self) -> int:
         """The state in which the text ends with the whole marker."""
-        return len(self._text) or len(self._ids)
+        return len(self.symbols)
+
+    @property
+    def of_text(self) -> bool:
+        return bool(self._text)
 
     @property
     def nbytes(self) -> int:
-        """Of the masks that it keeps, one per state."""
-        return self.complete * self._vocabulary.mask_words * 4
+        return self.masks.nbytes + self.rows.nbytes + self.shorter.nbytes + self.symbols.nbytes
 
     def after(self, state: int, token_id: int) -> int | None:
         """The state behind one more token; None where the token may not follow. A stop token may not: the marker is still to come."""
         if self._ids:
             seen = (*self._ids[:state], token_id)
-            follows = token_id not in self._vocabulary.silent_ids or token_id == self._ids[state] or token_id == self._ids[0]
+            follows = token_id not in self.vocabulary.silent_ids or token_id == self._ids[state] or token_id == self._ids[0]
             return _overlap(seen, self._ids) if follows else None
-        if token_id in self._vocabulary.silent_ids:
+        if token_id in self.vocabulary.silent_ids:
             return None
-        text = self._text[:state] + self._vocabulary.tokens[token_id]
+        text = self._text[:state] + self.vocabulary.tokens[token_id]
         found = text.find(self._text)
         if found < 0:
             return _overlap(text, self._text)
@@ -59,21 +60,39 @@ class Marker:
 
     def allowed(self, state: int) -> Words:
         """[mask_words] the tokens that may follow in a state."""
-        if state not in self._allowed:  # two threads may both work it out, to the same end
-            words = self._vocabulary.text_words.copy()
-            for token_id in (self._ids[0], self._ids[state]) if self._ids else ():
-                words.view(np.uint32)[token_id // BITS_PER_WORD] |= np.uint32(1 << token_id % BITS_PER_WORD)
-            for token_id in self._reaching:
-                if self.after(state, token_id) is None:
-                    words.view(np.uint32)[token_id // BITS_PER_WORD] &= ~np.uint32(1 << token_id % BITS_PER_WORD)
-            self._allowed[state] = words
-        return self._allowed[state]
+        row: Words = self.masks[self.rows[state]]
+        return row
 
-    @cached_property
-    def _reaching(self) -> list[int]:
-        """Tokens that hold the marker's last byte in front of another one; only they can reach beyond its end."""
-        last, silent = self._text[-1:], self._vocabulary.silent_ids
-        return [index for index, token in enumerate(self._vocabulary.tokens) if last and last in token[:-1] and index not in silent]
+    def _tables(self) -> tuple[Words, Words]:
+        """[complete] which mask is that of a state, and the masks [.., mask_words]: few, for most states allow the same."""
+        exceptions = self._added() if self._ids else self._forbidden()
+        found: dict[frozenset[int], int] = {}
+        rows = np.array([found.setdefault(frozenset(tokens), len(found)) for tokens in exceptions], np.int32)
+        masks = np.repeat(self.vocabulary.text_words[None], len(found), 0).view(np.uint32)
+        for mask, tokens in zip(masks, found, strict=True):
+            for token_id in tokens:
+                mask[token_id // BITS_PER_WORD] ^= np.uint32(1 << token_id % BITS_PER_WORD)
+        masks.setflags(write=False)
+        return rows, masks.view(np.int32)
+
+    def _added(self) -> list[set[int]]:
+        """By state, the ids that may follow though they stand for no text: the next one, and the one that begins the marker again."""
+        return [{self._ids[0], token_id} & self.vocabulary.silent_ids for token_id in self._ids]
+
+    def _forbidden(self) -> list[set[int]]:
+        """By state, the tokens that reach beyond the marker's end: behind as much of it as they go on from, and in every state that
+        ends with so much."""
+        beyond: list[set[int]] = [set() for _ in range(self.complete)]
+        last, text, silent = self._text[-1], self._text, self.vocabulary.silent_ids
+        for token_id, token in enumerate(self.vocabulary.tokens):
+            if last not in token[:-1] or token_id in silent:
+                continue
+            for size in (place + 1 for place in range(len(token) - 1) if token[place] == last):
+                if text.endswith(token[max(0, size - len(text)) : size]):
+                    beyond[max(0, len(text) - size)].add(token_id)
+        for state in range(1, self.complete):
+            beyond[state] |= beyond[self.shorter[state]]
+        return beyond
 
 
 class MarkerMatcher:
@@ -91,9 +110,22 @@ class MarkerMatcher:
         return self._inner.fault
 
     @property
+    def inner(self) -> Matcher:
+        return self._inner
+
+    @property
+    def marker(self) -> Marker:
+        return self._marker
+
+    @property
+    def state(self) -> int:
+        """How much of the marker the text ends with, up to its end."""
+        return self._states[-1]
+
+    @property
     def begun(self) -> bool:
         """Whether the marker is complete."""
-        return self._states[-1] == self._marker.complete
+        return self.state == self._marker.complete
 
     def accept_token(self, token_id: int) -> bool:
         """Take one token; False, and no change, where it may not come here."""
@@ -127,6 +159,24 @@ class MarkerMatcher:
         self._inner.rollback(inner)
         self._inner_tokens -= inner
         del self._states[len(self._states) - (num_tokens - inner) :]
+
+
+def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
+    """ValueError for ids that can be no part of one."""
+    for token_id in () if isinstance(marker, str) else marker:
+        if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
+            raise ValueError(f"Constraint.marker: got id {token_id}, want ids below {len(vocabulary.tokens)} that are no stop tokens")
+
+
+def _shorter(symbols: list[int]) -> Words:
+    """Of every beginning of the marker: the length of the longest shorter one that it ends with."""
+    shorter, size = [0] * len(symbols), 0
+    for place in range(1, len(symbols) - 1):
+        while size and symbols[size] != symbols[place]:
+            size = shorter[size]
+        size += symbols[size] == symbols[place]
+        shorter[place + 1] = size
+    return np.array(shorter, np.int32)
 
 
 def _overlap(seen: bytes | tuple[int, ...], marker: bytes | tuple[int, ...]) -> int:

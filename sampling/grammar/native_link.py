@@ -2,44 +2,37 @@
 
 Rows are worked on by a pool of threads, sized from the machine, that the calling thread belongs to. The C side borrows
 rows and matchers; Python keeps them alive until the rounds that were announced with them have ended. A row whose matcher
-is neither library's own takes part too, and takes the GIL for its own calls.
+is neither library's own (see native_row.py) takes part too, and takes the GIL for its own calls.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
-import math
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_uint32, c_void_p
-from typing import Protocol, runtime_checkable
+from ctypes import addressof, byref, c_void_p
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.backends import installed
 from stepgraph.sampling.grammar.forced_tokens import Forcing
 from stepgraph.sampling.grammar.host_link import HostAction, HostLink, HostStats, HostStep, MatcherRow
-from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
-from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
-from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, RowStruct, ShapeStruct, StepStruct, tokens_struct
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
+from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, ShapeStruct, StepStruct, tokens_struct
+from stepgraph.sampling.grammar.native_row import NativeRow
 from stepgraph.sampling.grammar.node_log import NodeLog
 from stepgraph.sampling.grammar.python_link import PythonLink
-from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 
 HOST_LINKS = ("auto", "native", "python")
 
 _warned: set[str] = set()
-_mixed: weakref.WeakKeyDictionary[Vocabulary, npt.NDArray[np.int32]] = weakref.WeakKeyDictionary()  # words with ids that are no text
 
 
 def open_host_link(
@@ -67,82 +60,6 @@ def open_host_link(
             why = f"no native link, {error}"
             _warn_once(f"stepgraph: grammars are driven from Python, under the GIL: {why}")
     return PythonLink(state_host, drafts_host, masks_host, tags_host, why, forcing)
-
-
-@runtime_checkable
-class Copied(Protocol):
-    """llguidance's matcher, which shows no pointer to its inside: a row goes on with a copy. Its module may not be installed."""
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def fuel_seconds(self) -> float: ...
-
-    @property
-    def native_grammar(self) -> LLGuidanceNativeGrammar | None: ...
-
-    @property
-    def accepted_tokens(self) -> tuple[int, ...]: ...
-
-
-class NativeRow:
-    """One constrained request. The struct belongs to the host nodes; what is read of it here is for tests and messages."""
-
-    def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
-        self.owner, self.matcher = owner, matcher
-        self._library = library
-        self.struct = RowStruct(owner=owner, committed=committed)
-        if isinstance(matcher, XGrammarMatcher):
-            self._know(matcher.vocabulary, matcher.fuel_seconds)
-            xgrammar = library.xgrammar
-            self.struct.library, self.struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
-        elif isinstance(matcher, Copied) and matcher.native_grammar is not None:
-            self._know(matcher.vocabulary, matcher.fuel_seconds)
-            self._open_llguidance(matcher.native_grammar, matcher.accepted_tokens)
-        else:
-            self._callbacks = PythonLibrary(matcher, masks_host)
-            self.struct.library, self.struct.fuel_seconds = self._callbacks.address, math.inf  # it keeps account of its fuel
-
-    def _know(self, vocabulary: Vocabulary, fuel_seconds: float) -> None:
-        """What the row itself sees to, whatever the library."""
-        struct = self.struct
-        if vocabulary not in _mixed:
-            _mixed[vocabulary] = np.flatnonzero(vocabulary.text_words != -1).astype(np.int32)
-        self._words = vocabulary.text_words, vocabulary.stop_words, _mixed[vocabulary]
-        struct.text_words, struct.stop_words, struct.mixed = (words.ctypes.data for words in self._words)
-        struct.num_mixed = len(_mixed[vocabulary])
-        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
-
-    def _open_llguidance(self, grammar: LLGuidanceNativeGrammar, tokens: Sequence[int]) -> None:
-        library, start, functions = self._library, grammar.start, self._library.llguidance.address
-        taken = (c_uint32 * len(tokens))(*tokens)
-        starts, stop_words = (start.address, grammar.cold.address), self.struct.stop_words
-        text = library.waiting.stepgraph_open_llguidance(functions, *starts, stop_words, taken, len(tokens))
-        if not text:
-            raise MemoryError("NativeRow: no memory for its text")
-        weakref.finalize(self, _close_llguidance, library, grammar, start, text).atexit = False
-        self.struct.library, self.struct.matcher = functions, text
-
-    @property
-    def fault(self) -> str:
-        return self._library.fault(self.struct)
-
-    @property
-    def committed(self) -> int:
-        return int(self.struct.committed)
-
-    @property
-    def walked(self) -> int:
-        return int(self.struct.walked)
-
-    @property
-    def chain(self) -> MaskStatus:
-        return MaskStatus(self.struct.chain)
-
-    @property
-    def fills(self) -> int:
-        return int(self.struct.fills)
 
 
 class NativeNode:
@@ -192,9 +109,8 @@ class NativeLink:
         if not 1 <= slots <= MAX_SLOTS or depth < 1:
             raise ValueError(f"NativeLink: got {slots} slots and depth {depth}, want 1 to {MAX_SLOTS} slots and a depth of at least 1")
         threads = min(slots, threads or available_processors())
-        taken = f"rows with a marker or under check_masks{_llguidance_rows(library)} take it"
-        self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL ({taken})"
-        self._library, self._slots, self._stages, self._words = library, slots, stages, words
+        self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL{_llguidance_rows(library)}"
+        self._library, self._slots, self._stages = library, slots, stages
         self._tokens = tokens_struct(forcing.table) if forcing else None
         sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
@@ -220,8 +136,6 @@ class NativeLink:
             return self._last_stats
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> NativeRow:
-        if isinstance(matcher, (XGrammarMatcher, Copied)) and matcher.vocabulary.mask_words != self._words:
-            raise ValueError(f"row.matcher: got masks of {matcher.vocabulary.mask_words} words, want {self._words}")
         if matcher.fault:
             raise ValueError(f"row.matcher: got one that has failed ({matcher.fault}), want one that works")
         return NativeRow(self._library, owner, matcher, committed, self._tensors["masks_host"][0])
@@ -271,21 +185,14 @@ class NativeLink:
             raise RuntimeError("NativeLink: it is closed")
 
 
-def _close_llguidance(library: NativeLibrary, grammar: LLGuidanceNativeGrammar, start: LLGuidanceStart, text: int) -> None:
-    """`start`, and the grammar's cold one, are what the text would begin again with: there until now."""
-    kept = library.waiting.stepgraph_close_llguidance(library.llguidance.address, text, grammar.learns)
-    if kept:
-        grammar.learn(kept)
-
-
 def _llguidance_rows(library: NativeLibrary) -> str:
-    """For the capture report: that they take the GIL as well, and why; empty where they do not, or cannot be."""
+    """For the capture report: that they take the GIL, and why; empty where they do not, or cannot be."""
     if not installed("llguidance"):
         return ""
     try:
         assert library.llguidance
     except Unavailable as error:
-        return f" or of llguidance ({error})"
+        return f" (rows of llguidance take it: {error})"
     return ""
 
 

@@ -182,6 +182,12 @@ class Vocabulary:
                 pieces.append(self.tokens[token_id])
         return b"".join(pieces)
 
+    @cached_property
+    def joined(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """The bytes of all tokens, one behind the other, and [len(tokens) + 1] where each begins."""
+        starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int32)
+        return np.frombuffer(b"".join(self.tokens), np.uint8), starts
+
     def _pack(self, ids: Iterable[int]) -> npt.NDArray[np.int32]:
         bits = np.zeros(self.mask_words * BITS_PER_WORD, dtype=np.uint8)
         bits[list(ids)] = 1

@@ -2,6 +2,7 @@
 
 #include "forced.h"
 
+#include "marker.h"
 #include "matcher.h"
 
 #include <string.h>
@@ -63,12 +64,13 @@ static int64_t legal_tokens(const token_table *table, const int32_t *mask, int64
     return count;
 }
 
-/* Asks the library what must come next; 0 and a fault where it fails. */
+/* Asks the library what must come next: in front of a marker nothing. 0 and a fault where it fails. */
 static int look(matcher_row *row, int64_t place) {
     char why[FAULT_BYTES];
     forced_text *forced = &row->forced;
     forced->start = place;
     forced->size = forced->count = 0;
+    if (in_front(&row->marker)) return 1;
     double start = start_of_call(row);
     int size = row->library->forced(row->library, row->matcher, forced->text, FORCED_BYTES, why);
     if (size < 0) {

@@ -271,11 +271,10 @@ void stepgraph_run_calls(void *data) {
 /* The numbers that layout.py has its own copy of; returns how many there are. */
 int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
-        LAYOUT_VERSION,    sizeof(matcher_library),    sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
-        sizeof(host_node), sizeof(host_step),          sizeof(link_counts), sizeof(xgrammar_library),     sizeof(timed_call),
-        sizeof(call_list), sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text),          HOST_COLUMNS,
-        TAG_FIELDS,        ROW_RUNNING,                FAULT,               END,                          MAX_SLOTS,
-        FORCED_BYTES,
+        LAYOUT_VERSION, sizeof(matcher_library), sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
+        sizeof(host_node), sizeof(host_step), sizeof(link_counts), sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list),
+        sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_text),
+        sizeof(checked_masks), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END, MAX_SLOTS, FORCED_BYTES,
     };
     int64_t count = sizeof own / sizeof *own;
     if (count + NODE_BOUNDS <= room) {

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 8, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 9, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
 
 /* status.py, number by number. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -53,6 +53,36 @@ typedef struct {
     char text[FORCED_BYTES];
 } forced_text;
 
+/* What a text has to come to before its grammar begins: marker.Marker. A state is how much of it the text ends with. */
+typedef struct {
+    const int32_t *symbols;    /* [complete] its bytes, or its token ids */
+    const int32_t *shorter;    /* [complete] of each beginning of it: the longest shorter one that it ends with */
+    const int32_t *rows;       /* [complete] which mask is that of a state */
+    const int32_t *masks;      /* [.., words] */
+    const int32_t *text_words; /* [words] a bit per id that stands for text */
+    const uint8_t *bytes;      /* of all tokens, one behind the other; NULL where the marker is of ids */
+    const int32_t *starts;     /* [num_tokens + 1] */
+    int64_t num_tokens;
+    int32_t complete; /* the state in which the text ends with all of it */
+} marker_table;
+
+typedef struct {
+    const marker_table *table; /* NULL: the grammar begins at once */
+    int32_t *states;           /* [room] behind each of the latest tokens up to the marker's end */
+    int64_t room;              /* one more than may be taken back */
+    int64_t taken;             /* tokens up to the marker's end */
+    int64_t behind;            /* it */
+} marker_text;
+
+/* The masks that tokens are held against, each at the place where it was filled. */
+typedef struct {
+    const char *backend; /* the library's name; NULL: nothing is checked */
+    int32_t *masks;      /* [room, words] */
+    int64_t *places;     /* [room] how many tokens were in front of each; -1 where there is none */
+    int64_t room, words;
+    int64_t accepted;
+} checked_masks;
+
 /* One constrained request. From its first round to its last only host nodes touch it; Python reads the fault through
    `stepgraph_fault`, and keeps row and matcher alive until every round that was announced with them has ended. */
 typedef struct {
@@ -73,6 +103,8 @@ typedef struct {
     atomic_int faulted;  /* set after `fault` was written */
     char fault[FAULT_BYTES];
     forced_text forced;
+    marker_text marker;
+    checked_masks checked;
 } matcher_row;
 
 /* The pinned memory of a round, and how much of everything there is. */

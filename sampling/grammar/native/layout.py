@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
 from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES, TokenTable
 from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 8  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 9  # of the layout: counted up whenever the two sides would misunderstand each other
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
@@ -72,6 +72,35 @@ class ForcedTextStruct(Structure):
     )
 
 
+class MarkerStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("symbols", "shorter", "rows", "masks", "text_words", "bytes", "starts")),
+        ("num_tokens", c_int64),
+        ("complete", c_int32),
+    )
+
+
+class MarkerTextStruct(Structure):
+    _fields_ = (
+        ("table", c_void_p),
+        ("states", c_void_p),
+        ("room", c_int64),
+        ("taken", c_int64),
+        ("behind", c_int64),
+    )
+
+
+class CheckedStruct(Structure):
+    _fields_ = (
+        ("backend", c_char_p),
+        ("masks", c_void_p),
+        ("places", c_void_p),
+        ("room", c_int64),
+        ("words", c_int64),
+        ("accepted", c_int64),
+    )
+
+
 class RowStruct(Structure):
     _fields_ = (
         ("library", c_void_p),
@@ -91,6 +120,8 @@ class RowStruct(Structure):
         ("faulted", c_int),
         ("fault", c_char * FAULT_BYTES),
         ("forced", ForcedTextStruct),
+        ("marker", MarkerTextStruct),
+        ("checked", CheckedStruct),
     )
 
 
@@ -141,6 +172,7 @@ OWN_LAYOUT = (
     RowStruct.fault.offset,
     *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct)),
     *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct, TokensStruct, ForcedTextStruct)),
+    *(sizeof(struct) for struct in (MarkerStruct, MarkerTextStruct, CheckedStruct)),
     len(HostColumn),
     TAG_FIELDS,
     ROW_RUNNING,

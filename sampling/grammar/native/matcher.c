@@ -2,6 +2,9 @@
 
 #include "matcher.h"
 
+#include "checked.h"
+#include "marker.h"
+
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -62,8 +65,8 @@ static int terminated(matcher_row *row) {
 }
 
 /* The library truncates ids to 32 bits (2**32 + 5 would pass for 5) and logs every refusal of these kinds to stderr. */
-int accept_token(matcher_row *row, int64_t token) {
-    if (!may_be_heard(row, token) || faulted(row)) return 0;
+static int accept_behind(matcher_row *row, int64_t token) {
+    if (!may_be_heard(row, token)) return 0;
     int over = terminated(row);
     if (over) return over < 0 ? -1 : 0;
     char why[FAULT_BYTES];
@@ -75,6 +78,14 @@ int accept_token(matcher_row *row, int64_t token) {
     }
     if (row->stop_words && row->stop_words[token / 32] >> (token % 32) & 1) row->open = 0;
     end_of_call(row, start);
+    row->marker.behind += accepted;
+    return accepted;
+}
+
+int accept_token(matcher_row *row, int64_t token) {
+    if (faulted(row)) return 0;
+    int accepted = in_front(&row->marker) ? follow_marker(&row->marker, token) : accept_behind(row, token);
+    hold_against_mask(row, token, accepted);
     return accepted;
 }
 
@@ -103,7 +114,7 @@ static int32_t keep_legal(const matcher_row *row, int32_t *mask, int64_t words) 
     return any_text(mask, row->text_words, words) ? OK : any_stop ? COMPLETE : DEAD_END;
 }
 
-int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
+static int32_t fill_behind(matcher_row *row, int32_t *mask, int64_t words) {
     int over = faulted(row) ? 0 : terminated(row);
     if (!over && !faulted(row)) {
         char why[FAULT_BYTES];
@@ -117,7 +128,17 @@ int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
     return over > 0 ? TERMINATED : over < 0 ? -1 : FAULT;
 }
 
+int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words) {
+    int front = in_front(&row->marker) && !faulted(row);
+    int32_t status = front ? fill_in_front(&row->marker, mask, words) : fill_behind(row, mask, words);
+    keep_mask(&row->checked, mask);
+    return status;
+}
+
 int roll_back(matcher_row *row, int64_t tokens) {
+    row->checked.accepted -= tokens;
+    tokens = take_back(&row->marker, tokens);
+    if (!tokens) return !faulted(row);
     char why[FAULT_BYTES];
     double start = start_of_call(row);
     if (row->library->rollback(row->library, row->matcher, tokens, why) < 0) fail(row, "%s", why);
