@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span, StageRun
@@ -35,10 +35,10 @@ class Activity(NamedTuple):
 class CudaTracer:
     """Profiles the launches from its making to `stop`. `replayed` is told what is launched, in order."""
 
-    def __init__(self, first_round: int, rounds: int) -> None:
+    def __init__(self, first_round: int, rounds: int, activity: ProfilerActivity = ProfilerActivity.CUDA) -> None:
         self._first, self._rounds = first_round, rounds
         self._launched: list[tuple[StageRun, ...]] = []
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._profiler = profile(activities=[activity])
         self._profiler.start()
 
     def replayed(self, stages: tuple[StageRun, ...]) -> None:

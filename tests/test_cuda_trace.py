@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity
+
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.cuda_trace import UNNAMED, spans_of
+from stepgraph.graphs.cuda_trace import UNNAMED, CudaTracer, spans_of
 from stepgraph.graphs.marks import BETWEEN, OUTSIDE, StageRun
 from stepgraph.runtime.trace import Timeline
 
@@ -46,6 +49,13 @@ def test_device_work_gets_the_names_of_the_stages_it_was_captured_in() -> None:
     assert {span.round for span in spans} == {40, 41, OUTSIDE}
     assert [(span.name, span.start_ns) for span in spans if span.round == OUTSIDE] == [(BETWEEN, 90_000)]
     assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
+
+
+def test_what_the_profiler_writes_on_this_machine_is_read_and_holds_no_launch() -> None:
+    tracer = CudaTracer(3, 1, ProfilerActivity.CPU)
+    torch.ones(4).softmax(0)
+    tracer.replayed(STAGES)
+    assert tracer.stop() == ()
 
 
 def test_device_work_that_does_not_fit_the_recording_is_not_given_a_name() -> None:
