@@ -42,7 +42,7 @@ OLDER = {  # of nsys 2023.4: no endGlobalTid, no graph columns beside the node's
 }
 # What one round does, from its begin: stage, node, stream, start, end. Node 2 is the host node.
 ROUND = [
-    ("show head", 1, 13, 10, 60),
+    ("show head", 1, 13, -20, 30),
     ("place head", 3, 13, 720, 760),
     ("target_verify", 4, 7, 0, 1000),
     ("target_verify", 5, 7, 1010, 2000),
@@ -51,7 +51,7 @@ ROUND = [
 ]
 HOST = (100, 700)
 LATE_ROUND = [
-    ("show head", 1, 13, 10, 60),
+    ("show head", 1, 13, -20, 30),
     ("place head", 3, 13, 2420, 2460),
     ("target_verify", 4, 7, 0, 1000),
     ("target_verify", 5, 7, 1010, 2000),
@@ -104,16 +104,17 @@ class Export:
 
 
 def captures(path: Path) -> Path:
-    """The collection of `Engine.capture()`: seven nodes, each made in the range of its stage, then cloned by the instantiation."""
+    """The collection of `Engine.capture()`: seven nodes in the ranges of their stages and one in none, then cloned by the instantiation."""
     export = Export(path)
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
     made = [100 * place for place in range(1, 8)]
     export.ranges([(at - 40, at + 40, name) for at, name in zip(made, names, strict=True)])
-    export.ranges([(1, 5000, "capture")])  # around all of them: the innermost counts
+    export.ranges([(1, 5000, "capture")])  # around all of them: the innermost that is open counts
+    made.append(780)  # behind the last range
     nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + place} for place, at in enumerate(made, 1)]
     clones = [
         {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + place, "originalGraphNodeId": CAPTURED + place}
-        for place in range(1, 8)
+        for place in range(1, 9)
     ]
     export.add("CUDA_GRAPH_NODE_EVENTS", nodes + clones)
     return export.close()
@@ -140,7 +141,7 @@ def rounds(
             table = "CUPTI_ACTIVITY_KIND_MEMCPY" if stage == "show head" else "CUPTI_ACTIVITY_KIND_KERNEL"
             row = {"start": base + start, "end": base + end, "streamId": stream, "correlationId": launch, "globalPid": PID}
             export.add(table, [{**row, "graphNodeId": GRAPH + node}])
-        out = {"start": base + 3800, "end": base + 3840, "streamId": 7, "correlationId": copy, "globalPid": PID}
+        out = {"start": base + 3800, "end": base + 3840, "streamId": 7, "correlationId": copy, "globalPid": PID, "graphNodeId": 0}
         export.add("CUPTI_ACTIVITY_KIND_MEMCPY", [out])
         export.add("CUPTI_ACTIVITY_KIND_KERNEL", [])
         if host_table and not graph_only:

@@ -12,8 +12,9 @@ import pytest
 from tests import nsys_files
 from tests.nsys_files import FIRST, KEY, RUNS
 from tools.profiling import figures, tables
-from tools.profiling.nsys_sqlite import read_nsys
+from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
 from tools.profiling.sidecar import Sidecar, read_sidecar
+from tools.profiling.spans import Profile, Span
 
 STAGES = {  # runs, total, median per round; of three rounds
     ("side", "show head"): (3, 150, 50),
@@ -51,9 +52,23 @@ def test_rounds_and_stages_are_what_their_nodes_took(report: dict[str, Any]) -> 
     }
     assert stages(report) == STAGES
     names = [row["name"] for row in report["stages"]]
-    assert names == ["target_verify", "show head", "place head", "accept", "draft_prefill", "between rounds"], "in the order of a round"
+    assert names == ["show head", "target_verify", "place head", "accept", "draft_prefill", "between rounds"], "in the order of a round"
     assert sum(row["share"] for row in report["stages"]) == pytest.approx(1, abs=1e-5)
     assert next(row["share"] for row in report["stages"] if row["name"] == "accept") == pytest.approx(600 / DEVICE_TIME, abs=1e-6)
+
+
+def test_a_node_and_its_clone_have_the_innermost_range_that_was_open(tmp_path: Path) -> None:
+    export = Export(nsys_files.captures(tmp_path / "a.sqlite"))
+    names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill", "capture"]
+    expected = {start + place: name for start in (nsys_files.CAPTURED, nsys_files.GRAPH) for place, name in enumerate(names, 1)}
+    assert stages_of_nodes(export) == expected
+    export.close()
+
+
+def test_only_rounds_that_follow_each_other_have_a_gap_between_them() -> None:
+    spans = tuple(Span("main", "accept", "stage", number, 1000 * number, 1000 * number + 400) for number in (3, 4, 6))
+    found = figures.document(Profile("tape", spans))
+    assert found["idle"]["between_rounds_ns"] == {"total": 600, "median": 600, "max": 600, "count": 1}
 
 
 def test_idle_is_what_no_work_covers(report: dict[str, Any]) -> None:
