@@ -19,6 +19,7 @@ from typing import Any
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
 
 SUMMARY = "what is installed, what is missing, what is lost without it, and the command that mends it"
+PROBE = [sys.executable, "-m", "stepgraph.runtime.commands.doctor_probe"]
 PROBE_SECONDS = 300
 ON_THE_TAPE = "rounds run on the CPU, on the tape"
 COLOURS = {"ok": "\x1b[32m", "missing": "\x1b[33m"}
@@ -78,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if shows_progress():
         print("asking torch and decoding a text, some seconds ...", file=sys.stderr)
-    findings = [*_installed(), *_machine(), *_probed(_ask())]
+    findings = [*_installed(), *_machine(), *_probed(ask_a_process())]
     works = all(finding.state == "ok" for finding in findings if finding.required)
     if options.json:
         print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
@@ -178,13 +179,12 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def _ask() -> dict[str, dict[str, Any]]:
+def ask_a_process() -> dict[str, dict[str, Any]]:
     """The answers of a process of its own, by name; where it ended early, how."""
     from stepgraph.runtime.commands.doctor_probe import PROBES
 
-    command = [sys.executable, "-m", "stepgraph.runtime.commands.doctor_probe"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(PROBE, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, stdin=subprocess.DEVNULL)
         written, ended = done.stdout, how_it_ended(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         written = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
