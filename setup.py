@@ -7,6 +7,7 @@ on the CPU run in plain torch.
 from setuptools import Extension, setup
 
 SOURCES = "sampling/grammar/native"
+LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
 KERNELS = "graphs/cpu_kernels"
 
 setup(
@@ -14,8 +15,8 @@ setup(
     ext_modules=[
         Extension(
             "stepgraph.sampling.grammar.native._link",
-            sources=[f"{SOURCES}/{name}.c" for name in ("checked", "forced", "host_link", "llguidance", "marker", "matcher", "pool", "xgrammar")],
-            depends=[f"{SOURCES}/{name}.h" for name in ("checked", "forced", "host_link", "marker", "matcher", "pool")],
+            sources=[f"{SOURCES}/{name}.c" for name in (*LINK, "llguidance", "xgrammar")],
+            depends=[f"{SOURCES}/{name}.h" for name in LINK],
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
             extra_link_args=["-pthread"],
             optional=True,
