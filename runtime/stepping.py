@@ -50,9 +50,7 @@ class Stepping:
 
     def check(self) -> None:
         if self._owner not in (None, threading.get_ident()):
-            raise RuntimeError(
-                "Engine.step(): another thread serves this engine, say an AsyncEngine's; submit() and cancel() are for any"
-            )
+            raise RuntimeError("Engine.step(): another thread serves this engine, say an AsyncEngine's; submit() and cancel() are for any")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

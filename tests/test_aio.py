@@ -469,6 +469,14 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             check_told(await read(waiting), waiting.job)
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
+            asleep.clear()
+            await asyncio.to_thread(asleep.wait)
+            assert serving._stepper is not None
+            serving._stepper.stop(drain=True)
+            serving._stepper.thread.join(60)
+            slept_on = serving._stepper.thread.is_alive()
+            engine.stepping.ring()
+            assert not slept_on, "it was asked to stop in its sleep"
 
     run(main())
 
