@@ -148,6 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'WordLevel'"),
     ({"model": {"type": "Unigram", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'Unigram'"),
     ({"model": None}, "model: got a tokenizer of another kind, None"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}, "model.vocab: got two texts of the id 0, 'a' and 'b'"),
     ({"decoder": {"type": "WordPiece", "prefix": "##"}}, r"decoder: got 'WordPiece' in \['WordPiece'\]; want ByteLevel"),
     ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder: got 'BPEDecoder'"),
     ({"decoder": {"type": "CTC"}}, "decoder: got 'CTC'"),

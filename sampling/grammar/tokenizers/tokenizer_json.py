@@ -63,8 +63,11 @@ def table_of(told: Mapping[str, Any], where: str, logits_width: int | None) -> T
     """The table of a parsed tokenizer.json."""
     spell = spelling_of(told.get("decoder"), told.get("pre_tokenizer"), where)
     table = Table(where, logits_width)
+    texts: dict[object, str] = {}
     for text, token_id in _model_tokens(told.get("model"), where):
         table.add(token_id, spell(text), text)
+        if texts.setdefault(token_id, text) != text:
+            raise ValueError(f"{where}: model.vocab: got two texts of the id {token_id}, {texts[token_id]!r:.60} and {text!r:.60}")
     for entry in _added(told.get("added_tokens"), where):
         if entry.get("special"):
             table.add_control(entry.get("id"), entry["content"])
