@@ -16,6 +16,7 @@ from stepgraph.runtime.models.gguf_tokenizer import open_gguf, read_metadata
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from tests.made_tokenizers import MADE, byte_level
+from tests.test_smollm2 import gguf_path
 
 TEXTS = ["the cat sat", "na\u00efve \u6f22\u5b57 \U0001f600", 'don\'t {"a": 1}\n\n  x', "", "<|im_start|>user\nhi<|im_end|>"]
 MESSAGES = [{"role": "system", "content": "be <short>"}, {"role": "user", "content": "the caf\u00e9?"}]
@@ -37,8 +38,8 @@ def folder_of(tmp_path: Path, kind: str = "byte level", **told: Any) -> Path:
     return tmp_path
 
 
-def judge(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+def judge(folder: Path, **options: str) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "unigram"])
@@ -215,3 +216,24 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'stepgraph\[text\]'"):
         TextCodec.open(folder_of(tmp_path))
+
+
+def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = TextCodec.open(write_gguf(tmp_path / "known.gguf", "gpt-2"))
+    path = write_gguf(tmp_path / "made.gguf", "unheard-of")
+    assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="needs the transformers package: pip install transformers"):
+        TextCodec.open(path)
+
+
+@pytest.mark.models
+def test_a_real_file_is_read_as_transformers_reads_it() -> None:
+    """But for blanks in front of digits: the file says that digits stand alone, which transformers does not read."""
+    path = gguf_path()
+    codec, tokenizer = TextCodec.open(path), judge(path.parent, gguf_file=path.name)
+    texts = [text for text in (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8").split("\n\n") if text]
+    assert [codec.encode(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+    assert codec.chat(MESSAGES) == list(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"])
+    assert [codec.decode(codec.encode(text)) for text in texts] == texts
+    assert codec.encode("a  12") != tokenizer("a  12")["input_ids"]

@@ -69,7 +69,7 @@ def leave(name: str, work: Callable[[], int]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print("\n" * sys.stdout.isatty() + f"{name}: interrupted", file=sys.stderr)  # an answer may stand there half
         return INTERRUPTED
 
 
