@@ -1,155 +1,204 @@
-"""`stepgraph demo`: a constrained generation with the toy pair, the capture report, and what the rounds did.
-
-The toy pair is seeded noise with a grammar in front of it: its texts are legal, not sensible.
-"""
+"""`stepgraph demo`: a small real model and its draft on this machine. Answers as they come, where each token came from, why it is fast."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import read_schema
-from stepgraph.runtime.commands.terminal import describe, shows_progress, wants_colour
+from stepgraph.runtime.commands.terminal import FAILED, describe, shows_progress, wants_colour
 
 if TYPE_CHECKING:
-    from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import Job
-    from stepgraph.sampling.grammar import Vocabulary
+    from stepgraph.runtime.demo.scenarios import Scenario
+    from stepgraph.runtime.demo.variants import Case, Pair
+    from stepgraph.runtime.request import Job, StepEvent
 
-SUMMARY = "generate constrained text with the toy pair and show what the rounds did"
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Lisbon", "Oslo", "Quito"]},
-        "celsius": {"type": "integer", "minimum": -40, "maximum": 60},
-        "sunny": {"type": "boolean"},
-        "wind": {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["city", "celsius", "sunny", "wind"],
-    "additionalProperties": False,
-}
-DRAFT, TARGET_TOKEN, RESET = "\x1b[32m", "\x1b[1m", "\x1b[0m"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to decode the same requests."""
-
-    name: str
-    drafts: int
-    draft_masks: bool = True
+SUMMARY = "decode with a small real model and its draft, and show why it is fast"
+PICTURE, TRACE = "timeline.png", "timeline.json"
+TRACED_ROUNDS = 6
+LEAST_LENGTH = 512
+COLOURS = {"draft": "\x1b[32m", "look_up": "\x1b[36m", "forced": "\x1b[35m", "target": "\x1b[1m"}
+MEANINGS = {"draft": "the draft's", "look_up": "looked up in the text", "forced": "forced by the grammar", "target": "the target's own"}
+RESET = "\x1b[0m"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Decode the same requests plainly and speculatively, compare the tokens, and print the capture report.",
-        ["stepgraph demo", """stepgraph demo -k 2 --json --schema '{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}'"""],
+        "Answer three prompts with SmolLM2-135M-Instruct and the draft that comes with stepgraph: a record to extract, a tool to\n"
+        "call, a question. Plain and speculative decoding take turns, with and without grammars; then a few rounds are traced, as a\n"
+        "picture and as a file for ui.perfetto.dev. Exit code 1 where an answer breaks its schema.",
+        [
+            "stepgraph demo --toy",
+            "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
+            """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
+        ],
     )
-    parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round, 0 to 8 (default: 4)")
-    parser.add_argument(
-        "--agreement", type=float, default=0.8, help="how often the toy draft agrees with its target, 0 to 1 (default: 0.8)"
-    )
-    parser.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema to obey (default: a weather report)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--no-colour", action="store_true", help="no colours, even on a terminal")
+    add_flag = parser.add_argument
+    add_flag("-k", "--drafts", type=int, default=4, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
+    add_flag("--prompt", metavar="TEXT", help="ask this instead")
+    add_flag("--schema", metavar="FILE|JSON", help="a JSON schema that the answer to --prompt obeys")
+    add_flag("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer (default: %(default)s)")
+    add_flag("--repeats", type=int, default=3, metavar="N", help="how often each variant answers (default: %(default)s)")
+    add_flag("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
+    add_flag("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
+    add_flag("--no-timeline", action="store_true", help="write no picture and no trace")
+    add_flag("--toy", action="store_true", help="a toy pair instead: nothing to install, and no sense in the texts")
+    add_flag("--json", action="store_true", help="print one JSON document and nothing else")
+    add_flag("--no-colour", action="store_true", help="no colours, even on a terminal")
 
 
 def run(options: argparse.Namespace) -> int:
-    return run_demo(
-        options.drafts,
-        options.agreement,
-        None if options.schema is None else read_schema("--schema", options.schema),
-        colour=wants_colour(sys.stdout) and not options.no_colour and not options.json,
-        quiet=options.json or not shows_progress(),
-        as_json=options.json,
-    )
+    check(options)
+    import torch  # takes seconds, which a wrong flag should not
+
+    from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
+    from stepgraph.runtime.demo.variants import open_pair, toy_pair
+
+    scenarios = list(SCENARIOS)
+    if options.prompt is not None:
+        schema = None if options.schema is None else read_schema("--schema", options.schema)
+        scenarios = [Scenario("yours", options.prompt, schema=schema)]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
+    with Demonstration(pair, scenarios, options) as shown:
+        document = shown.run()
+    if options.json:
+        print(json.dumps(document, indent=2))
+    return 0 if all(answer["legal"] for answer in document["answers"].values()) else FAILED
 
 
-def run_demo(drafts: int, agreement: float, schema: dict[str, Any] | None, *, colour: bool, quiet: bool, as_json: bool) -> int:
-    """Print the demonstration; returns the exit code: 1 where a text was illegal or two variants disagreed."""
-    from stepgraph.sampling.grammar import Constraint, Vocabulary
-
-    vocabulary = Vocabulary.printable()
-    constraints = {
-        "JSON schema": Constraint.json_schema(schema or SCHEMA),
-        "regex": Constraint.regex(r"[A-Z][a-z]{2,8} [0-9]{4}-[0-9]{2}-[0-9]{2}"),
-        "choice": Constraint.choice(["accept", "reject", "ask a human"]),
-        "free": None,
-    }
-    variants = [Variant("plain", 0), Variant("speculative, masked drafts", drafts), Variant("speculative, unmasked drafts", drafts, False)]
-    if not drafts:
-        variants = variants[:1]
-    answers: list[dict[str, Job]] = []
-    figures: list[dict[str, Any]] = []
-    for variant in variants:
-        with _engine(vocabulary, variant, agreement) as engine:
-            report = engine.capture(progress=not quiet)
-            if variant is variants[-1 if len(variants) == 1 else 1] and not as_json:
-                print(report, end="\n\n")
-            for constraint in filter(None, constraints.values()):
-                engine.compile(constraint)  # else each job would begin when its grammar is there, and rounds would not compare
-            prompt = list(b"weather report: ")
-            jobs = {
-                name: engine.submit([byte - 32 for byte in prompt], constraint=constraint, max_new_tokens=96)
-                for name, constraint in constraints.items()
-            }
-            show = variant is variants[min(1, len(variants) - 1)] and not as_json
-            for event in engine.stream():
-                if show and event.job_id == jobs["JSON schema"].id:
-                    _print_tokens(vocabulary, event.tokens, event.num_accepted_drafts, colour)
-            if show:
-                print("\n" + ("(green: drafts that held, bold: chosen by the target)\n" if colour else ""))
-            answers.append(jobs)
-            figures.append({"variant": variant.name, **asdict(engine.stats())})
-    same = all(
-        {name: job.tokens for name, job in jobs.items()} == {name: job.tokens for name, job in answers[0].items()} for jobs in answers
-    )
-    outputs = {name: (vocabulary.decode(job.tokens).decode(errors="replace"), str(job.finish_reason)) for name, job in answers[-1].items()}
-    legal = _is_json(outputs["JSON schema"])
-    if as_json:
-        print(json.dumps({"same_tokens": same, "legal": legal, "outputs": outputs, "variants": figures}, indent=2))
-    else:
-        _print_summary(outputs, figures, same)
-    return 0 if same and legal else 1
+def check(options: argparse.Namespace) -> None:
+    if options.schema is not None and options.prompt is None:
+        raise ValueError(f"--schema: got {options.schema[:40]!r} without --prompt, want both: the scenarios have schemas of their own")
+    for flag, least, most in (("drafts", 1, 8), ("max_new_tokens", 2, 4096), ("repeats", 1, 1000), ("threads", 1, 1024)):
+        value = getattr(options, flag)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{flag.replace('_', '-')}: got {value}, want a whole number from {least} to {most}")
 
 
-def _engine(vocabulary: Vocabulary, variant: Variant, agreement: float) -> Engine:
-    from stepgraph.runtime.config import EngineConfig
-    from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+class Demonstration:
+    """The pair's engines, one per variant, and what is asked of them."""
 
-    target = ToyTarget(vocabulary.logits_width, seed=7)
-    config = EngineConfig(
-        max_rows=4, num_speculative_tokens=variant.drafts, max_length=256, draft_masks=variant.draft_masks, greedy_only=True
-    )
-    return Engine(target, ToyDraft(target, agreement), vocabulary=vocabulary, config=config)
+    def __init__(self, pair: Pair, scenarios: list[Scenario], options: argparse.Namespace) -> None:
+        from stepgraph.runtime.demo.variants import Case, variants
+
+        self.pair, self.scenarios, self.options = pair, scenarios, options
+        self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
+        length = max(LEAST_LENGTH, *(len(prompt) + options.max_new_tokens for prompt in self.prompts.values()))
+        self.cases = [Case(variant, pair, length) for variant in variants(options.drafts)]
+        self.rates: dict[str, dict[str, float]] = {}  # tokens a second, by variant and scenario
+        self._colour = wants_colour(sys.stdout) and not options.no_colour and not options.json
+
+    def __enter__(self) -> Demonstration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for case in self.cases:
+            case.engine.close()
+
+    def run(self) -> dict[str, Any]:
+        for case in self.cases:
+            case.engine.capture(progress=shows_progress() and not self.options.json)
+        self._say(f"{self.pair.name}, {self.options.drafts} drafts a round")
+        if self._colour:
+            self._say(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in MEANINGS.items()))
+        answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
+        for scenario in self.scenarios:
+            self.race(scenario)
+        self._say("\n" + "\n".join(table(self.cases, self.rates)))
+        document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "answers": answers}
+        document["variants"] = [{**case.figures(), "tokens_per_second_by_scenario": self.rates[case.variant.name]} for case in self.cases]
+        if not self.options.no_timeline:
+            document["timeline"] = self.timeline()
+        return document
+
+    def answer(self, scenario: Scenario) -> dict[str, Any]:
+        """The first answers, of which the fastest variant's is shown as it comes."""
+        self._say(f"\n{scenario.name}: {scenario.user}\n")
+        *others, shown = self._suitable(scenario)
+        stream = self.pair.codec.stream()
+        job = self._run(shown, scenario, lambda event: self._show(event, stream.push))
+        self._say(stream.finish())
+        texts = {case.variant.name: self._run(case, scenario).tokens for case in others}
+        text = self.pair.codec.decode(job.tokens)
+        return {
+            "text": text,
+            "finish_reason": str(job.finish_reason),
+            "legal": scenario.schema is None or is_json(text, str(job.finish_reason)),
+            "same_tokens": {name: tokens == job.tokens for name, tokens in texts.items()},
+        }
+
+    def race(self, scenario: Scenario) -> None:
+        """Variants take turns; what the first answers took is forgotten."""
+        cases = self._suitable(scenario)
+        for case in cases:
+            case.tokens, case.seconds = 0, 0.0
+        for _ in range(self.options.repeats):
+            for case in cases:
+                self._run(case, scenario)
+        for case in cases:
+            self.rates.setdefault(case.variant.name, {})[scenario.name] = round(case.tokens_per_second, 1)
+
+    def timeline(self) -> dict[str, Any]:
+        """The first answer once more, by the fastest variant: what ran when in some of its rounds."""
+        scenario, folder = self.scenarios[0], self.options.out
+        case = self._suitable(scenario)[-1]
+        with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
+            self._run(case, scenario)
+        timeline, summary = trace.timeline, trace.timeline.summary()
+        folder.mkdir(parents=True, exist_ok=True)
+        timeline.save_perfetto(folder / TRACE)
+        try:
+            timeline.save_picture(folder / PICTURE)
+        except RuntimeError as error:  # matplotlib is a matter of taste
+            self._say(f"\nno picture: {error}")
+        figures = "\n".join(str(summary).splitlines()[-2:])  # without its table, which the picture shows
+        self._say(f"\n{figures}\n{folder / PICTURE}: what ran when; {folder / TRACE}: the same for ui.perfetto.dev")
+        return {"trace": str(folder / TRACE), "picture": str(folder / PICTURE), "summary": summary.as_dict()}
+
+    def _suitable(self, scenario: Scenario) -> list[Case]:
+        """All variants, but for those that would say the same without a grammar."""
+        return [case for case in self.cases if scenario.schema is not None or not case.variant.constrained]
+
+    def _run(self, case: Case, scenario: Scenario, show: Callable[[StepEvent], object] = lambda event: None) -> Job:
+        return case.run(self.prompts[scenario.name], scenario.constraint, self.options.max_new_tokens, show)
+
+    def _show(self, event: StepEvent, text_of: Callable[[tuple[int]], str]) -> None:
+        if self.options.json:
+            return
+        for token, origin in zip(event.tokens, event.origins, strict=True):
+            text = text_of((token,))
+            print(f"{COLOURS[origin.value]}{text}{RESET}" if self._colour else text, end="", flush=True)
+
+    def _say(self, text: str) -> None:
+        if not self.options.json:
+            print(text)
 
 
-def _print_tokens(vocabulary: Vocabulary, tokens: tuple[int, ...], accepted: int, colour: bool) -> None:
-    for place, token in enumerate(tokens):
-        text = vocabulary.decode([token]).decode(errors="replace")
-        print(f"{DRAFT if place < accepted else TARGET_TOKEN}{text}{RESET}" if colour else text, end="", flush=True)
+def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Tokens a second by scenario, then counts over all that was answered."""
+    scenarios = list(dict.fromkeys(name for row in rates.values() for name in row))
+    counts = {"tokens_per_round": "per round", "mask_fills": "mask fills", "replays": "replays", "host_syncs": "syncs"}
+    lines = [f"{'tokens a second':<24}" + "".join(f"{name:>12}" for name in (*scenarios, *counts.values()))]
+    for case in cases:
+        figures, row = case.figures(), rates[case.variant.name]
+        cells = [f"{row[name]:.1f}" if name in row else "" for name in scenarios] + [str(figures[key]) for key in counts]
+        lines.append(f"{case.variant.name:<24}" + "".join(f"{cell:>12}" for cell in cells))
+    base, fast = "plain + grammar", "speculative + grammar"
+    ratios = [f"{rates[fast][name] / rates[base][name]:.2f}" if name in rates.get(base, {}) else "" for name in scenarios]
+    return [*lines, f"{'speculation is worth':<24}" + "".join(f"{ratio:>12}" for ratio in ratios)] if base in rates else lines
 
 
-def _print_summary(outputs: dict[str, tuple[str, str]], figures: list[dict[str, Any]], same: bool) -> None:
-    for name, (text, reason) in outputs.items():
-        print(f"{name:>12}  {text!r}  [{reason}]")
-    print(f"\n{'':<30}{'tokens':>8}{'rounds':>8}{'replays':>9}{'syncs':>7}{'drafts kept':>13}{'mask fills':>12}")
-    for row in figures:
-        print(
-            f"{row['variant']:<30}{row['tokens']:>8}{row['rounds']:>8}{row['replays']:>9}{row['host_syncs']:>7}"
-            f"{row['accepted_drafts']:>13}{row['mask_fills']:>12}"
-        )
-    print("\nall variants gave the same tokens" if same else "\nTHE VARIANTS DISAGREE")
-
-
-def _is_json(output: tuple[str, str]) -> bool:
+def is_json(text: str, finish_reason: str) -> bool:
+    """Whether a finished answer is JSON; one that ran out of tokens is cut short, and no fault."""
     try:
-        return isinstance(json.loads(output[0]), (dict, list, str, int, float, bool, type(None)))
+        json.loads(text)
     except ValueError:
-        return output[1] == "length"  # cut short
+        return finish_reason == "length"
+    return True
