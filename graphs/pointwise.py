@@ -1,4 +1,4 @@
-"""What a layer does to each token alone: norms and gates. One operation each on a CPU with native kernels, else plain torch."""
+"""What a layer does to each token alone: products, norms, gates. One operation each on a CPU with native kernels, else plain torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from torch.nn import functional
 from stepgraph.graphs import cpu_kernels
 from stepgraph.graphs.cpu_kernels import calls
 from stepgraph.sampling.kernels import register
+
+LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN add up in another order
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N, in] by [out, in] -> [N, out]. On the CPU a row's result has the same bits whatever rows come with it.
+
+    The native product runs on one thread. Where torch has several, the product is torch's, which shares it out among them.
+    """
+    several = torch.get_num_threads() > 1
+    if several or not cpu_kernels.serves(states) or cpu_kernels.wants_gradients(states, weight):
+        return linear(states, weight, bias)
+    output = states.new_empty(len(states), len(weight))
+    product_operation(states, weight, bias, output)
+    return output
 
 
 def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -29,6 +44,13 @@ def gated(pairs: Tensor) -> Tensor:
     return output
 
 
+def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = len(states)
+    if rows < LEAST_ROWS and states.device.type == "cpu":
+        states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
+    return functional.linear(states, weight, bias)[:rows]
+
+
 def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = states.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(states.dtype)
@@ -39,6 +61,10 @@ def opened(pairs: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def product_reference(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    output.copy_(linear(states, weight, bias))
+
+
 def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> None:
     output.copy_(normed(states, weight, epsilon))
 
@@ -47,6 +73,13 @@ def gated_reference(pairs: Tensor, output: Tensor) -> None:
     output.copy_(opened(pairs))
 
 
+product_operation = register.operation(
+    "",
+    "product",
+    "(Tensor states, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()",
+    product_reference,
+    cpu_kernels.prepared(calls.product),
+)
 rms_norm_operation = register.operation(
     "",
     "rms_norm",

@@ -14,7 +14,17 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, cpu_kernels
 from stepgraph.graphs.attention import AttentionShape, attention_reference
 from stepgraph.graphs.attention_choice import choose_attention
 from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.graphs.pointwise import gated, gated_operation, normed, opened, rms_norm, rms_norm_operation
+from stepgraph.graphs.pointwise import (
+    gated,
+    gated_operation,
+    linear,
+    normed,
+    opened,
+    product,
+    product_operation,
+    rms_norm,
+    rms_norm_operation,
+)
 from stepgraph.graphs.rotation import turn_and_keep, turn_and_keep_reference
 from stepgraph.sampling.grammar.native.unavailable import Unavailable
 from tests.test_attention import Case, make_case
@@ -107,6 +117,30 @@ def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot:
     assert all(bool(each.isnan().all()) for each in cache)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "outer"), [(576, 200), (37, 70), (80, 33), (5, 1)])
+def test_products_are_right_and_have_the_same_bits_in_any_company(inner: int, outer: int, dtype: torch.dtype) -> None:
+    """Of rows that lie apart, few and many."""
+    states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
+    for bias in (None, random(outer, dtype=dtype, seed=2)):
+        output = torch.full((73, outer), torch.nan, dtype=dtype)
+        run = cpu_kernels.prepared(calls.product)(states, weight, bias, output)
+        assert run is not None
+        run()
+        wanted = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
+        near = 1e-5 if dtype is torch.float32 else 8e-3
+        torch.testing.assert_close(output.double(), wanted, rtol=near, atol=near)
+        for count in (1, 2, 3, 4, 5, 7):
+            assert torch.equal(product(states[:count], weight, bias), output[:count])
+        assert torch.equal(product(states[72:], weight, bias), output[72:])
+
+
+def test_several_threads_share_out_torch_s_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, weight = random(3, 576), random(40, 576, seed=1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(product(states, weight), linear(states, weight))
+
+
 @pytest.mark.parametrize("shape", [(1, 576), (7, 33), (4, 3, 64)])
 def test_a_norm_is_torch_s_but_for_the_order_of_its_sum(shape: tuple[int, ...]) -> None:
     weight = random(shape[-1], seed=1)
@@ -146,6 +180,7 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
     opcheck(rms_norm_operation, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
+    opcheck(product_operation, (random(3, 8), random(5, 8), None, torch.empty(3, 5)))
     opcheck(gated_operation, (random(3, 8), torch.empty(3, 4)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.sampling.kernels.register import Run
 
-VERSION = 1  # of the structs and of what the kernels make of them
+VERSION = 2  # of the structs and of what the kernels make of them
 MOST_SIZE = 256  # numbers of a head
 NARROW = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -47,13 +47,18 @@ class GateCall(Structure):
     _fields_ = tuple(_fields("pairs output", "rows size narrow"))
 
 
-OWN_LAYOUT = (VERSION, *(sizeof(struct) for struct in (AttentionCall, TurnCall, NormCall, GateCall)), MOST_SIZE)
+class ProductCall(Structure):
+    _fields_ = tuple(_fields("states weight bias output", "rows inner outer step narrow"))
+
+
 FUNCTIONS = {
     "stepgraph_attention": AttentionCall,
     "stepgraph_turn_and_keep": TurnCall,
     "stepgraph_rms_norm": NormCall,
     "stepgraph_gate": GateCall,
+    "stepgraph_product": ProductCall,
 }
+OWN_LAYOUT = (VERSION, *map(sizeof, FUNCTIONS.values()), MOST_SIZE)
 
 
 def declare(library: CDLL) -> None:
@@ -150,3 +155,13 @@ def gate(library: CDLL, pairs: Tensor, output: Tensor) -> Run | None:
         return None
     shape = (output.numel() // output.shape[-1], output.shape[-1], NARROW[pairs.dtype])
     return _prepared(library.stepgraph_gate, GateCall(pairs.data_ptr(), output.data_ptr(), *shape), (pairs, output))
+
+
+def product(library: CDLL, states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Run | None:
+    tensors = (states, weight, output) if bias is None else (states, weight, output, bias)
+    dense = weight.is_contiguous() and output.is_contiguous() and (bias is None or bias.is_contiguous())
+    if not _fits(*tensors) or not dense or states.stride(-1) != 1:
+        return None
+    addresses = (states.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr())
+    shape = (len(states), states.shape[1], len(weight), states.stride(0), NARROW[states.dtype])
+    return _prepared(library.stepgraph_product, ProductCall(*addresses, *shape), tensors)

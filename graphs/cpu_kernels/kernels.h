@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KERNELS_VERSION = 1, MOST_SIZE = 256 };
+enum { KERNELS_VERSION = 2, MOST_SIZE = 256 };
 
 typedef struct {
     const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */
@@ -40,9 +40,18 @@ typedef struct {
     int64_t rows, size, narrow;
 } gate_call;
 
+typedef struct {
+    const void *states, *weight, *bias; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer], or NULL */
+    void *output;                       /* [rows, outer] */
+    int64_t rows, inner, outer, step, narrow;
+} product_call;
+
+void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
+
 /* One library for every processor: the loader takes the widest version that this one has. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAS_DOT_PRODUCTS
 #else
 #define FOR_EACH_PROCESSOR
 #endif
@@ -65,6 +74,15 @@ INLINED uint16_t narrowed(float value) {
 }
 
 INLINED float rounded(float value, int64_t narrow) { return narrow ? widened(narrowed(value)) : value; }
+
+INLINED float number(const void *from, int64_t at, int64_t narrow) {
+    return narrow ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+INLINED void put(void *to, int64_t at, float value, int64_t narrow) {
+    if (narrow) ((uint16_t *)to)[at] = narrowed(value);
+    else ((float *)to)[at] = value;
+}
 
 INLINED void read_numbers(float *to, const void *from, int64_t first, int64_t count, int64_t narrow) {
     if (narrow)

@@ -48,15 +48,6 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_turn_and_keep(const turn_call *call) {
 
 enum { LANES = 16 };
 
-INLINED float number(const void *from, int64_t at, int64_t narrow) {
-    return narrow ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
-}
-
-INLINED void put(void *to, int64_t at, float value, int64_t narrow) {
-    if (narrow) ((uint16_t *)to)[at] = narrowed(value);
-    else ((float *)to)[at] = value;
-}
-
 INLINED void norm_all(const norm_call *call, int64_t narrow) {
     int64_t size = call->size;
     for (int64_t row = 0; row < call->outer * call->inner; row++) {
@@ -103,7 +94,7 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_gate(const gate_call *call) {
 }
 
 EXPORTED int64_t stepgraph_kernels_layout(int64_t *values) {
-    int64_t known[] = {KERNELS_VERSION, sizeof(attention_call), sizeof(turn_call), sizeof(norm_call), sizeof(gate_call), MOST_SIZE};
+    int64_t known[] = {KERNELS_VERSION, sizeof(attention_call), sizeof(turn_call), sizeof(norm_call), sizeof(gate_call), sizeof(product_call), MOST_SIZE};
     memcpy(values, known, sizeof known);
     return sizeof known / sizeof *known;
 }

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import LEAST_ROWS, AttentionShape, attention, cache_specs
+from stepgraph.graphs.attention import AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.pointwise import gated, rms_norm
+from stepgraph.graphs.pointwise import gated, product, rms_norm
 from stepgraph.graphs.rotation import turn_and_keep
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -134,14 +134,6 @@ class LlamaLayer(nn.Module):
         query = turn_and_keep(query, key, value, *turns, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias)
-
-
-def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[N, in] by [out, in] -> [N, out]. On the CPU a row's result has the same bits whatever rows come with it."""
-    rows = len(states)
-    if rows < LEAST_ROWS and states.device.type == "cpu":
-        states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
-    return functional.linear(states, weight, bias)[:rows]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from stepgraph.runtime.models.llama import product
+from stepgraph.graphs.pointwise import product
 from tools.training.batches import Batch, TrainingSet, embed, moved
 from tools.training.heads import Head
 from tools.training.plan import TrainingPlan

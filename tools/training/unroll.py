@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.pointwise import rms_norm
+from stepgraph.graphs.pointwise import product, rms_norm
 from stepgraph.graphs.rotation import rotate
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.llama import LlamaLayer, product
+from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
 from stepgraph.runtime.models.rope import angles
 

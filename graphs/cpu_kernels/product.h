@@ -1,0 +1,112 @@
+/* Products of states and weights, for product.c and product_dot.c. A result's sum runs in LANES parts along the weights' own memory, and
+   these are added up as a tree: in one order, however many rows there are and however they are dealt out to tiles. */
+
+#include "kernels.h"
+
+enum { LANES = 16 };
+
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
+
+/* What lies at `from` as LANES numbers, or as twice as many: those of even places and those of odd ones. */
+INLINED void taken(const char *from, int64_t narrow, lanes parts[2]) {
+    words raw = *(const words *)from;
+    parts[0] = (lanes)(narrow ? raw << 16 : raw);
+    parts[1] = (lanes)(raw & 0xffff0000u);
+}
+
+#ifdef DOT_PRODUCTS
+INLINED void add_pairs(lanes *sums, const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide) {
+    for (int column = 0; column < wide; column++) {
+        __m512bh right = (__m512bh)_mm512_loadu_si512(weight + column * column_bytes);
+        for (int row = 0; row < tall; row++) {
+            __m512bh left = (__m512bh)_mm512_loadu_si512(states + row * row_bytes);
+            sums[row * wide + column] = (lanes)_mm512_dpbf16_ps((__m512)sums[row * wide + column], left, right);
+        }
+    }
+}
+#endif
+
+INLINED void add_products(
+    lanes *sums, const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide, int64_t narrow) {
+#ifdef DOT_PRODUCTS
+    if (narrow) {
+        add_pairs(sums, states, row_bytes, weight, column_bytes, tall, wide);
+        return;
+    }
+#endif
+    lanes left[4][2], right[2];
+    for (int row = 0; row < tall; row++) taken(states + row * row_bytes, narrow, left[row]);
+    for (int column = 0; column < wide; column++) {
+        taken(weight + column * column_bytes, narrow, right);
+        for (int row = 0; row < tall; row++) {
+            sums[row * wide + column] += left[row][0] * right[0];
+            if (narrow) sums[row * wide + column] += left[row][1] * right[1];
+        }
+    }
+}
+
+#ifdef __clang__
+#define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (words){__VA_ARGS__})
+#endif
+
+/* The sum of each of sixteen, all in the first: halves are added to halves, two by two. */
+INLINED void summed_up(lanes *sums) {
+    for (int i = 0; i < 8; i++)
+        sums[i] = CHOSEN(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  CHOSEN(sums[i], sums[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        sums[i] = CHOSEN(sums[i], sums[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+                  CHOSEN(sums[i], sums[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        sums[i] = CHOSEN(sums[i], sums[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                  CHOSEN(sums[i], sums[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    sums[0] = CHOSEN(sums[0], sums[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+              CHOSEN(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, int64_t narrow) {
+    int64_t bytes = narrow ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
+    const char *states = (const char *)call->states + row * call->step * bytes, *weight = (const char *)call->weight + column * inner * bytes;
+    lanes sums[LANES] = {0};
+    for (int64_t i = 0; i < whole; i += chunk) {
+        if (row == 0) /* the next tile's weights: memory takes as long as this one does */
+            for (int one = wide; one < 2 * wide; one++) __builtin_prefetch(weight + (one * inner + i) * bytes);
+        add_products(sums, states + i * bytes, call->step * bytes, weight + i * bytes, inner * bytes, tall, wide, narrow);
+    }
+    if (whole < inner) {
+        char left[4][64] = {{0}}, right[8][64] = {{0}};
+        for (int one = 0; one < tall; one++) memcpy(left[one], states + (one * call->step + whole) * bytes, (size_t)((inner - whole) * bytes));
+        for (int one = 0; one < wide; one++) memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
+        add_products(sums, left[0], 64, right[0], 64, tall, wide, narrow);
+    }
+    summed_up(sums);
+    float found[LANES];
+    memcpy(found, sums, sizeof found);
+    if (call->bias)
+        for (int one = 0; one < tall * wide; one++) found[one] += number(call->bias, column + one % wide, narrow);
+    uint16_t rounded_off[LANES];
+    for (int one = 0; one < LANES; one++) rounded_off[one] = narrowed(found[one]);
+    for (int one = 0; one < tall; one++) {
+        const void *from = narrow ? (const void *)(rounded_off + one * wide) : (const void *)(found + one * wide);
+        memcpy((char *)call->output + ((row + one) * call->outer + column) * bytes, from, (size_t)(wide * bytes));
+    }
+}
+
+INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t narrow) {
+    int64_t row = 0, column;
+    for (; row + 4 <= call->rows; row += 4) {
+        for (column = first; column + 4 <= end; column += 4) tile(call, row, column, 4, 4, narrow);
+        for (; column < end; column++) tile(call, row, column, 4, 1, narrow);
+    }
+    for (; row + 2 <= call->rows; row += 2) {
+        for (column = first; column + 4 <= end; column += 4) tile(call, row, column, 2, 4, narrow);
+        for (; column < end; column++) tile(call, row, column, 2, 1, narrow);
+    }
+    if (row < call->rows) {
+        for (column = first; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, narrow);
+        for (; column < end; column++) tile(call, row, column, 1, 1, narrow);
+    }
+}
