@@ -207,8 +207,10 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("capture-check wrong_steps:nothing", "got NoneType from it, want (step, buffers)"),
         ("capture-check my_step:buffers", "want a function without arguments"),
         ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType for the buffers, want StaticBuffers"),
-        ("demo -k 9", "EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
-        ("demo --schema nowhere", "--schema: got 'nowhere'"),
+        ("demo -k 9", "--drafts: got 9, want a whole number from 1 to 8"),
+        ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
+        ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
+        ("demo --toy --threads 0", "--threads: got 0, want at least 1"),
     ],
 )
 def test_bad_input_is_named(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import read_schema
-from stepgraph.runtime.commands.terminal import FAILED, describe, shows_progress, wants_colour
+from stepgraph.runtime.commands.inputs import read_schema, set_threads, shown
+from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.scenarios import Scenario
@@ -54,8 +54,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check(options)
-    import torch  # takes seconds, which a wrong flag should not
-
     from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
     from stepgraph.runtime.demo.variants import open_pair, toy_pair
 
@@ -63,22 +61,21 @@ def run(options: argparse.Namespace) -> int:
     if options.prompt is not None:
         schema = None if options.schema is None else read_schema("--schema", options.schema)
         scenarios = [Scenario("yours", options.prompt, schema=schema)]
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    set_threads(options.threads)
     pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
     with Demonstration(pair, scenarios, options) as shown:
         document = shown.run()
     if options.json:
-        print(json.dumps(document, indent=2))
+        print_json(document)
     return 0 if all(answer["legal"] for answer in document["answers"].values()) else FAILED
 
 
 def check(options: argparse.Namespace) -> None:
     if options.schema is not None and options.prompt is None:
-        raise ValueError(f"--schema: got {options.schema[:40]!r} without --prompt, want both: the scenarios have schemas of their own")
-    for flag, least, most in (("drafts", 1, 8), ("max_new_tokens", 2, 4096), ("repeats", 1, 1000), ("threads", 1, 1024)):
+        raise ValueError(f"--schema: got {shown(options.schema)} without --prompt, want both: the scenarios have schemas of their own")
+    for flag, least, most in (("drafts", 1, 8), ("max_new_tokens", 2, 4096), ("repeats", 1, 1000)):
         value = getattr(options, flag)
-        if value is not None and not least <= value <= most:
+        if not least <= value <= most:
             raise ValueError(f"--{flag.replace('_', '-')}: got {value}, want a whole number from {least} to {most}")
 
 
