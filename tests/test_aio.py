@@ -28,6 +28,7 @@ from stepgraph.runtime import (
     StepEvent,
 )
 from stepgraph.runtime.aio import JobStream
+from stepgraph.runtime.aio_thread import Reading
 from stepgraph.runtime.bell import Bell
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.oracles import Answer
@@ -139,6 +140,7 @@ def answers() -> list[Answer]:
     return [plain(ask["prompt_ids"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or LONG_OFF) for ask in ASKS]
 
 
+PER_TOKEN = [field.name for field in fields(StepEvent) if field.name == "tokens" or field.default == ()]
 LONG_OFF = SamplingParams(temperature=0)
 
 
@@ -219,18 +221,26 @@ def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, mo
 
 
 def test_a_merged_event_adds_up_every_field() -> None:
-    """A new field of StepEvent must say what it is of several rounds: here, and in Reading."""
-    known = {
-        "job_id",
-        "tokens",
-        "num_accepted_drafts",
-        "finish_reason",
-        "error",
-        "logprobs",
-        "num_forced_drafts",
-        "num_accepted_forced_drafts",
-    }
-    assert {field.name for field in fields(StepEvent)} == known
+    """Numbers are added, what there is per token follows each other, and the end is the last one's: for fields to come as well."""
+    job = Job(7, (1,), None, LONG, 60, 2, (), 0)
+    events = []
+    for place in range(1, 4):
+        values: dict[str, Any] = {field.name: place * (position + 2) for position, field in enumerate(fields(StepEvent))}
+        values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if place == 3 else None, "error": "burnt" if place == 3 else ""}
+        for name in PER_TOKEN:
+            values[name] = tuple(f"{name} {place} {token}" for token in range(place))
+            getattr(job, name).extend(values[name])
+        events.append(StepEvent(**values))
+    job.finish_reason, job.error = FinishReason.ERROR, "burnt"
+    reading = Reading(job)
+    for event in events:
+        reading.add(event)
+    wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
+    for name in {field.name for field in fields(StepEvent)} - wanted.keys():
+        several = [getattr(event, name) for event in events]
+        wanted[name] = sum(several, ()) if name in PER_TOKEN else sum(several)
+    assert reading.take() == StepEvent(**wanted)
+    assert reading.take() is None
 
 
 def test_forced_drafts_are_added_up() -> None:
@@ -505,18 +515,20 @@ def test_a_full_queue_refuses_or_is_waited_for_in_order() -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
-            streams = [serving.generate([place], max_new_tokens=4) for place in range(2)]
+            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # no stream is told of their ends
             with pytest.raises(QueueFullError, match="2 requests are waiting already"):
                 serving.generate([7], max_new_tokens=4)
             tasks = [asyncio.create_task(serving.submit([place], max_new_tokens=4)) for place in range(2, 8)]
             await asyncio.sleep(0)  # they begin to wait, in this order
             tasks[3].cancel()
             tasks[0].cancel()  # the one in front
+            for _ in range(9):
+                await asyncio.sleep(0)  # the next one takes its place
             asyncio.get_running_loop().call_soon(gate.open)
             waited = [await task for place, task in enumerate(tasks) if place not in (0, 3)]
             assert [stream.job.prompt_ids for stream in sorted(waited, key=lambda stream: stream.job.id)] == [(3,), (4,), (6,), (7,)]
-            for stream in (*streams, *waited):
-                assert (await stream.result()).tokens == plain(stream.job.prompt_ids, 4).tokens
+            for job in (*jobs, *[await stream.result() for stream in waited]):
+                assert job.tokens == plain(job.prompt_ids, 4).tokens
             assert [task.cancelled() for task in tasks] == [True, False, False, True, False, False]
 
     with engine:
