@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.limits import MIB
+from tests.documents import READMES
 from tests.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 
 SLOW = Constraint.ebnf("root ::= " + "[a]*" * 29_000)  # minutes
@@ -169,7 +169,7 @@ def test_limits_that_are_none_are_refused_by_name() -> None:
 
 
 def test_the_readme_lists_every_limit_with_its_default() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = READMES["sampling/README.md"]
     told = dict[str, str]()
     for names, values in re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", text, re.MULTILINE):
         told |= dict(zip(names.split(", "), values.split(", "), strict=False))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepgraph.runtime import AsyncEngine, Constraint, FinishReason, Vocabulary
+from tests.documents import snippet
 from tests.toy_engines import VOCABULARY, Setup, make_engine
 from tools.examples import async_stream, sync_loop
 
@@ -38,12 +38,10 @@ def test_the_asynchronous_streams(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_one_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    snippets = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
-    (snippet,) = [snippet for snippet in snippets if "AsyncEngine(engine)" in snippet]
     with make_engine(Setup(k=2, eager=True)) as engine:
         namespace: dict[str, Any] = {"AsyncEngine": AsyncEngine, "engine": engine, "vocabulary": VOCABULARY, "prompt_ids": [1, 2]}
         namespace["constraint"] = Constraint.regex("[a-c]{4,9}")
-        exec("async def main():\n" + textwrap.indent(snippet, "    "), namespace)
+        exec("async def main():\n" + textwrap.indent(snippet("AsyncEngine(engine)"), "    "), namespace)
         asyncio.run(namespace["main"]())
         assert not engine.has_work
     assert re.fullmatch("[a-c]{4,9}", "".join(re.findall("b'(.*)'", capsys.readouterr().out)))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ from torch import Tensor, nn
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
+from tests.documents import snippet
 from tests.oracles import Answer, accepts
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SNIPPET = next(found for found in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Recurrent" in found)
+SNIPPET = snippet("class Recurrent")
 VOCABULARY = Vocabulary.printable()
 WIDTH = VOCABULARY.logits_width
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
