@@ -23,8 +23,8 @@ setup(
         ),
         Extension(
             "stepgraph.graphs.cpu_kernels._kernels",
-            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "tokens")],
-            depends=[f"{KERNELS}/kernels.h"],
+            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "product", "product_dot", "tokens")],
+            depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/product.h"],
             # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
             extra_compile_args=[
                 *("-std=c11", "-O3", "-g0", "-fvisibility=hidden"),
