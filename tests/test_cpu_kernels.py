@@ -76,15 +76,16 @@ def test_what_nobody_vouches_for_is_not_read() -> None:
         case._replace(inputs=case.inputs._replace(block_tables=tables)).run()
 
 
-def test_a_query_without_a_number_spoils_no_other() -> None:
-    case = make_case([9, 30], 2, size=64)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_without_a_number_spoils_no_other(dtype: torch.dtype) -> None:
+    case = make_case([9, 30], 2, size=64, dtype=dtype)
     before = case.run()
     case.query[0, 1, 2] = torch.nan
     found = case.run()
     assert bool(found[0, 1, 2].isnan().all())
     found[0, 1, 2] = before[0, 1, 2]
     assert torch.equal(found, before)
-    huge = make_case([70], 1, size=64)
+    huge = make_case([70], 1, size=64, dtype=dtype)
     huge.query.mul_(1e4)  # weights as sharp as they can be
     assert bool(huge.run().isfinite().all())
 

