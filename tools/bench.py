@@ -1,4 +1,4 @@
-"""Measure rounds, drafts, stages, grammars, sampling, kernels: variants take turns, medians and ratios, JSON last. Never fails on time.
+"""Measure rounds, drafts, stages, grammars, sampling, kernels, a real pair: variants take turns, medians and ratios, JSON last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tools import bench_forced, bench_grammar, bench_kernels, bench_sampling, bench_stages
+from tools import bench_demo, bench_forced, bench_grammar, bench_kernels, bench_sampling, bench_stages
 from tools.checks.context import Context
 
-PARTS = ("round", "forced", "grammar", "sampling", "stages", "kernels", "attention")
+PARTS = ("round", "forced", "grammar", "sampling", "stages", "kernels", "attention", "demo")
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "stages": lambda: bench_stages.report(context, rows=4, drafts=options.drafts),
         "kernels": lambda: bench_kernels.report(context),
         "attention": bench_kernels.attention_bytes,
+        "demo": lambda: demonstration(options.drafts),
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if "forced" in found:
@@ -129,8 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(bench_sampling.table(found["sampling"]))
     if "stages" in found:
         print("\n".join(bench_stages.lines(found["stages"])))
+    if "ratios" in found.get("demo", {}):
+        print("\n".join(bench_demo.lines(found["demo"])))
     print(json.dumps(found, indent=2))
     return 0
+
+
+def demonstration(drafts: int) -> dict[str, Any]:
+    """The real pair of `stepgraph demo`, where it is installed."""
+    try:
+        return bench_demo.report(drafts, prompts=4, repeats=2, legal=100, threads=1)
+    except ValueError as error:
+        return {"missing": str(error)}
 
 
 def measure_rounds(options: argparse.Namespace) -> dict[str, object]:
