@@ -1,4 +1,4 @@
-"""Measure rounds, drafts, stages, grammars, sampling, kernels, a real pair: variants take turns, medians and ratios, JSON last. Never fails on time.
+"""Measure rounds, drafts, stages, grammars, sampling, kernels and a real pair: variants take turns, JSON last. Never fails on time.
 
 Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
 """
