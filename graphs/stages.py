@@ -70,7 +70,8 @@ def accept(
     results = torch.cat([*(each[:, None] for each in told), tokens, status, drafts], 1)
     buffers.results[: len(batch.rows), :-2].copy_(results)
     if constrained and "row_forced" in buffers:
-        buffers.results[: len(batch.rows), -2].copy_(_on_offer(buffers.row_forced, batch))
+        # rounds without grammars leave the flags of a row's former owner
+        buffers.results[: len(batch.rows), -2].copy_(_on_offer(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         buffers.results[: len(batch.rows), -1].copy_(_on_offer(buffers.row_looked_up, batch))
     return emission, after

@@ -183,9 +183,8 @@ class Admission:
             if offered:
                 buffers.row_drafts[row, :offered].copy_(buffers.row_text[row, start : start + offered])
                 buffers.row_certain[row].fill_(True)
-                for name, found in (("row_looked_up", True), ("row_forced", False)):
-                    if name in buffers:
-                        buffers[name][row].fill_(found)
+                if "row_looked_up" in buffers:
+                    buffers.row_looked_up[row].fill_(True)
             buffers.row_tags[row].fill_(0)
             state_part, bits_part = buffers.admission[: len(Column) + len(Param)].split([len(Column), len(Param)])
             buffers.row_params[row].copy_(_floats(bits_part))

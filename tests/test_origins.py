@@ -95,6 +95,27 @@ def test_a_row_s_former_owner_looked_up_nothing_for_the_next_one() -> None:
         assert job.origins == [Origin.TARGET] and made.stats().looked_up_drafts == before > 0
 
 
+def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -> None:
+    """Its first rounds have no grammar at all; then a neighbour brings one."""
+    constraint = Constraint.choice(["total currency"])
+    with engine(ToyDraft(TARGET, 1.0), forced_drafts=True) as made:
+        made.compile(constraint)
+        former = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
+        while len(former.tokens) < 2:
+            made.step()
+        made.cancel(former)
+        made.step()
+        job = made.submit([1, 2], max_new_tokens=30)
+        while len(job.tokens) < 6:
+            made.step()
+        beside = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
+        said: dict[int, list[StepEvent]] = {job.id: [], beside.id: []}
+        for event in made.stream():
+            said[event.job_id].append(event)
+    assert Origin.FORCED in beside.origins and len(said[job.id]) > len(said[beside.id]), "they ran side by side"
+    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.num_forced_drafts for event in said[job.id])
+
+
 @pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
 def test_who_proposes_alone(draft: Any, origin: str) -> None:
     """A look-up's drafts are looked up, a function's are the drafter's; a slot's former owner does not matter."""
