@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Refusal, Vocabulary, backends
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary, backends, worker_process
 from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.limits import MIB
+from tests.grammar_bombs import PATTERNS, SCHEMAS
 from tests.grammar_texts import TAGS, accepts
 from tests.schema_cases import BYTES, takes
+from tests.test_compile_service import GREEDY, SLOW
 
 AUTO = GrammarCompiler(BYTES, max_threads=1)
 COMBINED = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
@@ -66,6 +70,36 @@ def test_the_coverage_names_every_keyword_with_its_place() -> None:
     assert Constraint.json_schema(COMBINED, backend="xgrammar").coverage().backend is None
     assert Constraint.regex("a+").coverage().refusals == {"xgrammar": (), "llguidance": ()}
     assert [refusal.where for refusal in Constraint.regex("(").coverage().unenforced] == ["#", "#"]
+
+
+BOMBS = {
+    "compile_seconds": (SLOW, GrammarLimits(compile_seconds=0.3)),
+    "compile_bytes": (GREEDY, GrammarLimits(compile_bytes=40 * MIB)),
+    "least_bytes": (Constraint.json_schema(SCHEMAS["counted counts"]()), GrammarLimits()),
+    "max_nesting": (Constraint.regex(PATTERNS["10,000 groups"]()), GrammarLimits()),
+}
+
+
+@pytest.mark.parametrize("field", BOMBS)
+def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: str) -> None:
+    bomb, limits = BOMBS[field]
+    workers = {worker.pid for worker in worker_process._alive}
+    told = bomb.coverage(limits)
+    (reason,) = {refusal.reason for refusal in told.unenforced}
+    assert told.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
+    assert {worker.pid for worker in worker_process._alive} <= workers, "its worker is still there"
+    compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
+    with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
+        compiler.compile(bomb)
+    compiler.close()
+
+
+def test_the_coverage_tells_what_it_finds_in_the_time_of_one_compile() -> None:
+    properties = {f"p{place}": {"uniqueItems": True} for place in range(300)}
+    told = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar").coverage(
+        GrammarLimits(compile_seconds=1e-6)
+    )
+    assert len(told.unenforced) == 1 and told.backend is None
 
 
 def test_without_the_second_library_its_constraints_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class Backends:
 
         def tried_out(name: str) -> Grammar:
             grammar = self._builder(name).build(constraint, worker)
-            self._try_out(grammar, constraint)
+            try_out(grammar, constraint, self._vocabulary)
             return grammar
 
         return self._first(constraint, tried_out)
@@ -100,11 +100,8 @@ class Backends:
                     result = attempt(name)
                 except (WorkerError, EndlessError):
                     raise  # a limit is not what another library is there for
-                except ValueError as error:
-                    reasons[name] = _shortened(named(str(error)))
-                    continue
                 except Exception as error:  # numbers beyond floats, depths beyond the stack: what a constraint brings about is its fault
-                    reasons[name] = _shortened(f"{type(error).__name__}: {error}")
+                    reasons[name] = reason_of(error)
                     continue
                 return result, name, "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
         except ValueError as error:
@@ -119,15 +116,18 @@ class Backends:
                 self._builders[name] = builder(name, self._vocabulary, self._limits, self._max_threads)
         return self._builders[name]
 
-    def _try_out(self, grammar: Grammar, constraint: Constraint) -> None:
-        first = torch.zeros(1, self._vocabulary.mask_words, dtype=torch.int32)
-        matcher = grammar.matcher()
-        if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
-            raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
-        if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(self._vocabulary.stop_token_ids[0]):
-            raise ValueError("the empty text would be accepted, which is not JSON")
+
+def try_out(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) -> None:
+    """ValueError where no text satisfies a grammar, or the empty one although it is no JSON."""
+    first = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
+    matcher = grammar.matcher()
+    if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
+        raise ValueError(matcher.fault or "no text of this vocabulary satisfies it")
+    if constraint.kind in ("json_schema", "json_object") and matcher.accept_token(vocabulary.stop_token_ids[0]):
+        raise ValueError("the empty text would be accepted, which is not JSON")
 
 
-def _shortened(reason: str) -> str:
-    """The libraries repeat what they were given, however long."""
+def reason_of(error: Exception) -> str:
+    """In words, not all too many: the libraries repeat what they were given, however long."""
+    reason = named(str(error)) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON // 2]} ... {reason[-MAX_REASON // 2 :]}"

@@ -18,6 +18,7 @@ from stepgraph.sampling.grammar.vocabulary import is_int
 
 if TYPE_CHECKING:
     from stepgraph.sampling.grammar.coverage import Coverage
+    from stepgraph.sampling.grammar.limits import GrammarLimits
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
 BackendChoice = Literal["auto", "xgrammar", "llguidance"]
@@ -149,11 +150,12 @@ class Constraint:
         beyond its end; ids are for markers that are control tokens. The grammar begins with the very next byte."""
         return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
 
-    def coverage(self) -> Coverage:
-        """What each grammar library makes of this constraint, and which one would enforce it. Compiles it, so it may take seconds."""
+    def coverage(self, limits: GrammarLimits | None = None) -> Coverage:
+        """What each grammar library makes of this constraint, and which one would enforce it. Compiles it in a worker process that
+        ends with the call, at the limits of any compile: seconds, and for each library twice `compile_seconds` at the most."""
         from stepgraph.sampling.grammar.coverage import coverage  # builds grammars, and so needs what needs this module
 
-        return coverage(self)
+        return coverage(self, limits)
 
 
 def _canonical(value: Any, name: str) -> str:
