@@ -110,7 +110,7 @@ class ProfiledFlights(Flights):
         if number == self._asked.first:
             self._begin()
         super().launch(seats)
-        if number == self._asked.last:
+        if number == self._asked.last and self._open:
             self._end()
 
     def _replay(self, key: GraphKey) -> None:
@@ -128,7 +128,7 @@ class ProfiledFlights(Flights):
                 counters["accepted_drafts"] += outcome.accepted
                 counters["offered_drafts"] += outcome.offered
             yield outcome
-        if number == self._asked.last:
+        if number == self._asked.last and self._launched:
             self._write()
 
     def forget(self) -> None:
@@ -142,13 +142,17 @@ class ProfiledFlights(Flights):
 
     def _begin(self) -> None:
         self._backend.synchronize()
-        self._open = True
-        self._count_host(-1)
-        self._host.note_nodes(self._log)
         if self._with_nsys:
             torch.cuda.profiler.start()
         else:
-            self._backend.start_trace(self._asked.first, self._asked.last - self._asked.first + 1)
+            try:
+                self._backend.start_trace(self._asked.first, self._asked.last - self._asked.first + 1)
+            except RuntimeError as error:  # the script traces as well, and has to go on
+                warnings.warn(f"{ROUNDS}: these rounds are not profiled: {error}", stacklevel=2)
+                return
+        self._open = True
+        self._count_host(-1)
+        self._host.note_nodes(self._log)
 
     def _end(self) -> None:
         self._backend.synchronize()

@@ -168,3 +168,16 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
         "counters": {"row_rounds": 3, "tokens": 9, "accepted_drafts": 6},
         **changes,
     }
+
+
+def torch_trace() -> list[dict[str, Any]]:
+    """What torch's profiler writes of the same rounds: launches, and work without names; times in microseconds."""
+    events: list[dict[str, Any]] = []
+    for place, work in enumerate([ROUND, LATE_ROUND, ROUND]):
+        base, launch = 1000 + PERIOD * place, 2 * (FIRST + place)
+        called = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": (base - 500) / 1000, "dur": 0.03}
+        events.append({**called, "args": {"correlation": launch}})
+        for _, _, stream, start, end in work:
+            told = {"ph": "X", "cat": "kernel", "name": "k", "ts": (base + start) / 1000, "dur": (end - start) / 1000}
+            events.append({**told, "args": {"correlation": launch, "stream": stream}})
+    return events

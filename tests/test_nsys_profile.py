@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -117,16 +116,18 @@ def test_what_cannot_be_profiled_is_told(
     assert told in printed.err and printed.out == ""
 
 
-def toy_engine() -> Engine:
-    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=96, page_size=8, buckets=(2,), greedy_only=True)
+def toy_engine(eager: bool = False) -> Engine:
+    config = EngineConfig(
+        max_rows=2, num_speculative_tokens=2, max_length=96, buckets=(2,), greedy_only=True, compile_isolation="none", eager=eager
+    )
     target = ToyTarget(VOCABULARY.logits_width, seed=3)
     return Engine(target, ToyDraft(target, 0.7), vocabulary=VOCABULARY, config=config)
 
 
-def decode() -> list[list[int]]:
+def decode(eager: bool = False) -> list[list[int]]:
     """Two requests, one of them with a grammar; the texts."""
     constraint = Constraint.regex("[a-c]{60}")
-    with toy_engine() as engine:
+    with toy_engine(eager) as engine:
         engine.capture()
         engine.compile(constraint)
         jobs = [engine.submit([place + 1], constraint=one, max_new_tokens=24) for place, one in enumerate([None, constraint])]
@@ -149,7 +150,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pa
 
 
 def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str], Path]) -> None:
-    plain = decode()
+    plain = decode(eager=True)
     file = asked("3-5")
     assert decode() == plain
     told = json.loads(file.read_text())
@@ -168,9 +169,29 @@ def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str
 
 def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:
     file = asked("2-900")
-    decode()
+    decode(eager=True)
     numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
+
+
+def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callable[[str], Path]) -> None:
+    file = asked("3-5")
+    with toy_engine(eager=True) as engine:
+        engine.capture()
+        engine.backend.start_trace(0, 2)
+        with pytest.warns(UserWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is under way"):
+            job = engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
+        assert (len(job.tokens), job.error) == (24, "")
+        assert engine.backend.stop_trace(), "the script's own trace is still there"
+    assert not file.exists()
+
+
+def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = asked("3-5")
+    with toy_engine(eager=True) as engine:
+        engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
+    code, out, err = printed(capsys, file)
+    assert (code, out) == (2, "") and "without recording them, want EngineConfig.eager=False" in err
 
 
 @pytest.mark.parametrize(
@@ -259,22 +280,9 @@ def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and "goes with a profile of nsys and holds no times" in err
 
 
-def torch_trace() -> list[dict[str, Any]]:
-    """What torch's profiler writes of the same rounds: launches, and work without names; times in microseconds."""
-    events: list[dict[str, Any]] = []
-    for place, work in enumerate([nsys_files.ROUND, nsys_files.LATE_ROUND, nsys_files.ROUND]):
-        base, launch = 1000 + nsys_files.PERIOD * place, 2 * (nsys_files.FIRST + place)
-        called = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": (base - 500) / 1000, "dur": 0.03}
-        events.append({**called, "args": {"correlation": launch}})
-        for _, _, stream, start, end in work:
-            told = {"ph": "X", "cat": "kernel", "name": "k", "ts": (base + start) / 1000, "dur": (end - start) / 1000}
-            events.append({**told, "args": {"correlation": launch, "stream": stream}})
-    return events
-
-
 def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
-    trace.write_text(json.dumps({"traceEvents": torch_trace()}))
+    trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
     code, _, err = printed(capsys, trace)
     assert code == 2 and "does not name stages; want --sidecar" in err
     sidecar.write_text(json.dumps(nsys_files.sidecar_document()))

@@ -55,6 +55,8 @@ def own_profile(path: Path, sidecar: Sidecar) -> Profile:
     """The timeline that the engine recorded itself; ValueError where it left that to nsys."""
     if not sidecar.spans:
         raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; want that profile's .nsys-rep or .sqlite")
+    if not any(sidecar.stages.values()):
+        raise ValueError(f"{path}: the engine ran these rounds without recording them, want EngineConfig.eager=False")
     backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"
     return Profile(backend, with_hosts(sidecar.spans, sidecar), (path.name,), sidecar.counters, sidecar.notes)
 
