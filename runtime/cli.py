@@ -7,10 +7,17 @@ import sys
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands import bench, capture_check, demo, doctor, generate
+from stepgraph.runtime.commands import bench, capture_check, demo, doctor, generate, replay
 from stepgraph.runtime.commands.terminal import Command, leave
 
-COMMANDS: dict[str, Command] = {"demo": demo, "generate": generate, "bench": bench, "doctor": doctor, "capture-check": capture_check}
+COMMANDS: dict[str, Command] = {
+    "demo": demo,
+    "generate": generate,
+    "bench": bench,
+    "doctor": doctor,
+    "capture-check": capture_check,
+    "replay": replay,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

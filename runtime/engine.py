@@ -23,8 +23,7 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.drafters import Drafter, only_looks_up, take_drafter
+from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.grammars import Grammars
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
@@ -43,6 +42,7 @@ from stepgraph.runtime.placement import (
     sharing_for,
 )
 from stepgraph.runtime.profiled import make_flights
+from stepgraph.runtime.recording import Recording, make_desk
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
@@ -69,6 +69,7 @@ class Engine:
         vocabulary: Vocabulary | None = None,
         config: EngineConfig | None = None,
         backend: Backend | None = None,
+        record: Recording | str | Path | None = None,
     ) -> None:
         models, self.config = take_drafter(target, draft, EngineConfig() if config is None else config)
         self._models = models
@@ -90,7 +91,7 @@ class Engine:
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
-        self._desk = Desk(self.limits, self._sharing, self._states.ended if self._states else None, only_looks_up(models))
+        self._desk = make_desk(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
         self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
         self._flights = make_flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)
@@ -108,17 +109,18 @@ class Engine:
         dtype: torch.dtype | None = None,
         feature_layers: Sequence[int] = (),
         progress: bool = False,
+        record: Recording | str | Path | None = None,
     ) -> Engine:
         """An engine around a Llama, Mistral, Qwen2 or Qwen3 in a local Hugging Face folder or .gguf file, which is checked first.
 
         draft: a model, a proposer or a function, or the folder of an EAGLE-3 head, of MTP modules or of a smaller model; "mtp" for
         the modules in `path`, "ngram" for look-up, "auto" for the first of these that there is, "none" for neither.
         dtype: None takes the model's own. feature_layers: whose inputs a draft model is fed with; a folder says so itself.
-        progress: tell how much memory it will take, and show a bar. ValueError names the file, field or tensor that is wrong;
-        nothing is downloaded or run.
+        progress: tell how much memory it will take, and show a bar. record: where `stepgraph replay` finds all that happens.
+        ValueError names the file, field or tensor that is wrong; nothing is downloaded or run.
         """
         loaded = load_models(path, draft, config, dtype=dtype, feature_layers=feature_layers, progress=progress)
-        return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config)
+        return cls(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config, record=record)
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record one graph per batch size, with and without grammars. Once, before the first step."""

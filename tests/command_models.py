@@ -9,6 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.demo.variants import toy_pair
 from tests.families import BASE, random_model
 from tests.made_tokenizers import byte_level
 
@@ -20,7 +22,7 @@ TEMPLATE = (
 
 @functools.cache
 def model_folder() -> Path:
-    """Written once; its name is `model`, as in the examples of --help, and it lies alone in a folder."""
+    """Written once; its name is `model`, as in the examples of --help, and nothing but recordings lies beside it."""
     folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     tokenizer = byte_level()
@@ -30,4 +32,19 @@ def model_folder() -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     told = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    return folder
+
+
+@functools.cache
+def recordings() -> Path:
+    """A folder with what two engines were asked: `run.jsonl` of the model above, `toy.jsonl` of the toy pair."""
+    folder = model_folder().parent
+    config, pair = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, eager=True), toy_pair()
+    for engine in (
+        Engine.from_pretrained(model_folder(), "ngram", config=config, record=folder / "run.jsonl"),
+        Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config, record=folder / "toy.jsonl"),
+    ):
+        with engine:
+            engine.generate([1, 2, 3], max_new_tokens=12)
+            engine.generate([4, 2, 3], max_new_tokens=12)
     return folder

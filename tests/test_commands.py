@@ -18,7 +18,7 @@ import pytest
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import capture_check, doctor, terminal
 from stepgraph.runtime.commands.doctor import ask_a_process
-from tests.command_models import model_folder
+from tests.command_models import model_folder, recordings
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 MODULES = {
@@ -51,6 +51,8 @@ def asked_once() -> dict[str, dict[str, Any]]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What the examples name lies in the current folder."""
     (tmp_path / "model").symlink_to(model_folder())
+    for name in ("run.jsonl", "toy.jsonl"):
+        (tmp_path / name).write_bytes((recordings() / name).read_bytes())
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     lines = [{"text": "the cat", "schema": SCHEMA}, {"messages": [{"role": "user", "content": "hi"}], "schema": SCHEMA}]
@@ -211,6 +213,12 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
         ("demo --toy --threads 0", "--threads: got 0, want at least 1"),
+        ("replay nowhere --toy", "nowhere: No such file or directory, want a file that Engine(record=...) wrote"),
+        ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
+        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram beside --toy"),
+        ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
+        ("replay run.jsonl --model model --draft none", "draft: got none, want NgramLookup"),
+        ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
     ],
 )
 def test_bad_input_is_named(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,3 +265,21 @@ def test_steps_are_judged(arguments: str, code: int, told: list[str], capsys: py
 
 def test_what_a_graph_would_freeze_is_found_only_by_changing_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("capture-check wrong_steps:bakes --buffers my_step:buffers", capsys)[0] == 0
+
+
+def test_a_replay_is_judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked("replay toy.jsonl --toy", capsys)
+    assert found["equal"] and (found["requests"], found["tokens"], found["recorded_tokens"]) == (2, 24, 24)
+    lines = (folder / "toy.jsonl").read_text().splitlines()
+    place = next(place for place, line in enumerate(lines) if '"kind":"tokens"' in line)
+    told = json.loads(lines[place])
+    lines[place] = json.dumps(told | {"tokens": [told["tokens"][0] + 1, *told["tokens"][1:]]})
+    (folder / "toy.jsonl").write_text("\n".join([*lines, ""]).replace('"python":"', '"python":"2.'))
+    code, out, errors = ask("replay toy.jsonl --toy", capsys)
+    assert code == terminal.FAILED
+    first = told["tokens"][0]
+    assert f"different: 1 requests; first job 1, place 0: got {first}, want {first + 1}" in out and "recorded with 2." in errors
+    code, out, errors = ask("replay toy.jsonl --toy --json", capsys)
+    document = json.loads(out)
+    assert (code, errors, document["equal"], len(document["other_versions"])) == (terminal.FAILED, "", False, 1)
+    assert document["differences"] == [{"job_id": 1, "place": 0, "got": first, "wanted": first + 1, "error": ""}]
