@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stepgraph.graphs import marks
+from stepgraph.graphs.capture import MAIN as ENGINES_MAIN
 from tests import nsys_files
 from tests.nsys_files import FIRST, KEY, RUNS
 from tools.profiling import figures, tables
+from tools.profiling.activities import BETWEEN
 from tools.profiling.nsys_sqlite import Export, read_nsys, stages_of_nodes
-from tools.profiling.sidecar import Sidecar, read_sidecar
-from tools.profiling.spans import Profile, Span
+from tools.profiling.sidecar import Run, Sidecar, read_sidecar
+from tools.profiling.spans import MAIN, OUTSIDE, Profile, Span, common, length, union, without
 
 STAGES = {  # runs, total, median per round; of three rounds
     ("side", "show head"): (3, 150, 50),
@@ -25,6 +32,23 @@ STAGES = {  # runs, total, median per round; of three rounds
     ("main", "between rounds"): (3, 120, 40),
 }
 DEVICE_TIME = 9960
+
+
+def test_a_report_is_read_without_torch_in_the_engines_own_words() -> None:
+    """What is said twice, so that it can be, says the same."""
+    code = "import sys, tools.nsys_report; sys.exit(any(name in sys.modules for name in ('torch', 'stepgraph')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
+    assert (Span._fields, Run._fields) == (marks.Span._fields, tuple(field.name for field in fields(marks.StageRun)))
+    assert (MAIN, OUTSIDE, BETWEEN) == (ENGINES_MAIN, marks.OUTSIDE, marks.BETWEEN)
+
+
+def test_common_time_is_counted_nanosecond_by_nanosecond() -> None:
+    pick = random.Random(5)
+    for _ in range(300):
+        one, other = ([(start, start + pick.randint(1, 9)) for start in pick.choices(range(40), k=pick.randint(0, 6))] for _ in range(2))
+        inside = [{at for begin, end in intervals for at in range(begin, end)} for intervals in (one, other)]
+        assert length(common(union(one), union(other))) == len(inside[0] & inside[1])
+        assert length(without((5, 30), union(other))) == len(set(range(5, 30)) - inside[1])
 
 
 def written(path: Path, **changes: Any) -> Sidecar:

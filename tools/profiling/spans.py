@@ -1,10 +1,12 @@
 """What a profile is made of, whoever took it: spans on streams, the rounds they belong to, and what the engine counted meanwhile.
 
-Knows times and names; knows nothing of profilers, files or devices.
+Knows times and names; knows nothing of profilers, files or devices, and imports nothing of stepgraph: reports are also read where
+there is no torch.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Something took this long; `graphs/marks.py` has the same. Where a GPU was profiled, one of a stage is one kernel, copy or fill."""
+    """Something took this long, as in `graphs/marks.py`. Where a GPU was profiled, one of a stage is one kernel, copy or fill."""
 
     stream: str
     name: str
@@ -58,7 +60,8 @@ def length(intervals: Iterable[Interval]) -> int:
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """The time that lies in both; each of them as `union` gives it."""
-    found, place = [], 0
+    found = []
+    place = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # else many short windows would cost a square
     for start, end in first:
         while place < len(second) and second[place][1] <= start:
             place += 1
