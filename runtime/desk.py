@@ -15,7 +15,7 @@ from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFu
 from stepgraph.runtime.rows import RowTable, Seat, Sharing
 from stepgraph.runtime.stats import Loss
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compiler import Claim
+from stepgraph.sampling.grammar.grammar_cache import Claim
 from stepgraph.sampling.grammar.limits import named
 
 
@@ -48,12 +48,21 @@ class Desk:
             still_open("submit")
             if len(self._waiting) >= max_queued:
                 raise QueueFullError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
+            most = max(self.ledger.most_waiting, len(self._waiting) + 1)
+            # An interrupt comes out of a call. From here on there is but the last one, so that it finds nothing done, or all.
             self.jobs[waiting.job.id] = waiting.job
-            self._waiting.append(waiting)
-            self.ledger.submitted += 1
-            self.ledger.most_waiting = max(self.ledger.most_waiting, len(self._waiting))
-            if waiting.claim:
+            if waiting.claim is not None:
                 self._claims[waiting.job.id] = waiting.claim
+            self.ledger.submitted += 1
+            self.ledger.most_waiting = most
+            self._waiting.append(waiting)
+
+    def give_up(self, waiting: Waiting) -> None:
+        """Nobody will know of this job, whether it came into the queue or not."""
+        if waiting.job.id in self.jobs:
+            self.ask_cancel(waiting.job.id)
+        elif waiting.claim is not None:
+            waiting.claim.release()
 
     def ask_cancel(self, job_id: int) -> bool:
         with self.lock:

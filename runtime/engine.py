@@ -24,7 +24,7 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import Drafter, take_drafter
-from stepgraph.runtime.grammars import Grammars
+from stepgraph.runtime.grammars import Grammars, Waiting
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
 from stepgraph.runtime.metrics import prometheus_text
@@ -157,14 +157,15 @@ class Engine:
         job = self._submissions.job(
             prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
         )
-        waiting = self._grammars.wait(job)
+        waiting = Waiting(job)
         try:
+            self._grammars.claim(waiting)
             self._desk.enqueue(waiting, self.config.max_queued, self._require_open)
-        except RuntimeError:
-            if waiting.claim:
-                waiting.claim.release()
+            self._bell.ring()
+        except BaseException:  # an interrupt, too
+            self._desk.give_up(waiting)
+            self._bell.ring()
             raise
-        self._bell.ring()
         return job
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:

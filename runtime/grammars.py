@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.grammar.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.compiler import CompiledConstraint, CompileStats, GrammarCompiler
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.grammar_cache import Claim
 from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
 
 PAUSE_SECONDS = 0.001
@@ -25,7 +26,7 @@ class Waiting:
 
 
 class Grammars:
-    """Between the compiler, which has threads of its own, and the queue. `wait` and `compile` are for any thread."""
+    """Between the compiler, which has threads of its own, and the queue. `claim` and `compile` are for any thread."""
 
     def __init__(self, compiler: GrammarCompiler | None, host: HostLink, bell: Bell) -> None:
         self._compiler, self._host, self._bell = compiler, host, bell
@@ -39,14 +40,16 @@ class Grammars:
         """What a capture report should say."""
         return (f"grammars: {self._compiler.told}",) if self._compiler else ()
 
-    def wait(self, job: Job) -> Waiting:
-        """A place in the queue for a job, whose grammar is compiled from now on; ValueError where it is refused without compiling."""
-        if job.constraint is None:
-            return Waiting(job)
-        claim = self._required(job.constraint).claim(job.constraint)
-        waiting = Waiting(job, claim, ready=False)
+    def claim(self, waiting: Waiting) -> None:
+        """The job's grammar is compiled from now on; ValueError where it is refused without compiling. Whatever else is raised here
+        leaves `waiting.claim` to be released."""
+        constraint = waiting.job.constraint
+        if constraint is None:
+            return
+        waiting.ready = False
+        claim = waiting.claim = Claim(self._required(constraint), constraint)
+        claim.take()
         claim.then(lambda claim: self._settle(waiting, claim))
-        return waiting
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         return self._required(constraint).compile(constraint)

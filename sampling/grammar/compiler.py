@@ -9,14 +9,13 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepgraph.sampling.grammar.backends import Backends, Grammar
 from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
-from stepgraph.sampling.grammar.grammar_cache import CacheEntry, GrammarCache
+from stepgraph.sampling.grammar.grammar_cache import CacheEntry, Claim, GrammarCache
 from stepgraph.sampling.grammar.limits import MIB, GrammarLimits
 from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matcher import Matcher
@@ -69,32 +68,6 @@ class CompileStats:
     longest_compile_seconds: float = 0.0
 
 
-class Claim:
-    """A request's hold on one grammar, compiled or on its way. What is claimed stays in the cache; what nobody claims any more is
-    not compiled to its end."""
-
-    def __init__(self, compiler: GrammarCompiler, entry: CacheEntry) -> None:
-        self._compiler, self._entry = compiler, entry
-        self._released = False
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` will not wait."""
-        return self._entry.result.done()
-
-    def result(self, timeout: float | None = None) -> CompiledConstraint:
-        """The grammar; ValueError naming the constraint's kind and the reason where there is none."""
-        return self._entry.result.result(timeout)
-
-    def then(self, call: Callable[[Claim], object]) -> None:
-        """Call back once it is done, from the thread that compiled it, or at once."""
-        self._entry.result.add_done_callback(lambda _: call(self))
-
-    def release(self) -> None:
-        """Let go of it; a second time does nothing."""
-        self._compiler._release(self)
-
-
 class GrammarCompiler:
     """Claims, a cache in front of the compiler, and up to `max_compiles` compiles at a time; safe to use from any thread.
 
@@ -129,7 +102,8 @@ class GrammarCompiler:
         self._running: dict[CacheEntry, CompileWorker | None] = {}
         self._workers: list[CompileWorker] = []
         self._idle_workers: list[CompileWorker] = []
-        self._threads = self._failures = self._compiles = 0
+        self._threads = set[threading.Thread]()
+        self._failures = self._compiles = 0
         self._seconds = self._longest = 0.0
         self._closed = False
 
@@ -173,17 +147,20 @@ class GrammarCompiler:
             check_marker(constraint.marker, self._vocabulary)
 
     def claim(self, constraint: Constraint) -> Claim:
-        """A hold on the grammar of a constraint, whose compile begins where nobody has asked for it before; ValueError as by `check`."""
-        entry = self._find(constraint) if isinstance(constraint, Constraint) else None
-        if entry is None:
-            self.check(constraint)
-            entry = self._add(constraint)
-        return Claim(self, entry)
+        """A hold on the grammar of a constraint, taken; ValueError as by `check`."""
+        claim = Claim(self, constraint)
+        try:
+            claim.take()
+        except BaseException:
+            claim.release()
+            raise
+        return claim
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """The grammar of a constraint, waited for; ValueError naming its kind and the reason where it cannot be enforced."""
-        claim = self.claim(constraint)
+        claim = Claim(self, constraint)
         try:
+            claim.take()
             return claim.result()
         finally:
             claim.release()
@@ -202,29 +179,43 @@ class GrammarCompiler:
         for worker in idle:
             worker.close()
 
-    def _find(self, constraint: Constraint) -> CacheEntry | None:
+    def take(self, claim: Claim) -> None:
+        """`Claim.take`."""
+        constraint, entry = claim.constraint, CacheEntry(claim.constraint)
         with self._lock:
-            self._require_open()
-            return self._cache.find(constraint)
-
-    def _add(self, constraint: Constraint) -> CacheEntry:
-        with self._lock:
-            self._require_open()
-            entry = self._cache.find(constraint)  # somebody may have been quicker
-            if entry is None:
-                if self._threads < self._max_compiles:  # first: where no thread can be had, nothing has changed
-                    threading.Thread(target=self._work, name="stepgraph-compile", daemon=True).start()
-                    self._threads += 1
-                entry = self._cache.add(constraint)
-                self._waiting.append(entry)
-            return entry
-
-    def _release(self, claim: Claim) -> None:
-        with self._lock:
-            if claim._released:
+            if isinstance(constraint, Constraint) and self._hold(claim):
                 return
-            claim._released, entry = True, claim._entry
-            if not self._cache.release(entry):
+        self.check(constraint)
+        with self._lock:
+            if not self._hold(claim):  # somebody may have been quicker
+                self._ensure_thread()
+                claim.entry = entry
+                self._waiting.append(entry)  # first: what is in the cache is sure to be compiled
+                self._cache.add(entry, claim)
+
+    def _hold(self, claim: Claim) -> bool:
+        self._require_open()
+        claim.entry = self._cache.find(claim.constraint)
+        if claim.entry is not None:
+            self._cache.hold(claim.entry, claim)
+        return claim.entry is not None
+
+    def _ensure_thread(self) -> None:
+        if len(self._threads) >= self._max_compiles:
+            return
+        thread = threading.Thread(target=self._work, name="stepgraph-compile", daemon=True)
+        try:
+            self._threads.add(thread)
+            thread.start()
+        except BaseException:  # none is to be had; or it was an interrupt, and this one finds nothing to do
+            self._threads.discard(thread)
+            raise
+
+    def release(self, claim: Claim) -> None:
+        """`Claim.release`."""
+        with self._lock:
+            entry = claim.entry
+            if entry is None or claim not in entry.claims or not self._cache.release(entry, claim):
                 return
             self._cache.forget(entry)
             if entry in self._waiting:
@@ -237,7 +228,7 @@ class GrammarCompiler:
         while True:
             with self._lock:
                 if not self._waiting:
-                    self._threads -= 1
+                    self._threads.discard(threading.current_thread())
                     return
                 entry = self._waiting.popleft()
                 worker = self._running[entry] = self._worker()

@@ -1,11 +1,12 @@
-"""Compiled grammars by constraint: those that requests use, those on their way, and those kept for the next request.
+"""Compiled grammars by constraint: those that requests claim, those on their way, and those kept for the next request.
 
-Knows nothing of threads; its owner holds a lock.
+The cache knows nothing of threads; its owner holds a lock.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,22 +14,58 @@ from typing import TYPE_CHECKING
 from stepgraph.sampling.grammar.constraint import Constraint
 
 if TYPE_CHECKING:
-    from stepgraph.sampling.grammar.compiler import CompiledConstraint
+    from stepgraph.sampling.grammar.compiler import CompiledConstraint, GrammarCompiler
 
 
 @dataclass(eq=False)
 class CacheEntry:
     constraint: Constraint
-    claims: int = 0
+    claims: set[Claim] = field(default_factory=set)
     compiled: bool = False
     nbytes: int = 0
     result: Future[CompiledConstraint] = field(default_factory=Future)
 
 
+class Claim:
+    """A request's hold on one grammar, compiled or on its way. What is claimed stays in the cache; what nobody claims any more is
+    not compiled to its end. It is there before it holds anything, so that whoever is interrupted in `take` has what to release."""
+
+    def __init__(self, compiler: GrammarCompiler, constraint: Constraint) -> None:
+        self._compiler, self.constraint = compiler, constraint
+        self.entry: CacheEntry | None = None
+
+    def take(self) -> None:
+        """Hold the grammar, whose compile begins where nobody has asked for it before; ValueError as by `GrammarCompiler.check`."""
+        self._compiler.take(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` will not wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> CompiledConstraint:
+        """The grammar; ValueError naming the constraint's kind and the reason where there is none."""
+        return self._future.result(timeout)
+
+    def then(self, call: Callable[[Claim], object]) -> None:
+        """Call back once it is done, from the thread that compiled it, or at once."""
+        self._future.add_done_callback(lambda _: call(self))
+
+    @property
+    def _future(self) -> Future[CompiledConstraint]:
+        assert self.entry is not None, "nothing was taken"
+        return self.entry.result
+
+    def release(self) -> None:
+        """Let go of it; a second time does nothing."""
+        self._compiler.release(self)
+
+
 class GrammarCache:
     """At most `max_bytes` of grammars, by the libraries' own figures; the one that was let go of longest ago is dropped first.
 
-    A grammar that is claimed is never dropped, so that those in use may be more than `max_bytes` together.
+    A grammar that is claimed is never dropped, so that those in use may be more than `max_bytes` together. An interrupt may come out of
+    any call here: by then a claim is either among those of its entry, so that it can be released, or has changed nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -38,20 +75,21 @@ class GrammarCache:
         self.grammars = self.nbytes = self.hits = self.misses = self.dropped = 0
 
     def find(self, constraint: Constraint) -> CacheEntry | None:
-        """A claimed entry, compiled or on its way; None where there is none."""
-        entry = self._entries.get(constraint)
-        if entry is not None:
-            self.hits += 1
-            entry.claims += 1
-            self._idle.pop(entry, None)
-        return entry
+        """An entry, compiled or on its way; None where there is none."""
+        return self._entries.get(constraint)
 
-    def add(self, constraint: Constraint) -> CacheEntry:
-        """A claimed entry that is to be compiled."""
-        assert constraint not in self._entries
+    def hold(self, entry: CacheEntry, claim: Claim) -> None:
+        """One claim more, of an entry that was found."""
+        self.hits += 1
+        entry.claims.add(claim)
+        self._idle.pop(entry, None)
+
+    def add(self, entry: CacheEntry, claim: Claim) -> None:
+        """An entry that is to be compiled, and who claims it."""
+        assert entry.constraint not in self._entries
         self.misses += 1
-        entry = self._entries[constraint] = CacheEntry(constraint, claims=1)
-        return entry
+        entry.claims.add(claim)
+        self._entries[entry.constraint] = entry
 
     def keep(self, entry: CacheEntry, nbytes: int) -> None:
         """An entry was compiled."""
@@ -71,10 +109,9 @@ class GrammarCache:
             del self._entries[entry.constraint]
         return known
 
-    def release(self, entry: CacheEntry) -> bool:
+    def release(self, entry: CacheEntry, claim: Claim) -> bool:
         """One claim less; True where nobody waits any more for what is still to be compiled."""
-        assert entry.claims > 0
-        entry.claims -= 1
+        entry.claims.remove(claim)
         if entry.claims or self._entries.get(entry.constraint) is not entry:
             return False
         if not entry.compiled:
