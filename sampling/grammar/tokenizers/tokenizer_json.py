@@ -66,16 +66,22 @@ def table_of(told: Mapping[str, Any], where: str, logits_width: int | None) -> T
     texts: dict[object, str] = {}
     for text, token_id in _model_tokens(told.get("model"), where):
         table.add(token_id, spell(text), text)
-        if texts.setdefault(token_id, text) != text:
-            raise ValueError(f"{where}: model.vocab: got two texts of the id {token_id}, {texts[token_id]!r:.60} and {text!r:.60}")
+        _note(texts, token_id, text, f"{where}: model.vocab")
     for entry in _added(told.get("added_tokens"), where):
+        text, token_id = entry["content"], entry.get("id")
         if entry.get("special"):
-            table.add_control(entry.get("id"), entry["content"])
+            table.add_control(token_id, text)
         else:
-            table.add(entry.get("id"), spell(entry["content"]), entry["content"])
+            table.add(token_id, spell(text), text)
+        _note(texts, token_id, text, f"{where}: added_tokens")
     for token_id, name in _unknown(told["model"]):
         table.add_control(token_id, name)
     return table
+
+
+def _note(texts: dict[object, str], token_id: object, text: str, where: str) -> None:
+    if texts.setdefault(token_id, text) != text:
+        raise ValueError(f"{where}: got two texts of the id {token_id}, {texts[token_id]!r:.60} and {text!r:.60}")
 
 
 def _unknown(model: Mapping[str, Any]) -> list[tuple[object, str]]:
