@@ -8,8 +8,10 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from stepgraph.runtime import Engine, EngineConfig
+from stepgraph.runtime.commands.doctor import ask_a_process
 from stepgraph.runtime.demo.variants import toy_pair
 from tests.families import BASE, random_model
 from tests.made_tokenizers import byte_level
@@ -48,3 +50,9 @@ def recordings() -> Path:
             engine.generate([1, 2, 3], max_new_tokens=12)
             engine.generate([4, 2, 3], max_new_tokens=12)
     return folder
+
+
+@functools.cache
+def doctor_answers() -> dict[str, dict[str, Any]]:
+    """Of the process that `stepgraph doctor` asks for seconds: once will do."""
+    return ask_a_process()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import json
 import re
@@ -17,8 +16,7 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import capture_check, doctor, terminal
-from stepgraph.runtime.commands.doctor import ask_a_process
-from tests.command_models import model_folder, recordings
+from tests.command_models import doctor_answers, model_folder, recordings
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 MODULES = {
@@ -40,11 +38,7 @@ def nothing():
     "broken.py": "import my_step\nraise RuntimeError('no licence')\n",
     "needs.py": "import there_is_no_such_package\n",
 }
-
-
-@functools.cache
-def asked_once() -> dict[str, dict[str, Any]]:
-    return ask_a_process()
+SLOW = ("stepgraph demo --toy", "stepgraph bench toy --repeats 2 --max-new-tokens 32")  # run with smaller numbers by other tests
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     lines = [{"text": "the cat", "schema": SCHEMA}, {"messages": [{"role": "user", "content": "hi"}], "schema": SCHEMA}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "ask_a_process", asked_once)  # for seconds: once will do
+    monkeypatch.setattr(doctor, "ask_a_process", doctor_answers)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     for name in MODULES:
@@ -81,13 +75,13 @@ def type_in(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
 
 
-def examples() -> Iterator[tuple[str, str]]:
+def examples() -> Iterator[Any]:
     for word, command in cli.COMMANDS.items():
         parser = argparse.ArgumentParser()
         command.add(parser)
         found = [line.strip() for line in (parser.epilog or "").splitlines()[1:]]
         assert 2 <= len(found) <= 4, word
-        yield from ((word, example) for example in found)
+        yield from (pytest.param(word, example, marks=[pytest.mark.soak] if example in SLOW else []) for example in found)
 
 
 @pytest.mark.parametrize(("word", "example"), list(examples()))
@@ -190,10 +184,11 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("generate model hi --top-p 3", "--top-p: got 3.0, want a number above 0 to 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
         ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 behind"),
-        ("generate model hi --max-new-tokens 0", "max_new_tokens: got 0"),
+        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, want at least 1"),
+        ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
         ("generate model hi --draft nobody", "got 'nobody'"),
-        ("generate model hi --threads 0", "--threads: got 0, want at least 1"),
+        ("generate model hi --threads 0", "--threads: got 0, want a whole number from 1 to"),
         ("generate model --token-ids 1,2 --system x", "--token-ids: got it beside --chat or --system"),
         ("generate model hi --no-chat --system x", "--system: got 'x' for a plain prompt"),
         ("generate model --token-ids ''", "prompt_ids"),
@@ -206,13 +201,13 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("capture-check my_step.py:make", "want a module and a name in it"),
         ("capture-check nowhere:make", "there is no module 'nowhere'"),
         ("capture-check my_step:unmade", "my_step has no 'unmade'"),
-        ("capture-check wrong_steps:nothing", "got NoneType from it, want (step, buffers)"),
+        ("capture-check wrong_steps:nothing", "got NoneType from it, want a function without arguments that returns (step, buffers)"),
         ("capture-check my_step:buffers", "want a function without arguments"),
         ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType for the buffers, want StaticBuffers"),
         ("demo -k 9", "--drafts: got 9, want a whole number from 1 to 8"),
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
-        ("demo --toy --threads 0", "--threads: got 0, want at least 1"),
+        ("demo --toy --threads 0", "--threads: got 0, want a whole number from 1 to"),
         ("replay nowhere --toy", "nowhere: No such file or directory, want a file that Engine(record=...) wrote"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
         ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram beside --toy"),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepgraph.runtime import cli
-from stepgraph.runtime.commands import demo
+from stepgraph.runtime import Constraint, FinishReason, Job, SamplingParams, cli
+from stepgraph.runtime.commands import demo, terminal
 from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS
+from stepgraph.runtime.demo.variants import Case, Variant, toy_pair
 
-SCHEMA = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
 Captured = pytest.CaptureFixture[str]
 QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
 
@@ -38,27 +41,63 @@ def test_three_scenarios_a_table_and_a_timeline(
 
 
 def test_a_prompt_of_ones_own_as_json(capsys: Captured) -> None:
-    asked = [*QUICK, "-k", "2", "--json", "--no-timeline", "--prompt", "two numbers", "--schema", json.dumps(SCHEMA)]
-    assert cli.main(asked) == 0
+    """As --help has it."""
+    parser = argparse.ArgumentParser()
+    demo.add(parser)
+    (example,) = (line for line in (parser.epilog or "").splitlines() if "--json" in line)
+    assert cli.main(shlex.split(example)[1:]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     answer = document["answers"]["yours"]
-    assert answer["legal"] and len(json.loads(answer["text"])) == 2
+    assert answer["failed"] == "" and 1 <= len(json.loads(answer["text"])) <= 3
     assert answer["same_tokens"]["plain + grammar"] is True, "speculation changes speed, never texts"
     rows = {row["variant"]: row for row in document["variants"]}
     assert all(row["host_syncs"] == 0 and row["rounds"] == row["replays"] for row in rows.values())
     assert rows["plain"]["mask_fills"] == 0 < rows["speculative + grammar"]["mask_fills"]
-    assert rows["speculative + grammar"]["tokens_per_second_by_scenario"]["yours"] > 0
+    assert rows["speculative + grammar"]["tokens_per_second"]["yours"] > 0
 
 
-def test_an_answer_that_breaks_its_schema_fails(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(demo, "is_json", lambda text, reason: False)
-    assert cli.main([*QUICK, "--json", "--no-timeline", "--prompt", "x", "--schema", json.dumps(SCHEMA)]) == 1
-    assert json.loads(capsys.readouterr().out)["answers"]["yours"]["legal"] is False
+def test_free_text_that_fails_without_what_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """No variant with a grammar, no picture, and a failure that is told."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(demo, "why_failed", lambda job, compiled: "error: planted")
+    asked = [*QUICK[:2], "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
+    assert cli.main(asked) == terminal.FAILED
+    out, errors = capsys.readouterr()
+    assert errors == "stepgraph demo: yours: error: planted\n"
+    assert "speculative" in out and "grammar" not in out.split("tokens a second")[1]
+    assert "no picture: " in out and "pip install 'stepgraph[pictures]'" in out and demo.PICTURE not in out
+    assert [file.name for file in tmp_path.iterdir()] == [demo.TRACE]
 
 
-@pytest.mark.parametrize(("text", "reason", "legal"), [('{"a": 1}', "stop", True), ('{"a": ', "stop", False), ('{"a": ', "length", True)])
-def test_what_is_cut_short_is_no_fault(text: str, reason: str, legal: bool) -> None:
-    assert demo.is_json(text, reason) is legal
+def test_an_answer_is_held_against_its_schema() -> None:
+    """What is cut short is no fault."""
+    made = toy_pair()
+    case = Case(Variant("plain", 0, True), made, 64)
+    compiled = case.engine.compile(Constraint.json_schema({"type": "array", "items": {"enum": [1, 2]}}))
+    case.engine.close()
+
+    def told(text: str, **fields: Any) -> str:
+        job = Job(1, (1,), None, SamplingParams(), 8, 0, (), 0, tokens=made.codec.encode(text), **fields)
+        return demo.why_failed(job, compiled)
+
+    assert [told(text) for text in ("[1, 2]", "[1, ", "[1, 3")] == ["", "", "the answer breaks its schema"]
+    assert told("", error="planted", finish_reason=FinishReason.ERROR) == "error: planted"
+    assert told("[", finish_reason=FinishReason.DEAD_END) == "dead_end: nothing may follow"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "under"):
+        assert cli.main([*QUICK, "--out", str(place)]) == terminal.BAD_INPUT
+        out, errors = capsys.readouterr()
+        assert out == "" and errors.startswith(f"stepgraph demo: --out: got '{str(place)[:40]}") and "--no-timeline" in errors
+
+
+def test_a_schema_is_refused_before_anything_is_shown(capsys: Captured) -> None:
+    schema = '{"type": "object", "unevaluatedProperties": 1}'
+    assert cli.main([*QUICK, "--no-timeline", "--prompt", "x", "--schema", schema]) == terminal.BAD_INPUT
+    out, errors = capsys.readouterr()
+    assert out == "" and "unevaluatedProperties" in errors
 
 
 def test_a_missing_model_is_named_with_the_command_that_brings_it(

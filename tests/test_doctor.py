@@ -13,12 +13,14 @@ import pytest
 
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, terminal
+from tests.command_models import doctor_answers
 
 FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1}})
 VERSIONS = {"0.2.8": "ok", "0.2.10+cu1": "ok", "0.2.7": "too old", "0.3.0": "too new", "0.10": "too new", "": "missing"}
 
 
-def test_the_doctor_looks_at_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "ask_a_process", doctor_answers)
     assert cli.main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in document["findings"]}

@@ -71,7 +71,10 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         if other is not None:
             timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
             times.append((len(timed.tokens) - 1, timed.rest))
-    found = {case.variant.name: {**case.figures(), "spread": spread(case.rates)} for case in cases}
+    found = {
+        case.variant.name: {**case.figures(), "tokens_per_second": round(case.tokens_per_second, 1), "spread": spread(case.rates)}
+        for case in cases
+    }
     for case in cases:
         case.engine.close()
     if times:

@@ -141,11 +141,12 @@ def _prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]:
     if options.prompts is None:
         return [Prompt(_ids({"messages": each.messages}, codec), each.constraint) for each in SCENARIOS if each.constraint]
     found = []
-    for number, line in enumerate(read_file("--prompts", options.prompts, "the path of a file with lines of JSON").splitlines(), 1):
+    text = read_file("--prompts", options.prompts, "the path of a file with lines of JSON")
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at some letters too
         if line.strip():
             try:
                 found.append(_prompt(line, codec))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"--prompts {options.prompts}:{number}: {error}") from None
     if not found:
         raise ValueError(f"--prompts: got {shown(options.prompts)} without a line, want at least one prompt")
@@ -156,10 +157,14 @@ def _prompt(line: str, codec: TextCodec) -> Prompt:
     from stepgraph.sampling.grammar import Constraint
 
     entry = json.loads(line)
-    if not isinstance(entry, dict) or sum(name in entry for name in ("text", "messages", "token_ids")) != 1:
-        raise ValueError(f"got {shown(line)}, want an object with one of text, messages, token_ids")
+    names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
+    if len(names) != 1 or not names <= {"text", "messages", "token_ids"}:
+        raise ValueError(f"got {shown(line)}, want an object with one of text, messages, token_ids, a schema or none, and no more")
     constraint = Constraint.json_schema(entry["schema"]) if "schema" in entry else Constraint.json_object()
-    return Prompt(_ids(entry, codec), constraint)
+    ids, most = _ids(entry, codec), codec.vocabulary.logits_width
+    if not isinstance(ids, list) or not ids or not all(type(each) is int and 0 <= each < most for each in ids):
+        raise ValueError(f"got {shown(line)}, want at least one token, and ids from 0 to {most - 1}")
+    return Prompt(ids, constraint)
 
 
 def _ids(entry: dict[str, Any], codec: TextCodec) -> list[int]:
@@ -168,7 +173,10 @@ def _ids(entry: dict[str, Any], codec: TextCodec) -> list[int]:
     if "messages" in entry and codec.has_chat:
         return codec.chat(entry["messages"])
     if "messages" in entry:  # a model that was not trained to chat goes on with what was said
-        return codec.encode("\n\n".join(message["content"] for message in entry["messages"]) + "\n\n")
+        try:
+            return codec.encode("\n\n".join(message["content"] for message in entry["messages"]) + "\n\n")
+        except (KeyError, TypeError):
+            raise ValueError(f"messages: got {shown(str(entry['messages']))}, want a list of objects with a content") from None
     ids: list[int] = entry["token_ids"]
     return ids
 

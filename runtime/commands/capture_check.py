@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "is a step of yours capturable? names the line that is not"
 WANTED = "a module and a name in it, such as my_step:make"
+MAKES = "a function without arguments that returns (step, buffers); for a step itself give --buffers"
+MOST_FRAMES = 5  # of a user's that are shown, the innermost
 EXAMPLE = """
 # my_step.py
 import torch
@@ -58,22 +62,35 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+        document, text, code = _checked(options)
+    if options.json:
+        print_json(document)
+    else:
+        print(text, file=sys.stderr if code else sys.stdout)
+    return code
+
+
+def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """What --json prints, what is printed otherwise, and the exit code."""
     from stepgraph.graphs.capture import CaptureError, capture
 
     sys.path.insert(0, str(Path.cwd()))
     try:
         step, buffers = _step_and_buffers(options)
         between = None if options.between is None else _named("--between", options.between)
+        if between is not None:
+            _require_callable("--between", options.between, between, "a function without arguments")
     except UserError as error:
-        return _told(options, {"capturable": None, "error": _trace(error.__cause__)}, f"{error}:\n{_trace(error.__cause__)}", BAD_INPUT)
+        return {"capturable": None, "error": _trace(error.__cause__)}, f"{error}:\n{_trace(error.__cause__)}", BAD_INPUT
     try:
         recorded = capture(step, buffers, check="twice", between=between)
         same = _replays(step, buffers, recorded) if options.replay else None
     except CaptureError as error:
         found = {"rule": error.rule, "message": str(error).split("\n")[0], "file": error.file, "line": error.line, "source": error.source}
-        return _told(options, {"capturable": False, **found}, f"not capturable: {error}", FAILED)
-    except Exception as error:  # whatever a user's step raises
-        return _told(options, {"capturable": False, "error": _trace(error)}, f"the step failed:\n{_trace(error)}", FAILED)
+        return {"capturable": False, **found}, f"not capturable: {error}", FAILED
+    except (Exception, SystemExit) as error:  # whatever a user's step raises
+        return {"capturable": False, "error": _trace(error)}, f"the step failed:\n{_trace(error)}", FAILED
     report = recorded.report
     document = {
         "capturable": True,
@@ -85,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         "seconds": report.seconds,
         "replay_equals_eager": same,
     }
-    return _told(options, document, _table(document), FAILED if same is False else 0)
+    return document, _table(document), FAILED if same is False else 0
 
 
 def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]:
@@ -93,14 +110,14 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
 
     named = _named("MODULE:NAME", options.target)
     if options.buffers is None:
-        made = _called("MODULE:NAME", options.target, named)
+        made = _called("MODULE:NAME", options.target, named, MAKES)
         if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"{options.target}: got {type(made).__name__} from it, want (step, buffers); for a step itself give --buffers")
+            raise ValueError(f"{options.target}: got {type(made).__name__} from it, want {MAKES}")
         step, buffers = made
     else:
         step, buffers = named, _named("--buffers", options.buffers)
         if not isinstance(buffers, StaticBuffers):
-            buffers = _called("--buffers", options.buffers, buffers)
+            buffers = _called("--buffers", options.buffers, buffers, "StaticBuffers, or a function without arguments that returns them")
     if not callable(step):
         raise ValueError(f"{options.target}: got {type(step).__name__} for the step, want a function of the buffers")
     if not isinstance(buffers, StaticBuffers):
@@ -110,7 +127,7 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
 
 def _named(flag: str, given: str) -> Any:
     module, _, name = given.partition(":")
-    if not module or not name or module.endswith(".py"):
+    if not module or not name or module.startswith(".") or module.endswith(".py"):
         raise ValueError(f"{flag}: got {shown(given)}, want {WANTED}")
     try:
         imported = importlib.import_module(module)
@@ -125,13 +142,23 @@ def _named(flag: str, given: str) -> Any:
     return getattr(imported, name)
 
 
-def _called(flag: str, given: str, function: Any) -> Any:
-    if not callable(function):
-        raise ValueError(f"{flag}: got {shown(given)}, which is a {type(function).__name__}, want a function without arguments")
+def _called(flag: str, given: str, function: Any, wanted: str) -> Any:
+    _require_callable(flag, given, function, wanted)
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{given}() failed") from error
+
+
+def _require_callable(flag: str, given: str, function: Any, wanted: str) -> None:
+    if not callable(function):
+        raise ValueError(f"{flag}: got {shown(given)}, which is a {type(function).__name__}, want {wanted}")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{flag}: got {shown(given)} ({error}), want {wanted}") from None
+    except ValueError:  # some of C's have no signature
+        return
 
 
 def _replays(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
@@ -154,8 +181,9 @@ def _trace(error: BaseException | None) -> str:
     """The user's own frames: what is above them is this command."""
     assert error is not None
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(str(Path.cwd())) and "site-packages" not in frame.filename]
-    lines = [f"  {frame.filename}:{frame.lineno}\n    {frame.line}" for frame in own or frames[-1:]]
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and "site-packages" not in frame.filename]
+    shown_frames = own[-MOST_FRAMES:] or [frame for frame in frames[-1:] if frame.line]
+    lines = [f"  {frame.filename}:{frame.lineno}\n    {frame.line}" for frame in shown_frames]
     return "\n".join([*lines, *(line.rstrip() for line in traceback.format_exception_only(error))])
 
 
@@ -167,11 +195,3 @@ def _table(document: dict[str, Any]) -> str:
     if document["replay_equals_eager"] is not None:
         lines += ["a replay equals the step, bit for bit" if document["replay_equals_eager"] else "A REPLAY DIFFERS FROM THE STEP"]
     return "\n".join(lines)
-
-
-def _told(options: argparse.Namespace, document: dict[str, Any], text: str, code: int) -> int:
-    if options.json:
-        print_json(document)
-    else:
-        print(text, file=sys.stderr if code else sys.stdout)
-    return code

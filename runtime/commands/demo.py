@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.demo.scenarios import Scenario
     from stepgraph.runtime.demo.variants import Case, Pair
     from stepgraph.runtime.request import Job, StepEvent
+    from stepgraph.sampling.grammar.compiler import CompiledConstraint
 
 SUMMARY = "decode with a small real model and its draft, and show why it is fast"
 PICTURE, TRACE = "timeline.png", "timeline.json"
@@ -31,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         parser,
         "Answer three prompts with SmolLM2-135M-Instruct and the draft that comes with stepgraph: a record to extract, a tool to\n"
         "call, a question. Plain and speculative decoding take turns, with and without grammars; then a few rounds are traced, as a\n"
-        "picture and as a file for ui.perfetto.dev. Exit code 1 where an answer breaks its schema.",
+        "picture and as a file for ui.perfetto.dev. Exit code 1 where an answer fails or breaks its schema.",
         [
             "stepgraph demo --toy",
             "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
@@ -49,7 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flag("--no-timeline", action="store_true", help="write no picture and no trace")
     add_flag("--toy", action="store_true", help="a toy pair instead: nothing to install, and no sense in the texts")
     add_flag("--json", action="store_true", help="print one JSON document and nothing else")
-    add_flag("--no-colour", action="store_true", help="no colours, even on a terminal")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +67,10 @@ def run(options: argparse.Namespace) -> int:
         document = shown.run()
     if options.json:
         print_json(document)
-    return 0 if all(answer["legal"] for answer in document["answers"].values()) else FAILED
+    failed = {name: answer["failed"] for name, answer in document["answers"].items() if answer["failed"]}
+    for name, told in failed.items():
+        print(f"stepgraph demo: {name}: {told}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def check(options: argparse.Namespace) -> None:
@@ -77,6 +80,16 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, flag)
         if not least <= value <= most:
             raise ValueError(f"--{flag.replace('_', '-')}: got {value}, want a whole number from {least} to {most}")
+    if not options.no_timeline:
+        require_folder(options.out)  # at once, not behind minutes of decoding
+
+
+def require_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--out: got {shown(str(folder))} ({error.strerror}), want a folder to write to, or --no-timeline") from None
 
 
 class Demonstration:
@@ -90,7 +103,7 @@ class Demonstration:
         length = max(LEAST_LENGTH, *(len(prompt) + options.max_new_tokens for prompt in self.prompts.values()))
         self.cases = [Case(variant, pair, length) for variant in variants(options.drafts)]
         self.rates: dict[str, dict[str, float]] = {}  # tokens a second, by variant and scenario
-        self._colour = wants_colour(sys.stdout) and not options.no_colour and not options.json
+        self._colour = wants_colour(sys.stdout) and not options.json
 
     def __enter__(self) -> Demonstration:
         return self
@@ -100,6 +113,8 @@ class Demonstration:
             case.engine.close()
 
     def run(self) -> dict[str, Any]:
+        for scenario in self.scenarios:
+            self._compiled(scenario)  # what is refused is refused before anything is shown
         for case in self.cases:
             case.engine.capture(progress=shows_progress() and not self.options.json)
         self._say(f"{self.pair.name}, {self.options.drafts} drafts a round")
@@ -110,7 +125,9 @@ class Demonstration:
             self.race(scenario)
         self._say("\n" + "\n".join(table(self.cases, self.rates)))
         document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "answers": answers}
-        document["variants"] = [{**case.figures(), "tokens_per_second_by_scenario": self.rates[case.variant.name]} for case in self.cases]
+        document["variants"] = [
+            {**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases if case.variant.name in self.rates
+        ]
         if not self.options.no_timeline:
             document["timeline"] = self.timeline()
         return document
@@ -123,11 +140,10 @@ class Demonstration:
         job = self._run(shown, scenario, lambda event: self._show(event, stream.push))
         self._say(stream.finish())
         texts = {case.variant.name: self._run(case, scenario).tokens for case in others}
-        text = self.pair.codec.decode(job.tokens)
         return {
-            "text": text,
+            "text": self.pair.codec.decode(job.tokens),
             "finish_reason": str(job.finish_reason),
-            "legal": scenario.schema is None or is_json(text, str(job.finish_reason)),
+            "failed": why_failed(job, self._compiled(scenario)),
             "same_tokens": {name: tokens == job.tokens for name, tokens in texts.items()},
         }
 
@@ -144,20 +160,24 @@ class Demonstration:
 
     def timeline(self) -> dict[str, Any]:
         """The first answer once more, by the fastest variant: what ran when in some of its rounds."""
-        scenario, folder = self.scenarios[0], self.options.out
+        scenario, trace_path, picture = self.scenarios[0], self.options.out / TRACE, self.options.out / PICTURE
         case = self._suitable(scenario)[-1]
         with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
             self._run(case, scenario)
         timeline, summary = trace.timeline, trace.timeline.summary()
-        folder.mkdir(parents=True, exist_ok=True)
-        timeline.save_perfetto(folder / TRACE)
+        timeline.save_perfetto(trace_path)
+        told = f"{picture}: what ran when; {trace_path}: the same for ui.perfetto.dev"
+        drawn: str | None = str(picture)
         try:
-            timeline.save_picture(folder / PICTURE)
+            timeline.save_picture(picture)
         except RuntimeError as error:  # matplotlib is a matter of taste
-            self._say(f"\nno picture: {error}")
+            drawn, told = None, f"{trace_path}: what ran when, for ui.perfetto.dev; no picture: {error}"
         figures = "\n".join(str(summary).splitlines()[-2:])  # without its table, which the picture shows
-        self._say(f"\n{figures}\n{folder / PICTURE}: what ran when; {folder / TRACE}: the same for ui.perfetto.dev")
-        return {"trace": str(folder / TRACE), "picture": str(folder / PICTURE), "summary": summary.as_dict()}
+        self._say(f"\n{figures}\n{told}")
+        return {"trace": str(trace_path), "picture": drawn, "summary": summary.as_dict()}
+
+    def _compiled(self, scenario: Scenario) -> CompiledConstraint | None:
+        return self.cases[-1].engine.compile(scenario.constraint) if scenario.constraint else None
 
     def _suitable(self, scenario: Scenario) -> list[Case]:
         """All variants, but for those that would say the same without a grammar."""
@@ -184,6 +204,8 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[s
     counts = {"tokens_per_round": "per round", "mask_fills": "mask fills", "replays": "replays", "host_syncs": "syncs"}
     lines = [f"{'tokens a second':<24}" + "".join(f"{name:>12}" for name in (*scenarios, *counts.values()))]
     for case in cases:
+        if case.variant.name not in rates:  # nothing was asked that has a grammar
+            continue
         figures, row = case.figures(), rates[case.variant.name]
         cells = [f"{row[name]:.1f}" if name in row else "" for name in scenarios] + [str(figures[key]) for key in counts]
         lines.append(f"{case.variant.name:<24}" + "".join(f"{cell:>12}" for cell in cells))
@@ -192,10 +214,11 @@ def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[s
     return [*lines, f"{'speculation is worth':<24}" + "".join(f"{ratio:>12}" for ratio in ratios)] if base in rates else lines
 
 
-def is_json(text: str, finish_reason: str) -> bool:
-    """Whether a finished answer is JSON; one that ran out of tokens is cut short, and no fault."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return finish_reason == "length"
-    return True
+def why_failed(job: Job, compiled: CompiledConstraint | None) -> str:
+    """Empty where the answer is whole, or only cut short, and a matcher that knows nothing of the engine takes it."""
+    if job.finish_reason in ("error", "dead_end"):
+        return f"{job.finish_reason}: {job.error or 'nothing may follow'}"
+    matcher = compiled.matcher() if compiled else None
+    if matcher is not None and not all(matcher.accept_token(token) for token in job.tokens):
+        return "the answer breaks its schema"
+    return ""

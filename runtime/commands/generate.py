@@ -109,8 +109,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _asked(options: argparse.Namespace) -> Asked:
-    """All that can be wrong without the weights is found before they are read, and the flags before torch."""
+    """What flags, files and texts get wrong is found before weights are read."""
     check_constraint_flags(options)
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens: got {options.max_new_tokens}, want at least 1")
     stops = stop_ids(options)
     if options.token_ids is not None:
         if options.chat or options.system is not None:
@@ -122,7 +124,10 @@ def _asked(options: argparse.Namespace) -> Asked:
 
     sampling = sampling_of(options, stops)
     codec = TextCodec.open(options.model)
-    return Asked(_ids(options, text, codec), constraint_of(options, codec), sampling)
+    ids = _ids(options, text, codec)
+    if not ids:
+        raise ValueError(f"PROMPT: got {shown(text)}, which has no tokens, want at least one")
+    return Asked(ids, constraint_of(options, codec), sampling)
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -151,7 +156,7 @@ def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabula
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=options.drafts,
-        max_length=len(asked.prompt_ids) + max(options.max_new_tokens, 1),
+        max_length=len(asked.prompt_ids) + options.max_new_tokens,
         greedy_only=asked.sampling.plain,
         **look_up_of(options),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_SHOWN = 60  # characters of what was given that an error repeats
+MOST_THREADS = 1024
 
 
 def read_schema(flag: str, given: str) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def read_schema(flag: str, given: str) -> dict[str, Any]:
 
 def read_file(flag: str, path: str, wanted: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ValueError(f"{flag}: got {shown(path)} ({error.strerror or error}), want {wanted}") from None
     except ValueError as error:
@@ -53,8 +54,8 @@ def read_standard_input(flag: str) -> str:
 def set_threads(count: int | None) -> None:
     if count is None:
         return
-    if count < 1:
-        raise ValueError(f"--threads: got {count}, want at least 1")
+    if not 1 <= count <= MOST_THREADS:  # torch dies of more than the system gives
+        raise ValueError(f"--threads: got {count}, want a whole number from 1 to {MOST_THREADS}")
     import torch
 
     torch.set_num_threads(count)

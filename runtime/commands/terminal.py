@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ def shows_progress() -> bool:
 
 
 def print_json(document: object) -> None:
-    print(json.dumps(_plain(document), indent=2, ensure_ascii=False))
+    print(json.dumps(_plain(document), indent=2, ensure_ascii=not _writes_all(sys.stdout)))
 
 
 def _plain(value: object) -> object:
@@ -56,8 +57,23 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float, str)) or value is None else str(value)
 
 
+def _mend_streams() -> None:
+    """What a daemon closed is empty, or written nowhere; what a stream's encoding has no letter for is written as its number."""
+    # in this order they take the places that were closed, which the next files opened would take otherwise
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - for as long as the process lives
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and not _writes_all(sys.stdout):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _writes_all(stream: TextIO) -> bool:
+    return (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+
+
 def leave(name: str, work: Callable[[], int]) -> int:
     """Do a command's work; returns the exit code. A user's mistakes are told in a line, what is a bug keeps its traceback."""
+    _mend_streams()
     try:
         with _everything_written():
             return work()

@@ -112,7 +112,6 @@ class Case:
         stats = self.engine.stats()
         return {
             "variant": self.variant.name,
-            "tokens_per_second": round(self.tokens_per_second, 1),
             "tokens": stats.tokens,
             "rounds": stats.rounds,
             "tokens_per_round": round(stats.tokens / max(1, stats.rounds), 2),
