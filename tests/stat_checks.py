@@ -16,7 +16,9 @@ def holds(stats: EngineStats) -> None:
     for places in (drafting.offered, drafting.accepted):
         assert list(places) == sorted(places, reverse=True) and all(count <= drafting.rounds for count in places)
     assert all(accepted <= offered for accepted, offered in zip(drafting.accepted, drafting.offered, strict=True))
-    assert stats.accepted_forced_drafts <= stats.forced_drafts <= sum(drafting.offered)
+    assert stats.accepted_forced_drafts <= stats.forced_drafts and stats.accepted_looked_up_drafts <= stats.looked_up_drafts
+    assert stats.forced_drafts + stats.looked_up_drafts <= sum(drafting.offered), "a draft has one origin"
+    assert stats.accepted_forced_drafts + stats.accepted_looked_up_drafts <= stats.accepted_drafts
     assert sum(graph.rounds for graph in stats.graphs) == stats.rounds >= stats.eager_rounds
     assert all(graph.padded_rounds <= min(graph.rounds, graph.padded_rows) for graph in stats.graphs)
     ended = sum(count for _, count in stats.finished)

@@ -30,10 +30,10 @@ from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engin
 from tools.checks.states import RoundBench
 
 SETUPS = [
-    Setup(k=1, drafter="random", look_up=1, max_rows=2),
+    Setup(k=1, drafter="random", look_up=1, max_rows=2, eager=True),
     Setup(k=2, drafter="half", look_up=2, max_rows=2),
-    Setup(k=4, drafter="adversarial", look_up=1, draft_masks=False, max_rows=2),
-    Setup(k=6, drafter="half", look_up=1, forced_drafts=True, max_rows=2),
+    Setup(k=4, drafter="adversarial", look_up=1, draft_masks=False, max_rows=2, eager=True),
+    Setup(k=6, drafter="half", look_up=1, forced_drafts=True, max_rows=2, eager=True),
 ]
 MORE_SETUPS = [
     Setup(k=3, drafter="fair", look_up=3, max_rows=2, forced_drafts=True, rounds_in_flight=3),
@@ -51,7 +51,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Any, int]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", [*SETUPS, *MORE_SETUPS], ids=str)
+@pytest.mark.parametrize("setup", [*(replace(setup, eager=False) for setup in SETUPS), *MORE_SETUPS], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
 def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Any, int]]) -> None:
@@ -185,7 +185,14 @@ def test_what_is_found_under_a_wrong_tag_is_not_drafted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "draft_masks", "forced"), [(1, True, False), (4, True, True), (3, False, False)], ids=["1", "4 forced", "3 free"]
+    ("k", "draft_masks", "forced"),
+    [
+        pytest.param(1, True, False, id="1"),
+        pytest.param(2, True, True, id="2 forced"),
+        pytest.param(2, False, False, id="2 free"),
+        pytest.param(4, True, True, id="4 forced", marks=pytest.mark.soak),
+        pytest.param(3, False, False, id="3 free", marks=pytest.mark.soak),
+    ],
 )
 def test_rounds_replay_as_eager(k: int, draft_masks: bool, forced: bool) -> None:
     backend = TapeBackend(poison="every")
@@ -206,7 +213,7 @@ def test_it_costs_nothing_where_it_is_off() -> None:
         assert [name for name in engine.buffers if "text" in name or "looked_up" in name] == ["row_text", "text_ring_host", "row_looked_up"]
 
 
-SAMPLED = Setup(k=2, drafter="fair", look_up=2, max_rows=2, greedy_only=False)
+SAMPLED = Setup(k=2, drafter="fair", look_up=2, max_rows=2, greedy_only=False, eager=True)
 
 
 def submit(engine: Engine, place: int, **options: Any) -> Any:
@@ -222,16 +229,16 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
     return list(job.tokens)
 
 
-def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
     engine = shared_engine(SAMPLED)
     alone = [ask(engine, place) for place in range(5)]
     assert engine.stats().accepted_looked_up_drafts > 5
     expecting = [1, *[20, 21, 22] * 7]
-    with make_engine(replace(SAMPLED, eager=True)) as eager:
-        fresh = ask(eager, 2, draft_ids=expecting)
+    with make_engine(SAMPLED) as another:
+        fresh = ask(another, 2, draft_ids=expecting)
         assert ask(engine, 2, draft_ids=expecting) == fresh, "in a row that others drew their drafts in"
-        jobs = [submit(eager, place) for place in reversed(range(5))]
-        for _ in eager.stream():
+        jobs = [submit(another, place) for place in reversed(range(5))]
+        for _ in another.stream():
             pass
         assert [job.tokens for job in reversed(jobs)] == alone
     assert alone[0] == plain([0, 7, 8], 24, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens

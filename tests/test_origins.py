@@ -137,9 +137,9 @@ def test_who_proposes_alone(draft: Any, origin: str) -> None:
 
 
 SETUPS = [
-    Setup(k=6, drafter="half", look_up=1, forced_drafts=True, max_rows=2),
-    Setup(k=3, drafter="noise", max_rows=2, forced_drafts=True),
-    Setup(k=6, drafter="ngram", forced_drafts=True),
+    Setup(k=6, drafter="half", look_up=1, forced_drafts=True, max_rows=2, eager=True),
+    Setup(k=3, drafter="noise", max_rows=2, forced_drafts=True, eager=True),
+    Setup(k=6, drafter="ngram", forced_drafts=True, eager=True),
 ]
 
 

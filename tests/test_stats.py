@@ -222,7 +222,7 @@ def test_pages_queue_and_first_tokens_of_a_known_crowd() -> None:
 
 
 def test_compiles_are_counted_and_timed() -> None:
-    with make_engine(Setup(0)) as engine:
+    with make_engine(Setup(0, eager=True)) as engine:
         before = engine.stats().grammars
         assert before.compiles == before.misses == len(CONSTRAINTS) - 1
         assert before.compile_seconds >= before.longest_compile_seconds > 0
