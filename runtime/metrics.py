@@ -91,7 +91,7 @@ def _rounds(stats: EngineStats) -> Iterator[Metric]:
     )
     yield _counters("graph_padded_rows", "Rows of graphs that no request sat in.", [(key, graph.padded_rows) for key, graph in graphs])
     yield _counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs)
-    yield _counter("event_waits", "Reads of a round's results.", stats.event_waits)
+    yield _counter("event_waits", "Waits for a round's results, or for pinned memory that is still being copied.", stats.event_waits)
 
 
 def _grammars(stats: EngineStats) -> Iterator[Metric]:

@@ -98,7 +98,7 @@ class EngineStats:
     rounds: int
     replays: int
     host_syncs: int  # waits for the whole device on the launching thread; rounds make none
-    event_waits: int  # reads of a round's results
+    event_waits: int  # for a round's results, or for a slot of pinned memory that was still being copied
     eager_rounds: int  # that replayed nothing
     eager_reason: str  # why; empty where rounds are recorded
     graphs: tuple[GraphStats, ...]  # largest first; those that were used

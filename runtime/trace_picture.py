@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.marks import BETWEEN, LAUNCHER, Span
+from stepgraph.sampling.grammar.vocabulary import is_int
 
 if TYPE_CHECKING:
     from stepgraph.runtime.trace import Interval, Timeline
@@ -26,6 +27,7 @@ COLOURS = {  # by the first word of a stage's name
     "draft_prefill": "#f2a14a",
     "draft_decode": "#f6c98a",
     "propose": "#f2a14a",
+    "look_up": "#d9b38c",
     "choose_draft": "#8bbf69",
     "show": "#c9b8e0",
     "place": "#9d86c4",
@@ -41,6 +43,8 @@ def draw(timeline: Timeline, path: Path, rounds: int, title: str) -> None:
     except ImportError as error:
         raise RuntimeError("Timeline.save_picture(): matplotlib is missing; pip install 'stepgraph[pictures]' brings it") from error
 
+    if not is_int(rounds) or rounds < 1:
+        raise ValueError(f"Timeline.save_picture.rounds: got {rounds!r}, want a whole number >= 1")
     extents = timeline.extents()
     if not extents:
         raise ValueError("Timeline.save_picture: got a timeline without rounds, want one with at least one")
@@ -81,7 +85,7 @@ def _title(timeline: Timeline) -> str:
 
 def _middle(numbers: Sequence[int], count: int) -> Sequence[int]:
     first = max(0, (len(numbers) - count) // 2)
-    return numbers[first : first + max(1, count)]
+    return numbers[first : first + count]
 
 
 def _close_up(timeline: Timeline, number: int, extent: Interval) -> Interval:

@@ -232,6 +232,8 @@ def test_the_picture_is_a_png_as_wide_as_it_should_be(traced: Traced, tmp_path: 
     assert struct.unpack(">I", content[16:20]) == (1600,)
     with pytest.raises(ValueError, match="got a timeline without rounds"):
         Timeline(()).save_picture(tmp_path / "none.png")
+    with pytest.raises(ValueError, match=r"Timeline\.save_picture\.rounds: got 0, want a whole number >= 1"):
+        traced.timeline.save_picture(tmp_path / "none.png", rounds=0)
 
 
 def test_without_matplotlib_the_error_names_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
