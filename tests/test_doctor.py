@@ -61,7 +61,7 @@ def looked(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (f"import os; print({FIRST!r}, flush=True); os.kill(os.getpid(), 11)", "died of SIGSEGV"),
+        (f"import os; print({FIRST!r}, flush=True); os.kill(os.getpid(), 11)", "died of Segmentation fault (11)"),
         (f"print({FIRST!r}); raise SystemExit('no module')", "no module"),
     ],
 )

@@ -105,13 +105,13 @@ def _machine() -> Iterator[Finding]:
         yield program(name, name, lost, mend)
     told = _output(["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"])
     found = told.replace("\n", "; ") or "no nvidia-smi that answers"
-    yield Finding("NVIDIA driver", "ok" if told else "missing", found, ON_THE_TAPE, "apt-get install nvidia-driver")
+    yield Finding("NVIDIA driver", "ok" if told else "missing", found, ON_THE_TAPE, "beside a GPU: its driver")
 
 
 def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """What a process of its own said, or that it ended before it could."""
     yield _torch(answers["torch_build"])
-    built = "pip install --force-reinstall --no-deps stepgraph"
+    built = "pip install --force-reinstall --no-deps . in the folder of its sources, beside a C compiler"
     yield _reason("native host link", answers["native_link"], "host nodes take the GIL", built)
     yield _reason("CPU kernels", answers["cpu_kernels"], "on the CPU layers run as plain torch", built)
     for name in ("attention", "filters"):
@@ -132,7 +132,8 @@ def _torch(answer: Mapping[str, Any]) -> Finding:
     build = answer["answer"]
     found = f"built for CUDA {build['cuda']}" if build["cuda"] else "a CPU build"
     found += f", {', '.join(build['devices'])}" if build["devices"] else ", no GPU"
-    return Finding("torch's CUDA", "ok" if build["devices"] else "missing", found, ON_THE_TAPE, "pip install torch")
+    mend = "a GPU and its driver" if build["cuda"] else "beside a GPU: pip install --force-reinstall torch"
+    return Finding("torch's CUDA", "ok" if build["devices"] else "missing", found, ON_THE_TAPE, mend)
 
 
 def _reason(name: str, answer: Mapping[str, Any], lost: str, mend: str) -> Finding:
@@ -195,7 +196,7 @@ def ask_a_process() -> dict[str, dict[str, Any]]:
 
 def how_it_ended(code: int, errors: str) -> str:
     if code < 0:
-        return f"the process that asks died of {signal.Signals(-code).name}"
+        return f"the process that asks died of {signal.strsignal(-code) or f'signal {-code}'} ({-code})"
     return (errors.strip().splitlines() or [f"the process that asks ended with {code}"])[-1][:200]
 
 
