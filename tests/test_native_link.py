@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.runtime import Constraint
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END
+from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink
 from stepgraph.sampling.grammar.native.layout import FAULT_BYTES
 from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph.sampling.grammar.python_link import PythonLink
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.link_bench import WALK, A, Foreign, Memory, Twins, letters, native_link, resident, running
 from tests.planted import fail, plant
@@ -143,6 +144,21 @@ def test_whether_a_text_is_over_is_asked_once_and_behind_a_stop_token() -> None:
     link.announce([row])
     link.node((BEGIN, COMMIT, END))()
     assert asked == [0, 1, 0] and memory.tags[0, 0, 3] == MaskStatus.OK, "the stop token was taken back"
+
+
+@pytest.mark.parametrize("make", [native_link, lambda memory: PythonLink(*memory.all, forcing=None)], ids=["native", "python"])
+@pytest.mark.parametrize(("history", "accepted"), [(1, -2), (7, 4), (0, -(2**63)), (5, 0), (-1, -4), (2**62, 2**62 - 3)])
+def test_a_history_that_cannot_be_takes_nothing_back(make: Callable[[Memory], HostLink], history: int, accepted: int) -> None:
+    memory = Memory.make(1, 3)
+    link = make(memory)
+    row = letters(link)
+    memory.drafts[:] = A
+    for shown, last, held in ((0, 0, 0), (2, A, 1), (history, A, accepted)):
+        running(memory, row, history=shown, last=last, accepted=held)
+        link.announce([row])
+        link.node(WALK)()
+    told = f"RuntimeError: the history has {history} tokens, {accepted} from drafts; the matcher had 2 + 3"
+    assert (row.fault, link.stats.rollbacks) == (told, 1) and memory.tags[:, 0, 3].tolist() == [0] * 4
 
 
 def test_a_failing_rollback_is_a_fault() -> None:

@@ -134,7 +134,7 @@ class PythonLink:
         generated = int(state[HostColumn.GENERATED])
         fresh = generated == row.committed
         accepted = 0 if fresh else int(state[HostColumn.ACCEPTED])
-        if accepted > row.walked or not (fresh or generated == row.committed + accepted + 1):
+        if not 0 <= accepted <= row.walked or not (fresh or generated == row.committed + accepted + 1):
             raise RuntimeError(
                 f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.walked}"
             )

@@ -66,7 +66,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
     int64_t generated = state[GENERATED];
     int fresh = generated == row->committed;
     int64_t accepted = fresh ? 0 : state[ACCEPTED];
-    if (accepted > row->walked || !(fresh || generated == row->committed + accepted + 1)) {
+    if (accepted < 0 || accepted > row->walked || !(fresh || generated == row->committed + accepted + 1)) {
         fail(row, "RuntimeError: the history has %lld tokens, %lld from drafts; the matcher had %lld + %lld", (long long)generated,
              (long long)accepted, (long long)row->committed, (long long)row->walked);
         return;
