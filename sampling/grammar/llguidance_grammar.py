@@ -22,6 +22,7 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.worker_process import CompileWorker
 
 # The library does not tell what a grammar takes. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two of this.
+# Nor what its lexer learns as masks are made, which is in no account: `GrammarLimits.lexer_states` alone bounds it.
 BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
 _OPTIONS = re.compile(r"^%llguidance\b(.*)$", re.MULTILINE)
