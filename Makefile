@@ -69,7 +69,7 @@ build/types/stepgraph:
 	mkdir -p $(@D)
 	ln -sfn ../.. $@
 
-$(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(VENV)/.torch
+$(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] sampling/kernels/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install -q -e '.[$*]'
 	@touch $@
 

@@ -1,7 +1,7 @@
-"""The one thing that pyproject.toml cannot say yet: two libraries of plain C that are loaded with ctypes.
+"""The one thing that pyproject.toml cannot say yet: three libraries of plain C that are loaded with ctypes.
 
 They are optional. Where there is no C compiler the installation goes on without them: grammars are driven from Python, and models
-on the CPU run in plain torch.
+and choices on the CPU run in plain torch.
 """
 
 from setuptools import Extension, setup
@@ -9,6 +9,7 @@ from setuptools import Extension, setup
 SOURCES = "sampling/grammar/native"
 LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
 KERNELS = "graphs/cpu_kernels"
+CHOICES = "sampling/kernels/native"
 
 setup(
     script_name="setup.py",  # the root is the package: what is known as the script is not taken for one of its modules
@@ -31,6 +32,13 @@ setup(
                 *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
             ],
             libraries=["m"],
+            optional=True,
+        ),
+        Extension(
+            "stepgraph.sampling.kernels.native._choices",
+            sources=[f"{CHOICES}/{name}.c" for name in ("argmax", "chain")],
+            depends=[f"{CHOICES}/choices.h"],
+            extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fno-trapping-math"],
             optional=True,
         ),
     ],

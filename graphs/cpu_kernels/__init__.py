@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
-import os
 from pathlib import Path
 
 import torch
@@ -17,37 +15,25 @@ from torch import Tensor
 
 from stepgraph.graphs.cpu_kernels import calls
 from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.kernels.native import loader
 from stepgraph.sampling.kernels.register import Prepare, Run
 
 FOLDER = Path(__file__).parent
+OUTSIDE = "a cache slot or a page lies outside of the cache"
 
 
 def find_library(folder: Path = FOLDER) -> Path:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"_kernels{suffix}"
-        if path.exists():
-            return path
-    raise Unavailable("they were not built: there was no C compiler when stepgraph was installed")
+    return loader.find_library(folder, "_kernels")
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(path))
-        layout = calls.layout_of(library)
-        calls.declare(library)
-    except (OSError, AttributeError) as error:
-        raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
-    if layout != calls.OWN_LAYOUT:
-        raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
-    return library
+    return loader.open_library(path, calls.FUNCTIONS, "stepgraph_kernels_layout", calls.OWN_LAYOUT, OUTSIDE)
 
 
 @functools.cache
 def load() -> ctypes.CDLL | Unavailable:
     """The library of this installation, or why it cannot be used."""
     try:
-        if os.name != "posix":
-            raise Unavailable(f"not on {os.name}")
         return open_library(find_library())
     except Unavailable as error:
         return error

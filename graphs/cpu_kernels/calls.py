@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p, sizeof
-from typing import Any
+from ctypes import CDLL, Structure, c_float, sizeof
 
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.kernels.native.loader import fields, prepared_call
 from stepgraph.sampling.kernels.register import Run
 
 VERSION = 2  # of the structs and of what the kernels make of them
@@ -16,13 +15,9 @@ MOST_SIZE = 256  # numbers of a head
 NARROW = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def _fields(pointers: str, numbers: str) -> list[tuple[str, Any]]:
-    return [(name, c_void_p) for name in pointers.split()] + [(name, c_int64) for name in numbers.split()]
-
-
 class AttentionCall(Structure):
     _fields_ = (
-        *_fields(
+        *fields(
             "query keys values positions slots tables output",
             "batch count heads kv_heads size page_size pages cache_slots window narrow",
         ),
@@ -32,7 +27,7 @@ class AttentionCall(Structure):
 
 class TurnCall(Structure):
     _fields_ = tuple(
-        _fields(
+        fields(
             "query key value cosines sines slots output keys values",
             "tokens heads kv_heads size query_step key_step value_step cache_slots narrow",
         )
@@ -40,15 +35,15 @@ class TurnCall(Structure):
 
 
 class NormCall(Structure):
-    _fields_ = (*_fields("states weight output", "outer inner size step narrow"), ("epsilon", c_float))
+    _fields_ = (*fields("states weight output", "outer inner size step narrow"), ("epsilon", c_float))
 
 
 class GateCall(Structure):
-    _fields_ = tuple(_fields("pairs output", "rows size narrow"))
+    _fields_ = tuple(fields("pairs output", "rows size narrow"))
 
 
 class ProductCall(Structure):
-    _fields_ = tuple(_fields("states weight bias output", "rows inner outer step narrow"))
+    _fields_ = tuple(fields("states weight bias output", "rows inner outer step narrow"))
 
 
 FUNCTIONS = {
@@ -59,31 +54,6 @@ FUNCTIONS = {
     "stepgraph_product": ProductCall,
 }
 OWN_LAYOUT = (VERSION, *map(sizeof, FUNCTIONS.values()), MOST_SIZE)
-
-
-def declare(library: CDLL) -> None:
-    for name, struct in FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = (POINTER(struct),), c_int
-        function.errcheck = _checked
-
-
-def layout_of(library: CDLL) -> tuple[int, ...]:
-    values = (c_int64 * 16)()
-    library.stepgraph_kernels_layout.argtypes, library.stepgraph_kernels_layout.restype = (POINTER(c_int64),), c_int64
-    return tuple(values[: library.stepgraph_kernels_layout(values)])
-
-
-def _checked(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    if code:
-        raise IndexError("a cache slot or a page lies outside of the cache")
-    return code
-
-
-def _prepared(function: Any, struct: Structure, tensors: tuple[Tensor, ...]) -> Run:
-    run = functools.partial(function, byref(struct))
-    run.__dict__["tensors"] = tensors  # kept: the struct names their memory
-    return run
 
 
 def _fits(*tensors: Tensor) -> bool:
@@ -113,7 +83,7 @@ def attention(
     if size > MOST_SIZE or not _fits(*floats) or not dense or not _places(positions, slots, block_tables):
         return None
     shape = (batch, count, heads, keys.shape[1], size, page_size, block_tables.shape[1], len(keys), window, NARROW[query.dtype], scale)
-    return _prepared(library.stepgraph_attention, AttentionCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+    return prepared_call(library.stepgraph_attention, AttentionCall(*(each.data_ptr() for each in tensors), *shape), tensors)
 
 
 def turn_and_keep(
@@ -136,7 +106,7 @@ def turn_and_keep(
     if size > MOST_SIZE or not fits or not dense or not packed:
         return None
     shape = (tokens, heads, kv_heads, size, query.stride(0), key.stride(0), value.stride(0), len(keys), NARROW[query.dtype])
-    return _prepared(library.stepgraph_turn_and_keep, TurnCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+    return prepared_call(library.stepgraph_turn_and_keep, TurnCall(*(each.data_ptr() for each in tensors), *shape), tensors)
 
 
 def rms_norm(library: CDLL, states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> Run | None:
@@ -147,14 +117,14 @@ def rms_norm(library: CDLL, states: Tensor, weight: Tensor, epsilon: float, outp
     if not _fits(*tensors) or not packed or not weight.is_contiguous() or not output.is_contiguous():
         return None
     shape = (len(states), inner, size, states.stride(0), NARROW[states.dtype], epsilon)
-    return _prepared(library.stepgraph_rms_norm, NormCall(*(each.data_ptr() for each in tensors), *shape), tensors)
+    return prepared_call(library.stepgraph_rms_norm, NormCall(*(each.data_ptr() for each in tensors), *shape), tensors)
 
 
 def gate(library: CDLL, pairs: Tensor, output: Tensor) -> Run | None:
     if not _fits(pairs, output) or not pairs.is_contiguous() or not output.is_contiguous():
         return None
     shape = (output.numel() // output.shape[-1], output.shape[-1], NARROW[pairs.dtype])
-    return _prepared(library.stepgraph_gate, GateCall(pairs.data_ptr(), output.data_ptr(), *shape), (pairs, output))
+    return prepared_call(library.stepgraph_gate, GateCall(pairs.data_ptr(), output.data_ptr(), *shape), (pairs, output))
 
 
 def product(library: CDLL, states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Run | None:
@@ -164,4 +134,4 @@ def product(library: CDLL, states: Tensor, weight: Tensor, bias: Tensor | None, 
         return None
     addresses = (states.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr())
     shape = (len(states), states.shape[1], len(weight), states.stride(0), NARROW[states.dtype])
-    return _prepared(library.stepgraph_product, ProductCall(*addresses, *shape), tensors)
+    return prepared_call(library.stepgraph_product, ProductCall(*addresses, *shape), tensors)

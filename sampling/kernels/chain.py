@@ -7,6 +7,8 @@ from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.kernels import native
+from stepgraph.sampling.kernels.native import calls
 from stepgraph.sampling.kernels.register import contiguous, operation
 
 
@@ -53,4 +55,5 @@ chain_accept_operation = operation(
     "(Tensor sampled, Tensor finite, Tensor drafts, Tensor draft_count, Tensor status, Tensor stop_ids, Tensor room, "
     "Tensor? known, Tensor(a!) emitted, Tensor(b!) accepted, Tensor(c!) finish) -> ()",
     chain_accept_reference,
+    native.prepared(calls.chain_accept),
 )

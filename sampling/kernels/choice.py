@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, rng, sampler
+from stepgraph.sampling.kernels import native
+from stepgraph.sampling.kernels.native import calls
 from stepgraph.sampling.kernels.register import contiguous, dense, operation
 
 
@@ -69,6 +71,7 @@ masked_argmax_operation = operation(
     "masked_argmax",
     "(Tensor logits, Tensor masks, Tensor? rows, Tensor ruled, Tensor? ids, Tensor? status, Tensor(a!) best, Tensor(b!) token) -> ()",
     masked_argmax_reference,
+    native.prepared(calls.masked_argmax),
 )
 race_operation = operation(
     "choice", "race", "(Tensor weights, Tensor seed, Tensor position, int purpose, Tensor(a!) token) -> ()", race_reference

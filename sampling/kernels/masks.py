@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import acceptance
+from stepgraph.sampling.kernels import native
+from stepgraph.sampling.kernels.native import calls
 from stepgraph.sampling.kernels.register import contiguous, dense, operation
 
 
@@ -32,4 +34,5 @@ mask_status_operation = operation(
     "mask_status",
     "(Tensor tags, Tensor? rows, Tensor owner, Tensor generated, Tensor constrained, int first, Tensor(a!) status) -> ()",
     mask_status_reference,
+    native.prepared(calls.mask_status),
 )
