@@ -1,0 +1,81 @@
+"""Schedules fixed by a seed: see simulation.py. A few here, ten thousand in `make soak`; and they find bugs that are planted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from stepgraph.runtime import FinishReason
+from stepgraph.runtime.pages import PagePool
+from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+from tests.simulated_worlds import World
+from tests.simulation import Failure, Simulation, plan, run_many, run_seed
+
+SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long ones, of two worlds: a capture takes longer than a schedule
+SCHEDULES = 10_000
+SEEDS_TO_FIND = 60  # of a planted bug; each is found within the first few
+
+
+def test_a_sample_of_schedules() -> None:
+    counts = run_many(SAMPLE)
+    assert counts["schedules"] == len(SAMPLE) and counts["tokens"] > 300, counts
+    assert all(counts[str(reason)] for reason in FinishReason if reason != FinishReason.DEAD_END) and counts["faults"] > 5, counts
+
+
+@pytest.mark.soak
+def test_ten_thousand_schedules() -> None:
+    counts = run_many(tqdm(range(SCHEDULES), mininterval=10, file=sys.__stderr__))
+    assert counts["schedules"] == SCHEDULES
+    print(counts)
+
+
+def test_a_seed_fixes_a_schedule() -> None:
+    assert plan(3) == plan(3) != plan(4)
+    kinds = {action.kind for seed in range(50) for action in plan(seed)}
+    assert kinds == {"submit", "refused", "cancel", "fault", "steps"}
+
+
+def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:
+    real = XGrammarMatcher.fill_next_token_bitmask
+    patch.setattr(XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
+
+
+def rollback_one_short(patch: pytest.MonkeyPatch) -> None:
+    real = XGrammarMatcher.rollback
+    patch.setattr(XGrammarMatcher, "rollback", lambda self, count: real(self, count - 1))
+
+
+def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
+    real = PagePool.give_back
+
+    def give_back(pool: PagePool, pages: Any) -> None:
+        real(pool, pages)
+        pool._free.extend(pages[:1])
+
+    patch.setattr(PagePool, "give_back", give_back)
+
+
+@pytest.mark.parametrize("bug", [mask_one_row_off, rollback_one_short, page_freed_twice])
+def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Negative controls. The answers that schedules are held against are had without the bug."""
+    simulation = Simulation(World(3, host_link="python", eager=True))
+    for seed in range(SEEDS_TO_FIND):
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                bug(patch)
+                entries = simulation.run(seed)
+            simulation.check(entries)
+        except AssertionError:
+            return
+    raise AssertionError(f"{SEEDS_TO_FIND} schedules do not tell of it")
+
+
+def test_a_failure_tells_the_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(World(0, eager=True))
+    page_freed_twice(monkeypatch)
+    with pytest.raises(Failure, match=r"AssertionError: .*\npython -m tests.simulation --seed 5$"):
+        run_seed(5, simulation)
