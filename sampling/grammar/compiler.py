@@ -247,7 +247,7 @@ class GrammarCompiler:
             if worker is not None and self._closed:
                 worker.close()
             if compiled is not None:
-                entry.result.set_result(compiled)
+                entry.settle(compiled)
             else:
                 entry.result.set_exception(error)
 

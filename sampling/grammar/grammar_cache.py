@@ -25,6 +25,13 @@ class CacheEntry:
     nbytes: int = 0
     result: Future[CompiledConstraint] = field(default_factory=Future)
 
+    def settle(self, compiled: CompiledConstraint) -> None:
+        """It is compiled. A Future keeps whom it called back, and with them their matchers: the grammar lives on with one of its own."""
+        done: Future[CompiledConstraint] = Future()
+        done.set_result(compiled)
+        waited, self.result = self.result, done
+        waited.set_result(compiled)
+
 
 class Claim:
     """A request's hold on one grammar, compiled or on its way. What is claimed stays in the cache; what nobody claims any more is
