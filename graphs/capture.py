@@ -77,8 +77,8 @@ class Event(Protocol):
     def query(self) -> bool:
         """True once everything launched before the event has finished."""
 
-    def wait(self) -> None:
-        """Block the calling thread until then."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block the calling thread until then, or for so long; whether it is reached."""
 
 
 @dataclass
@@ -158,8 +158,14 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until everything launched has finished; raises what a host node or an operation raised."""
 
+    def doing(self) -> tuple[str, ...]:
+        """What runs just now, as far as that is known. From any thread, for who waits too long."""
+
     def close(self) -> None:
         """Wait, then free graphs, threads and memory. Idempotent."""
+
+    def abandon(self) -> None:
+        """Close without waiting, where something never ends: what it may still touch is not freed."""
 
 
 _local = threading.local()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.marks import MakeRange, Span
+
+POLL_SECONDS = 50e-6
 
 
 class _Holdings:
@@ -77,11 +80,23 @@ class CudaEvent:
     def query(self) -> bool:
         return self._backend.driver.event_reached(self.handle)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> bool:
         self._backend.refuse_while_capturing("Event.wait()")
         self._backend.stats.event_waits += 1
-        self._backend.driver.event_synchronize(self.handle)
+        if seconds is None:
+            self._backend.driver.event_synchronize(self.handle)
+        elif not self._polled(time.monotonic() + seconds):
+            return False
         self._backend.errors.raise_first()
+        return True
+
+    def _polled(self, deadline: float) -> bool:
+        """The driver has no wait that ends by itself."""
+        while not self.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
     def __del__(self) -> None:
         self._holdings.give_event(self.handle)
@@ -207,6 +222,12 @@ class CudaBackend:
         error = self.errors.take()
         if error is not None:
             warnings.warn(f"CudaBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
+
+    def doing(self) -> tuple[str, ...]:
+        return (f"stream {MAIN}: {'idle' if self.driver.stream_idle(self._main.cuda_stream) else 'busy'}",)
+
+    def abandon(self) -> None:
+        self._finalizer.detach()
 
     # for graphs and events of this backend
 

@@ -6,14 +6,33 @@ Knows keys and recordings; knows nothing of requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
+import torch
 from tqdm import tqdm
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, Step, run_eager
+from stepgraph.graphs.capture import Backend, CaptureError, Recorded, RecordedReport, Step, run_eager
+from stepgraph.graphs.capture_budget import LESS, CaptureBudget
 from stepgraph.graphs.shapes import GraphKey, checked_buckets, dispatch, graph_keys
+
+OnFailure = Literal["raise", "eager"]
+ASKED = "EngineConfig.eager"
+
+
+@dataclass(frozen=True)
+class FailedKey:
+    """A key that could not be recorded, and what serves its batches: the next larger graph of its kind, or the step as it is."""
+
+    key: GraphKey
+    why: str
+    served_by: GraphKey | None
+
+    def __str__(self) -> str:
+        served = f"replayed as {self.served_by}" if self.served_by else "run eagerly"
+        return f"{self.key} is not captured, its batches are {served}: {self.why.splitlines()[0]}"
 
 
 @dataclass(frozen=True)
@@ -26,10 +45,13 @@ class CaptureReport:
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     buffer_bytes: int
     seconds: float
+    failed: tuple[FailedKey, ...] = ()  # where failures are not raised
 
     def as_dict(self) -> dict[str, object]:
         keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
-        return {**{name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}, "keys": keys}
+        failed = [asdict(one) for one in self.failed]
+        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}
+        return {**plain, "keys": keys, "failed": failed}
 
     def __str__(self) -> str:
         lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
@@ -40,45 +62,114 @@ class CaptureReport:
             f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
             f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
         )
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *map(str, self.failed), *self.notes])
 
 
 class GraphSet:
-    """One recording per key of `buckets`. `step_of(key)` is the function to record."""
+    """One recording per key of `buckets`. `step_of(key)` is the function to record.
 
-    def __init__(self, backend: Backend, buffers: StaticBuffers, step_of: Callable[[GraphKey], Step], buckets: Sequence[int]) -> None:
+    on_failure "eager": a key that cannot be recorded is told of in the report, and its batches are served without it.
+    capture_bytes: what static buffers and recordings may take together; None: what there is.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: StaticBuffers,
+        step_of: Callable[[GraphKey], Step],
+        buckets: Sequence[int],
+        on_failure: OnFailure = "raise",
+        capture_bytes: int | None = None,
+    ) -> None:
         self._backend, self._buffers, self._step_of = backend, buffers, step_of
+        self._on_failure, self._capture_bytes = on_failure, capture_bytes
         self.buckets = checked_buckets(buckets, max(buckets, default=0))
         self._recorded: dict[GraphKey, Recorded] = {}
+        self._serving: dict[GraphKey, GraphKey] = {}  # in place of those that failed
+        self.eager: Mapping[GraphKey, str] = {}  # keys whose step is run as it is, and why
 
     @property
     def captured(self) -> bool:
         return bool(self._recorded)
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
-        """Record every key, largest first, so that the small graphs live in the memory of the large ones."""
+        """Record every key, largest first, so that the small graphs live in the memory of the large ones. What raises changes nothing."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; make a new engine for other limits")
         started = time.perf_counter()
-        recorded: dict[GraphKey, Recorded] = {}
-        for key in tqdm(graph_keys(self.buckets, greedy_only), desc="capture", unit="graph", disable=not progress, leave=False):
-            step = self._step_of(key)
-            recorded[key] = EagerStep(self._backend, step, self._buffers) if eager else self._backend.capture(step, self._buffers)
-        self._recorded = recorded
-        return CaptureReport(
+        keys, recorded, failures = graph_keys(self.buckets, greedy_only), dict[GraphKey, Recorded](), dict[GraphKey, str]()
+        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
+        if budget.limited and not eager:
+            notes += (self._estimated(budget, keys),)
+        for key in tqdm(keys, desc="capture", unit="graph", disable=not progress, leave=False):
+            try:
+                recorded[key] = self._eager(key) if eager else self._record(key, budget)
+            except CaptureError as error:
+                if self._on_failure == "raise":
+                    raise
+                failures[key] = str(error)
+        failed = tuple(FailedKey(key, why, _larger(key, recorded)) for key, why in failures.items())
+        alone = {one.key: one.why for one in failed if one.served_by is None}
+        report = CaptureReport(
             backend=self._backend.name,
             mode="eager" if eager else "captured",
             notes=notes,
             keys=tuple((key, one.report) for key, one in recorded.items()),
             buffer_bytes=self._buffers.nbytes,
             seconds=time.perf_counter() - started,
+            failed=failed,
         )
+        self._serving = {one.key: one.served_by for one in failed if one.served_by is not None}
+        self.eager = dict.fromkeys(keys, ASKED) if eager else {key: f"not captured: {why.splitlines()[0]}" for key, why in alone.items()}
+        self._recorded = recorded | {key: self._eager(key) for key in alone}
+        return report
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool) -> GraphKey:
-        return dispatch(self.buckets, batch_rows, constrained, sampled)
+        """The key that serves a batch."""
+        key = dispatch(self.buckets, batch_rows, constrained, sampled)
+        return self._serving.get(key, key) if self._serving else key
 
     def __getitem__(self, key: GraphKey) -> Recorded:
         return self._recorded[key]
+
+    def _eager(self, key: GraphKey) -> EagerStep:
+        return EagerStep(self._backend, self._step_of(key), self._buffers)
+
+    def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
+        budget.expect(key)
+        try:
+            found = self._backend.capture(self._step_of(key), self._buffers)
+        except Exception as error:
+            if not _is_memory(error):
+                raise
+            raise CaptureError("memory", f"{key} takes more than there is ({error}); lower {LESS}") from error
+        budget.book(key, found.report.nbytes)
+        return found
+
+    def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
+        """Record the smallest keys of the kind that takes most, for what they take; they are let go of again."""
+        probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
+        with_room = CaptureBudget(None, 0, pooled=False)
+        try:
+            budget.learn([(key.rows, self._record(key, with_room).report.nbytes) for key in probes])
+        except CaptureError:
+            if self._on_failure == "raise":
+                raise
+            return "memory of the graphs: not estimated, the smallest ones cannot be captured"
+        if self._on_failure == "raise":
+            budget.refuse(keys)
+        return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
+
+
+def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | None:
+    """The next larger key of the same kind that is recorded."""
+    kind = key.constrained, key.sampled
+    return min((other for other in recorded if (other.constrained, other.sampled) == kind and other.rows > key.rows), default=None)
+
+
+def _is_memory(error: Exception) -> bool:
+    """torch's CPU allocator has no exception of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 class EagerStep:

@@ -20,6 +20,7 @@ import torch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
 from stepgraph.graphs.marks import MakeRange, Span
+from stepgraph.graphs.tape_event import TapeEvent, told
 from stepgraph.graphs.tape_ops import poison
 from stepgraph.graphs.tape_record import Recorder
 from stepgraph.graphs.tape_rules import fail
@@ -29,28 +30,6 @@ from stepgraph.graphs.tape_twice import first_difference, record_perturbed
 
 _local = threading.local()  # .recording: a capture is under way on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-
-
-class TapeEvent:
-    """A point in the launch order of a TapeBackend."""
-
-    def __init__(self, backend: TapeBackend) -> None:
-        self._backend = backend
-        self.reached = threading.Event()
-
-    def query(self) -> bool:
-        return self.reached.is_set()
-
-    def wait(self) -> None:
-        _refuse_while_recording("Event.wait()")
-        self._backend.stats.event_waits += 1
-        tracer = self._backend.tracer
-        if tracer is None:
-            self.reached.wait()
-        else:
-            with tracer.waiting():
-                self.reached.wait()
-        self._backend.raise_pending()
 
 
 class Tape:
@@ -65,6 +44,7 @@ class Tape:
         self._running: Mapping[str, Sequence[Item]] = self._programs
         self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
+        self.at: dict[str, Item] = {}  # what each stream is at while it runs
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -97,7 +77,7 @@ class Tape:
             tracer.collect(self._timed, number)
 
     def _run(self, running: Mapping[str, Sequence[Item]]) -> None:
-        self._running = running
+        self._running, self._backend.replaying = running, self
         if self._backend.poison == "every" or not self._poisoned:
             poison(self._memory)
             self._poisoned = True
@@ -107,6 +87,7 @@ class Tape:
         self._run_stream(MAIN)
         for done in self._done.values():
             done.acquire()
+        self._backend.replaying = None
         for call in self._host_calls:
             self._backend.stats.host_nodes, call.calls = self._backend.stats.host_nodes + call.calls, 0
         if self._error is not None:
@@ -123,10 +104,12 @@ class Tape:
 
     def _run_items(self, stream: str) -> None:
         for item in self._running.get(stream, ()):
+            self.at[stream] = item
             try:
                 item(self._error is not None)
             except BaseException as error:  # also KeyboardInterrupt: the other streams still wait for this one
                 self._error = self._error or error
+        self.at.pop(stream, None)
 
     def _run_side(self, stream: str) -> None:
         self._run_stream(stream)
@@ -159,6 +142,7 @@ class TapeBackend:
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
         self.stats, self.ranges = BackendStats(wait_ns=0), ranges
+        self.replaying: Tape | None = None  # what runs just now
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {}
@@ -237,6 +221,17 @@ class TapeBackend:
         for error in self._errors:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
+    def doing(self) -> tuple[str, ...]:
+        return told(dict(self.replaying.at)) if self.replaying else ()
+
+    def abandon(self) -> None:
+        if self._finalizer.detach() is None:
+            return
+        if self._device is None:
+            stop(self._workers, None)
+        else:
+            self._device.submit(functools.partial(stop, self._workers, self._device))  # last: what was launched still needs them
+
     # for tapes and events of this backend
 
     @property
@@ -260,6 +255,9 @@ class TapeBackend:
         if stream not in self._workers:
             self._workers[stream] = Worker(stream)
         return self._workers[stream]
+
+    def refuse_while_recording(self, what: str) -> None:
+        _refuse_while_recording(what)
 
     def raise_pending(self) -> None:
         """Raise the oldest error of the device thread, once."""

@@ -19,13 +19,13 @@ class Timed:
     """An item of a program, and when it last ran."""
 
     def __init__(self, stream: str, name: str, kind: Literal["stage", "host", "wait"], item: Item) -> None:
-        self.stream, self.name, self.kind, self._item = stream, name, kind, item
+        self.stream, self.name, self.kind, self.item = stream, name, kind, item
         self.start_ns = self.end_ns = 0
 
     def __call__(self, skip: bool) -> None:
         self.start_ns = time.perf_counter_ns()
         try:
-            self._item(skip)
+            self.item(skip)
         finally:
             self.end_ns = time.perf_counter_ns()
 

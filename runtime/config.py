@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
+from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
 from stepgraph.sampling.grammar.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
@@ -14,6 +16,8 @@ from stepgraph.sampling.grammar.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.native_link import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 from stepgraph.sampling.kernels.filter_choice import WISHES
+
+MOST_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class EngineConfig:
     max_compiles: int = 2  # at a time, each with a worker process of its own; started when first needed
     check_masks: bool = False  # True: every token that a grammar takes is held against its mask; a disagreement is that request's error
     eager: bool = False  # True: run every round without recording it
+    # what becomes of a batch size whose graph cannot be captured. "raise": capture() does; "eager": the report tells, and the next larger
+    # graph of its kind serves it, or, where there is none, nothing recorded does
+    on_capture_failure: OnFailure = "raise"
+    capture_bytes: int | None = None  # that static buffers and graphs may take together, weights apart; None: what there is
+    round_timeout_seconds: float | None = None  # that a step waits at most for the device; then it fails; None: as long as it takes
     nvtx: bool = False  # True: stages and rounds are ranges in nsys and its like
     host_link: str = "auto"  # who drives the matchers: native (C, no GIL), python, or auto: native where it was built
 
@@ -69,6 +78,7 @@ class EngineConfig:
                 raise ValueError(f"EngineConfig.{name}: got {getattr(self, name)!r}, want a whole number >= 1")
         self._check_grammars()
         self._check_kept()
+        self._check_failures()
         for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse", "nvtx"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("forced_drafts", None):
                 wanted = "True, False or None" if name == "forced_drafts" else "True or False"
@@ -102,6 +112,17 @@ class EngineConfig:
         if kept is not None and (not is_int(kept) or kept < 0):
             raise ValueError(f"EngineConfig.prefix_cache_pages: got {kept!r}, want a whole number >= 0, or None")
 
+    def _check_failures(self) -> None:
+        if self.on_capture_failure not in get_args(OnFailure):
+            wanted = " or ".join(map(repr, get_args(OnFailure)))
+            raise ValueError(f"EngineConfig.on_capture_failure: got {self.on_capture_failure!r}, want {wanted}")
+        if self.capture_bytes is not None and (not is_int(self.capture_bytes) or self.capture_bytes < 1):
+            raise ValueError(f"EngineConfig.capture_bytes: got {self.capture_bytes!r}, want a whole number >= 1, or None")
+        limit = self.round_timeout_seconds
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= MOST_SECONDS):
+            wanted = f"a number of seconds above 0, at most {MOST_SECONDS:,}, or None"
+            raise ValueError(f"EngineConfig.round_timeout_seconds: got {limit!r}, want {wanted}")
+
     def _check_look_up(self) -> None:
         if not is_int(self.look_up) or not 0 <= self.look_up <= ANCHOR:
             raise ValueError(f"EngineConfig.look_up: got {self.look_up!r}, want a whole number from 0 to {ANCHOR}")
@@ -116,6 +137,11 @@ class EngineConfig:
         if not shares or not all(isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1 for share in forced):
             wanted = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
             raise ValueError(f"EngineConfig.forced_acceptance: got {forced!r}, want {wanted}")
+
+    @property
+    def graph_terms(self) -> tuple[tuple[int, ...], OnFailure, int | None]:
+        """What a GraphSet is made with besides a step."""
+        return self.bucket_sizes, self.on_capture_failure, self.capture_bytes
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ with `rounds_in_flight` rounds on their way it reads the oldest one's results fr
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,11 +43,13 @@ from stepgraph.runtime.placement import (
 from stepgraph.runtime.profiled import make_flights
 from stepgraph.runtime.recording import Recording, make_desk
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.rows import Seat
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
 from stepgraph.runtime.stepping import Stepping
 from stepgraph.runtime.submission import Submissions
 from stepgraph.runtime.trace import Trace, trace_rounds
+from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling.grammar.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -76,6 +77,7 @@ class Engine:
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
         self.backend = backend or backend_for(self.config.backend, models, self.config.nvtx)
+        self._watchdog = Watchdog(self.backend, self.config.round_timeout_seconds)
         check_device(models, self.backend)
         check_mode(models)
         saved = states_layout(target) if self.config.save_hidden_states else None
@@ -86,15 +88,15 @@ class Engine:
         compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, Bell()
         self._grammars = Grammars(compiler, self._host, self._bell)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
-        self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, self.config.bucket_sizes)
+        self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, *self.config.graph_terms)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
-        self._states = open_states(self.config, saved, self.backend, self.buffers)
+        self._states = open_states(self.config, saved, self._watchdog.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
         self._desk = make_desk(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
-        self._admission = Admission(self.backend, self.buffers, models, self.limits, self._attention, self._states)
-        self._flights = make_flights(self.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
-        self._function_drafts = function_drafts(models, self.backend, self.buffers, self.limits)
+        self._admission = Admission(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
+        self._flights = make_flights(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
+        self._function_drafts = function_drafts(models, self._watchdog.backend, self.buffers, self.limits)
         self._step_lock = threading.Lock()
         self.stepping = Stepping(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
         self._closed = ""
@@ -190,9 +192,10 @@ class Engine:
                 events = self._cancel()
                 events += self._admit()
                 seats = tuple(seat for seat in self._desk.rows if seat.joined)
+                if self._function_drafts:
+                    events += [self._end(seat.job, seat, FinishReason.ERROR, error) for seat, error in self._function_drafts.bring(seats)]
+                    seats = tuple(seat for seat in seats if not seat.job.finished)
                 if seats:
-                    if self._function_drafts:
-                        self._function_drafts.bring(seats)
                     self._flights.launch(seats)
                 while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
                     events += [self._desk.record(*outcome) for outcome in self._flights.collect()]
@@ -236,7 +239,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far, and how it stands. From any thread, at any time, also behind the end."""
-        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self.config.eager)
+        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self._graphs.eager)
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() as text for Prometheus, with these labels on every line."""
@@ -245,7 +248,7 @@ class Engine:
     def trace(self, rounds: int = 20) -> AbstractContextManager[Trace]:
         """Note when all that the next `rounds` rounds do ran, while the block lasts; then `.timeline` tells. For the stepping thread."""
         self._require_open("trace")
-        return trace_rounds(self.backend, self._flights.rounds, rounds, self.config.eager)
+        return trace_rounds(self.backend, self._flights.rounds, rounds, self.config.eager or bool(self._graphs.eager))
 
     def close(self) -> None:
         """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
@@ -260,12 +263,12 @@ class Engine:
         self.close()
 
     def _cancel(self) -> list[StepEvent]:
-        events = []
-        for job, seat in self._desk.take_cancelled():
-            if seat is not None:
-                self._admission.retire(seat.row)
-            events.append(self._desk.finish(job, seat, FinishReason.CANCELLED))
-        return events
+        return [self._end(job, seat, FinishReason.CANCELLED) for job, seat in self._desk.take_cancelled()]
+
+    def _end(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
+        if seat is not None:
+            self._admission.retire(seat.row)
+        return self._desk.finish(job, seat, reason, error)
 
     def _admit(self) -> list[StepEvent]:
         """Seat who waits, and take prompts up to one chunk between two rounds."""
@@ -288,13 +291,9 @@ class Engine:
 
     def _shut(self, why: str, reason: FinishReason) -> None:
         self._closed = why
-        self._flights.forget()
         self._desk.finish_all(reason, why)
         self._bell.ring()
-        with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
-            self.backend.synchronize()
-        self.backend.close()
-        self._host.close()
+        self._watchdog.end(self._flights, self._host)
         self._grammars.close()
         if self._states:
             self._states.close()

@@ -27,7 +27,7 @@ class Flight(NamedTuple):
     event: Event
     slot: int  # of the results ring
     seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
-    constrained: bool
+    key: GraphKey
     logprobs: bool  # some seat wants them, and they are on their way too
 
 
@@ -66,6 +66,12 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def told(self) -> str:
+        """The rounds on their way and their graphs, in words."""
+        first = self.rounds - len(self._flights)
+        return ", ".join(f"round {first + place} ({flight.key})" for place, flight in enumerate(self._flights))
+
     def capturing(self) -> AbstractContextManager[None]:
         """Around the capture of the graphs, for who profiles them."""
         return contextlib.nullcontext()
@@ -99,12 +105,13 @@ class Flights:
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
             self._states.launched(slot, len(seats))
-        self._flights.append(Flight(self._backend.event(), slot, seats, key.constrained, logprobs))
+        self._flights.append(Flight(self._backend.event(), slot, seats, key, logprobs))
 
     def collect(self) -> Iterator[Outcome]:
         """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
-        flight = self._flights.popleft()
+        flight = self._flights[0]
         flight.event.wait()
+        self._flights.popleft()
         self._host.let_go()
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
@@ -114,7 +121,7 @@ class Flights:
             assert len(line) == result_width(self._limits)
             if not seat.job.finished:  # else: launched before its end was known, and inert
                 count, finish, accepted, offered = line[:first]
-                tokens, forced, looked_up = line[first : first + count], line[-2] if flight.constrained else 0, line[-1]
+                tokens, forced, looked_up = line[first : first + count], line[-2] if flight.key.constrained else 0, line[-1]
                 if self._states:
                     self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []

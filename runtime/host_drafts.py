@@ -46,12 +46,20 @@ class FunctionDrafts:
         self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
 
-    def bring(self, seats: Sequence[Seat]) -> None:
-        """No round may be on its way: it would say more than the function was shown."""
-        wanted = [seat for seat in seats if seat.job.num_speculative_tokens]
-        lines = [self._line(seat) for seat in wanted]
-        if not lines:
-            return
+    def bring(self, seats: Sequence[Seat]) -> list[tuple[Seat, str]]:
+        """No round may be on its way: it would say more than the function was shown. Returns those for whom it failed, and why."""
+        lines, failed = list[list[int]](), list[tuple[Seat, str]]()
+        for seat in seats:
+            if seat.job.num_speculative_tokens:
+                try:
+                    lines.append(self._line(seat))
+                except Exception as error:  # whatever a user's function raises is the fault of the request it was asked for
+                    failed.append((seat, f"the draft function failed: {type(error).__name__}: {error}"))
+        if lines:
+            self._place(lines)
+        return failed
+
+    def _place(self, lines: Sequence[Sequence[int]]) -> None:
         slot, buffers, width = self._ring.write([number for line in lines for number in line]), self._buffers, len(lines[0])
 
         def place() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.grammars import Grammars
@@ -15,20 +18,28 @@ NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
 
 
 def take_stats(
-    backend: Backend, host_link: HostLink, desk: Desk, flights: Flights, grammars: Grammars, states: HiddenStates | None, eager: bool
+    backend: Backend,
+    host_link: HostLink,
+    desk: Desk,
+    flights: Flights,
+    grammars: Grammars,
+    states: HiddenStates | None,
+    eager: Mapping[GraphKey, str],
 ) -> EngineStats:
+    """`eager`: the keys whose rounds are not recorded, and why."""
     counts, host, compiles, ledger, rows = backend.stats, host_link.stats, grammars.stats, desk.ledger, desk.rows
-    waited = host.node_ns if eager else counts.wait_ns
     with desk.lock:  # the launches behind it: what a job was told of was launched
         graphs = flights.launches.graphs
         rounds = sum(graph.rounds for graph in graphs)
+        eager_rounds = sum(graph.rounds for graph in graphs if graph.key in eager)
+        waited = host.node_ns if eager_rounds == rounds else counts.wait_ns
         return EngineStats(
             rounds=rounds,
             replays=counts.replays,
             host_syncs=counts.syncs,
             event_waits=counts.event_waits,
-            eager_rounds=rounds if eager else 0,
-            eager_reason="EngineConfig.eager" if eager else "",
+            eager_rounds=eager_rounds,
+            eager_reason="; ".join(dict.fromkeys(eager.values())),
             graphs=graphs,
             tokens=ledger.tokens,
             prompt_tokens=ledger.prompt_tokens,

@@ -117,7 +117,7 @@ class EngineStats:
     host_nodes: Histogram  # seconds that each host node took: masks, and the matchers' way to them
     longest_host_node_seconds: float
     # That the main stream stood waiting for a mask. Known on the tape; of an eager engine, which hides nothing, it is all of
-    # host_nodes. None on CUDA: only a profile knows.
+    # host_nodes; where graphs failed to be captured, that of the recorded rounds. None on CUDA: only a profile knows.
     exposed_wait_seconds: float | None
     grammars: CompileStats
     saved_texts: int  # whose hidden states are on disk

@@ -176,7 +176,8 @@ def trace_rounds(backend: Backend, first_round: int, rounds: int, eager: bool) -
     if not is_int(rounds) or rounds < 1:
         raise ValueError(f"Engine.trace.rounds: got {rounds!r}, want a whole number >= 1")
     if eager:
-        raise ValueError("Engine.trace: got an engine with EngineConfig.eager=True, want one whose rounds are recorded")
+        got = "an engine with EngineConfig.eager=True, or with graphs that could not be captured"
+        raise ValueError(f"Engine.trace: got {got}, want one whose rounds are recorded")
     trace = Trace()
     backend.start_trace(first_round, rounds)
     try:
