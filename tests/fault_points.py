@@ -76,7 +76,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        real, found = engine._host.row, []
+        real, found = engine._host.row, list[int]()
 
         def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
             made, inner = real(owner, matcher, committed), innermost(matcher)

@@ -56,7 +56,7 @@ def make(backend: TapeBackend | None = None, **others: Any) -> Engine:
 
 def serve(engine: Engine, rows: int, grammar: int) -> None:
     """A batch of so many rows, each token for token what plain decoding says."""
-    engine.compile(CONSTRAINTS[1])  # type: ignore[arg-type]
+    engine.compile(CONSTRAINTS[1])
     jobs: list[Job] = [engine.submit([row, 5], constraint=CONSTRAINTS[grammar], max_new_tokens=8) for row in range(rows)]
     for _ in engine.stream():
         pass

@@ -113,7 +113,12 @@ def test_close_waits_no_longer_than_a_step(hang: Hang, caplog: pytest.LogCapture
 def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch, hang: Hang) -> None:
     engine = make(None, max_rows=1, buckets=(1,), prefill_chunk=1)
     real = TapeBackend.run
-    monkeypatch.setattr(TapeBackend, "run", lambda self, function: real(self, lambda: (hang("commit"), function())))
+
+    def run(backend: TapeBackend, function: Callable[[], object]) -> None:
+        real(backend, lambda: hang("commit"))
+        real(backend, function)
+
+    monkeypatch.setattr(TapeBackend, "run", run)
     job = engine.submit(list(range(1, 40)), max_new_tokens=4)
     with pytest.raises(RoundTimeoutError):
         for _ in engine.stream():
