@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import Constraint, FinishReason, Origin
-from stepgraph.runtime.demo.pair import target_path
+from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, variants
 from tools import bench_demo
@@ -17,7 +17,7 @@ from tools.demo.prompts import prompt
 from tools.demo.schemas import MEASURED, SCHEMAS
 
 pytestmark = pytest.mark.models
-DRAFTS, NEW_TOKENS = 4, 120
+NEW_TOKENS = 120
 
 
 @pytest.fixture(scope="module")

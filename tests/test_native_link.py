@@ -146,7 +146,7 @@ def test_whether_a_text_is_over_is_asked_once_and_behind_a_stop_token() -> None:
     assert asked == [0, 1, 0] and memory.tags[0, 0, 3] == MaskStatus.OK, "the stop token was taken back"
 
 
-@pytest.mark.parametrize("make", [native_link, lambda memory: PythonLink(*memory.all, forcing=None)], ids=["native", "python"])
+@pytest.mark.parametrize("make", [native_link, lambda memory: PythonLink(*memory.all)], ids=["native", "python"])
 @pytest.mark.parametrize(("history", "accepted"), [(1, -2), (7, 4), (0, -(2**63)), (5, 0), (-1, -4), (2**62, 2**62 - 3)])
 def test_a_history_that_cannot_be_takes_nothing_back(make: Callable[[Memory], HostLink], history: int, accepted: int) -> None:
     memory = Memory.make(1, 3)

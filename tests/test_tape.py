@@ -646,7 +646,12 @@ def test_an_asynchronous_error_is_delivered_once(buffers: StaticBuffers, deliver
     gate.set()
     while not event.query():
         time.sleep(1e-3)
-    calls = {"replay": recorded.replay, "run": lambda: backend.run(lambda: None), "event": event.wait, "synchronize": backend.synchronize}
+    calls: dict[str, Callable[[], object]] = {
+        "replay": recorded.replay,
+        "run": lambda: backend.run(lambda: None),
+        "event": event.wait,
+        "synchronize": backend.synchronize,
+    }
     with pytest.raises(ZeroDivisionError, match="late"):
         calls[deliver]()
     assert ran == [1]  # the queue went on

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tools import bench_demo, bench_forced, bench_grammar, bench_kernels, bench_sampling, bench_stages
 from tools.checks.context import Context
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "stages": lambda: bench_stages.report(context, rows=4, drafts=options.drafts),
         "kernels": lambda: bench_kernels.report(context),
         "attention": bench_kernels.attention_bytes,
-        "demo": lambda: demonstration(options.drafts),
+        "demo": demonstration,
     }
     found = {name: part() for name, part in parts.items() if options.only in (None, name)}
     if "forced" in found:
@@ -136,10 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def demonstration(drafts: int) -> dict[str, Any]:
+def demonstration() -> dict[str, Any]:
     """The real pair of `stepgraph demo`, where it is installed."""
     try:
-        return bench_demo.report(drafts, prompts=4, repeats=2, legal=100, threads=1)
+        return bench_demo.report(DRAFTS, prompts=4, repeats=2, legal=100, threads=1)
     except ValueError as error:
         return {"missing": str(error)}
 

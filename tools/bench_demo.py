@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason
-from stepgraph.runtime.demo.pair import target_path
+from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, variants
 from tools.demo.collect import LONGEST_PROMPT, encoded
 from tools.demo.prompts import prompt
@@ -189,7 +189,7 @@ def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, ba
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")
+    add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
     add("--prompts", type=int, default=4, metavar="N", help="prompts of each of five schemas to time (default: %(default)s)")
     add("--repeats", type=int, default=2, metavar="N", help="how often (default: %(default)s)")
     add("--legal", type=int, default=100, metavar="N", help="prompts of each schema to check answers of, 0 for none (default: %(default)s)")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import read_schema, set_threads, shown
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
+from stepgraph.runtime.demo.pair import DRAFTS
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.scenarios import Scenario
@@ -40,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         ],
     )
     add_flag = parser.add_argument
-    add_flag("-k", "--drafts", type=int, default=4, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
+    add_flag("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
     add_flag("--prompt", metavar="TEXT", help="ask this instead")
     add_flag("--schema", metavar="FILE|JSON", help="a JSON schema that the answer to --prompt obeys")
     add_flag("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer (default: %(default)s)")

