@@ -63,7 +63,7 @@ def test_how_often_drafts_held_is_counted_where_they_were_offered() -> None:
         return [StepEvent(1, tuple(range(number + 1)), number) for number in accepted]
 
     figures = held([job(0, 4, 1, 0), job(0, 2, 3)])
-    assert figures["held"] == [1.0, 2 / 3 and 0.667, 0.333, 0.333], "the first round and the last of each do not count"
+    assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first round and the last of each do not count"
     assert figures["tokens_per_round"] == round(17 / 7, 3)
 
 

@@ -221,6 +221,7 @@ def close_by(host_link: str, point: Point, number: int) -> Fault:
         try:
             for _ in engine.stream():
                 pass
+            engine.step()  # the last round, in which nobody is left, may be the one that fails
         except Exception as error:
             raised = str(error)
     for job, place in zip(jobs, greedy, strict=True):
