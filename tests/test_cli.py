@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from typing import IO
 
@@ -92,16 +95,32 @@ def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
 
 
 def test_ctrl_c_leaves_cleanly() -> None:
-    """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them."""
+    """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them.
+
+    Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
+    """
+    reader, writer = os.pipe()
+    room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * (room - 100))
     asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
-    process = start("generate", str(model_folder()), "abc", *asked)
-    assert process.stdout is not None
-    assert len(process.stdout.read(10)) == 10, "it is in the midst of its answer"
+    command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
+    os.close(writer)
+    while waiting_bytes(reader) < room:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
+    with os.fdopen(reader, "rb") as output:
+        assert output.read().startswith(b".")
     _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (terminal.INTERRUPTED, b"stepgraph generate: interrupted\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def waiting_bytes(reader: int) -> int:
+    """In a pipe, to be read."""
+    return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
