@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_cleanly() -> None:
     os.write(writer, b"." * (room - 100))
     asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
     command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
-    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heeds_ctrl_c)
     os.close(writer)
     while waiting_bytes(reader) < room:
         assert process.poll() is None, process.communicate()
@@ -116,6 +116,11 @@ def test_ctrl_c_leaves_cleanly() -> None:
     assert (process.returncode, errors) == (terminal.INTERRUPTED, b"stepgraph generate: interrupted\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def heeds_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so do its children, these tests among them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def waiting_bytes(reader: int) -> int:
