@@ -20,6 +20,7 @@ from tests.toy_engines import CONSTRAINTS, Setup, make_engine
 
 CACHE_BYTES = MIB // 4
 AHEAD = sum(constraint is not None for constraint in CONSTRAINTS)  # compiled with the engine
+ROWS = 4
 STATUS = Path("/proc/self/status")
 pytestmark = pytest.mark.skipif(not STATUS.exists() or "RssAnon" not in STATUS.read_text(), reason="the system does not tell")
 
@@ -63,13 +64,13 @@ def check_flat(engine: Engine, settling: int, more: int, growth: int) -> None:
     stats = engine.stats().grammars
     assert stats.misses == settling + more + AHEAD and stats.running == stats.failures == 0
     assert stats.nbytes <= CACHE_BYTES and stats.grammars + stats.dropped == stats.misses
-    assert live_matchers() <= matchers
+    assert live_matchers() <= matchers + ROWS, "more than the last round may still have in hand"
     assert resident_bytes() - resident <= growth
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with make_engine(Setup(k=0, max_rows=4), grammar_cache_bytes=CACHE_BYTES) as engine:
+    with make_engine(Setup(k=0, max_rows=ROWS), grammar_cache_bytes=CACHE_BYTES) as engine:
         yield engine
 
 
