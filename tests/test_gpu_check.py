@@ -1,4 +1,4 @@
-"""tools/gpu_check.py in rehearsal: every check passes on the tape, and the JSON document has the shape that results are kept in."""
+"""tools/gpu_check.py in rehearsal: every check passes on the tape, whatever goes wrong is told, and the document is as its schema says."""
 
 from __future__ import annotations
 
@@ -7,78 +7,129 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
+from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE
+from tools.checks.context import Context
+from tools.checks.document import compose, file_name, save
+from tools.checks.goals import GOALS, Goal, judge
+
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("mode", "device", "driver", "cuda", "python", "torch", "triton", "xgrammar", "date")
+SCHEMA = json.loads((ROOT / "tools" / "results" / "gpu_check.schema.json").read_text(encoding="utf-8"))
+FACTS = {"mode": "gpu", "device": "NVIDIA X100 (80 GB)", "date": "2026-11-20T08:00:00+00:00"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, env=environment, cwd=ROOT, check=False)
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT.parent, check=False)
+    return run("tools/gpu_check.py", *arguments)
 
 
-def names() -> list[str]:
-    listed = gpu_check("--list")
-    assert listed.returncode == 0
-    return [line.split()[0] for line in listed.stdout.splitlines()]
+def document_of(result: subprocess.CompletedProcess[str]) -> Any:
+    document = json.loads(result.stdout.strip().splitlines()[-1])
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    return document
 
 
 def test_rehearsal_passes_and_ends_with_one_json_document() -> None:
     result = gpu_check("--rehearse", "--quick")
-    lines = result.stdout.strip().splitlines()
-    report = json.loads(lines[-1])
-    failed = [check for check in report["checks"] if check["verdict"] == "failed"]
+    document, lines = document_of(result), result.stdout.strip().splitlines()
+    failed = [check for check in document["checks"] if check["verdict"] == "failed"]
     assert not failed, result.stderr
     assert result.returncode == 0
-    assert report["mode"] == "rehearsal"
-    assert report["passed"] is True
-    assert report["quick"] is True
-    assert all(isinstance(report[field], str) for field in TEXTS)
-    assert [check["name"] for check in report["checks"]] == names()
-    for check in report["checks"]:
-        assert set(check) == {"name", "verdict", "seconds", "figures", "error"}
+    assert (document["mode"], document["passed"], document["quick"], document["whole"]) == ("rehearsal", True, True, True)
+    assert [check["name"] for check in document["checks"]] == [entry.name for entry in CATALOGUE]
+    for check in document["checks"]:
         assert check["verdict"] in ("passed", "skipped")
-        assert isinstance(check["seconds"], float)
-        assert isinstance(check["figures"], dict)
         assert (check["verdict"] == "passed") == (check["error"] == ""), "a check that is skipped says why"
-    for name, line in zip(names(), lines, strict=False):
-        assert name in line, "the table tells the progress"
+    for entry, line in zip(CATALOGUE, lines, strict=False):
+        assert entry.name in line, "the table tells the progress"
+    for goal in document["goals"]:
+        assert goal["verdict"] == "not run"
+        assert goal["found"] is not None, f"{goal['name']}: the rehearsal measures it, too"
 
 
-def test_a_failed_check_is_told_and_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    from tools import gpu_check as tool
-    from tools.checks.context import Check, Context, Figures, Skipped
-
-    def breaks(context: Context) -> Figures:
-        raise AssertionError("3 bytes differ")
-
-    def lacks(context: Context) -> Figures:
-        raise Skipped("no such thing here")
-
-    def works(context: Context) -> Figures:
-        return {"count": 1}
-
-    checks: dict[str, Check] = {check.__name__: check for check in (breaks, lacks, works)}
-    assert tool.run(tool.parse(["--rehearse"]), checks) == 1
-    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert report["passed"] is False
-    assert [check["verdict"] for check in report["checks"]] == ["failed", "skipped", "passed"]
-    assert report["checks"][0]["error"] == "AssertionError: 3 bytes differ"
-    assert report["checks"][2]["figures"] == {"count": 1}
+def test_whatever_a_check_raises_or_returns_the_others_run(tmp_path: Path) -> None:
+    result = run("-m", "tests.broken_checks", "--rehearse", "--out", str(tmp_path))
+    document = document_of(result)
+    assert result.returncode == 1 and document["passed"] is False
+    assert [check["verdict"] for check in document["checks"]] == ["failed", "skipped", "failed", "passed", "crashed"]
+    errors = [check["error"] for check in document["checks"]]
+    assert errors[:2] == ["AssertionError: 3 bytes differ", "no such thing here"]
+    assert errors[2].startswith("figures that are no JSON") and errors[4] == "the worker was ended by SIGSEGV"
+    assert document["checks"][3]["figures"] == {"count": 7}
+    assert "a check's own words" not in result.stdout
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text(encoding="utf-8")) == document
 
 
-def test_save_keeps_the_document_under_device_and_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tools import gpu_check as tool
+def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path: Path) -> None:
+    """The worker is one of a few lines, without torch; each loss but the last is followed by a new one."""
+    result = run("tests/broken_worker.py", str(tmp_path))
+    document = document_of(result)
+    told = [(check["name"], check["verdict"]) for check in document["checks"]]
+    assert told == [
+        ("exits", "crashed"),
+        ("answers", "passed"),
+        ("hangs", "timed out"),
+        ("loses_the_device", "passed"),
+        ("is_a_new_worker", "passed"),
+        ("is_interrupted", "interrupted"),
+        ("answers", "not run"),
+    ]
+    assert document["checks"][0]["error"] == "the worker ended with exit code 7"
+    assert document["passed"] is False and result.returncode == 1
+    assert json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8")) == document
 
-    monkeypatch.setattr(tool, "RESULTS", tmp_path / "results")
-    path = tool.save({"device": "NVIDIA X100 (80 GB)", "date": "2026-11-20T08:00:00+00:00", "mode": "gpu"})
+
+def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
+    assert len(list(Context(rehearsal=True, quick=True).turns(5))) == 5
+    assert len(list(Context(rehearsal=True, quick=True, budget=1e-9).turns(5, least=2))) == 2
+
+
+def test_the_budgets_of_all_checks_fit_into_a_run() -> None:
+    spent = sum(entry.seconds for entry in CATALOGUE)
+    assert spent <= FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}"
+    assert spent * QUICK_SHARE <= QUICK_SECONDS
+    assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE)
+    assert {goal.check for goal in GOALS} <= {entry.name for entry in CATALOGUE}
+
+
+def test_goals_are_met_missed_or_not_run() -> None:
+    most = Goal("gap", "measured", ("gap", "median"), 5.0, at_most=True)
+    noisy = Goal("ratio", "measured", ("ratio",), 1.0, at_most=True, noise=("noise",))
+    least = Goal("share", "measured", ("share",), 0.9)
+    row = {
+        "name": "measured",
+        "verdict": "passed",
+        "error": "",
+        "figures": {"gap": {"median": 6}, "ratio": 1.01, "noise": 0.02, "share": 0.9},
+    }
+    verdicts = {goal.name: judge(goal, [row], False) for goal in (most, noisy, least)}
+    assert {name: told["verdict"] for name, told in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
+    assert verdicts["gap"]["reason"] == "found 6, wanted <= 5"
+    assert judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, wanted <= 1 + noise of 0.02"
+    assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
+        "name": "", "wanted": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
+    }  # fmt: skip
+    assert judge(most, [], False)["reason"] == "its check was not asked for"
+    assert judge(least, [row], True)["verdict"] == "not run"
+
+
+def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:
+    document = compose(FACTS, (), quick=False, whole=True, seconds=1.0)
+    path = save(document, tmp_path / "results")
     assert path.name == "nvidia-x100-80-gb-2026-11-20.json"
-    assert json.loads(path.read_text())["mode"] == "gpu"
-    assert tool.save({"device": "x86_64", "date": "2026-11-20T08", "mode": "rehearsal"}).name == "x86-64-2026-11-20-rehearsal.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == document
+    part = compose({**FACTS, "mode": "rehearsal", "device": "x86_64"}, (), quick=True, whole=False, seconds=1.0)
+    assert file_name(part) == "x86-64-2026-11-20-rehearsal-quick-part.json"
 
 
 def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
@@ -89,3 +140,12 @@ def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
         missing = gpu_check()
         assert missing.returncode == 2
         assert "sees no GPU here; --rehearse runs the same checks" in missing.stderr
+
+
+def test_the_list_tells_every_check_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tools import gpu_check as tool
+
+    assert tool.main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [entry.name for entry in CATALOGUE]
+    assert all(len(line.split()) > 3 for line in listed)

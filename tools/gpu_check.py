@@ -1,43 +1,41 @@
-"""Checks stepgraph on the GPU of this machine: one command, nothing to install, no network, about eight minutes.
+"""Checks stepgraph on the GPU of this machine: one command, nothing to install, no network, at most eight minutes.
 
-Prints a table as it goes and one JSON document last; never stops at the first failure; exits with 0 only if nothing failed.
+Prints a table as it goes and one JSON document last, and keeps the document in tools/results/. Never stops at a failure: a check
+that crashes or hangs is ended and told of, and so is an interruption. Exits with 0 only if nothing failed.
 
-    python tools/gpu_check.py                 everything, on the GPU
-    python tools/gpu_check.py --quick         fewer repetitions of everything
-    python tools/gpu_check.py --only figures  one check; may be given more than once
-    python tools/gpu_check.py --save          keeps the JSON in tools/results/
-    python tools/gpu_check.py --rehearse      the same code on the CPU tape: proves the checks, says nothing of a GPU
+    python tools/gpu_check.py                      everything, on the GPU
+    python tools/gpu_check.py --quick              a quarter of the time for everything
+    python tools/gpu_check.py --only figures       one check; may be given more than once
+    python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: proves the checks, says nothing of a GPU
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import importlib.util
 import json
-import platform
-import re
-import subprocess
+import math
+import signal
 import sys
 import time
-import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.checks and tests.oracles
 
-if TYPE_CHECKING:
-    from tools.checks.context import Check, Context
+from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
+from tools.checks.document import compose, save
+from tools.checks.supervisor import Lost, Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
+WORKER = (sys.executable, str(Path(__file__).resolve()), "--worker")
 
 
 def find_stepgraph() -> None:
     """Make `import stepgraph` mean this tree, whether or not it is installed."""
-    sys.path.append(str(ROOT))  # for tools.checks and tests.oracles
     spec = importlib.util.spec_from_file_location("stepgraph", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -45,140 +43,91 @@ def find_stepgraph() -> None:
     spec.loader.exec_module(package)
 
 
-def load_checks() -> dict[str, Check]:
-    from tools.checks import attention, filters, kernels, llama, masks, profile, rejection, rounds, steps, timing, traces
-
-    checks = (
-        steps.capture_user_step,
-        rounds.replay_equals_eager,
-        rounds.no_sync_no_allocation,
-        rounds.one_replay_per_round,
-        rounds.profiler_counts_one_launch_per_round,
-        steps.host_nodes,
-        steps.streams_overlap_correct,
-        rounds.engine_matches_oracle,
-        rounds.devices_agree,
-        rounds.unconstrained_graph_has_no_host_nodes,
-        steps.capture_leaves_buffers_untouched,
-        steps.illegal_step_raises,
-        rounds.several_engines,
-        kernels.random_numbers_equal_the_cpus,
-        kernels.kernels_equal_references,
-        masks.masks_and_processors_equal_references,
-        filters.filters_equal_references,
-        rejection.rejection_equals_reference,
-        llama.attention_equals_reference,
-        attention.attention_choices_equal_reference,
-        llama.llama_decodes_alike,
-        traces.stages_are_told,
-        traces.timeline_tells_every_round,
-        profile.profile_of_the_bench,
-        timing.gil_hold,
-        timing.figures,
-    )
-    return {check.__name__: check for check in checks}
-
-
-def run_check(name: str, check: Check, context: Context) -> dict[str, object]:
-    """One row of the report; an assertion or any other exception is a failure of this check alone."""
-    from tools.checks.context import Skipped
-
-    begin = time.perf_counter()
-    figures: dict[str, object] = {}
-    verdict, error = "passed", ""
-    try:
-        figures = check(context)
-    except Skipped as reason:
-        verdict, error = "skipped", str(reason)
-    except Exception as failure:
-        verdict, error = "failed", f"{type(failure).__name__}: {failure}"
-        traceback.print_exc(file=sys.stderr)
-    if not context.rehearsal:
-        with contextlib.suppress(RuntimeError):  # a check must not leave work for the next one
-            torch.cuda.synchronize()
-    return {"name": name, "verdict": verdict, "seconds": round(time.perf_counter() - begin, 3), "figures": figures, "error": error}
-
-
-def describe(rehearsal: bool) -> dict[str, object]:
-    """Where and with what this ran."""
-    versions = {}
-    for package in ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "missing"
-    return {
-        "mode": "rehearsal" if rehearsal else "gpu",
-        "device": platform.processor() or platform.machine() if rehearsal else torch.cuda.get_device_name(),
-        "driver": "" if rehearsal else driver_version(),
-        "cuda": torch.version.cuda or "",
-        "python": platform.python_version(),
-        **versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split("\n")[0].strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def save(report: dict[str, object]) -> Path:
-    RESULTS.mkdir(exist_ok=True)
-    device = re.sub(r"[^a-z0-9]+", "-", str(report["device"]).lower()).strip("-")
-    path = RESULTS / f"{device}-{str(report['date'])[:10]}{'-rehearsal' if report['mode'] == 'rehearsal' else ''}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return path
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU tape instead of a GPU")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="about two minutes")
+    length.add_argument("--full", action="store_true", help="at most eight minutes (default)")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this check only; may be repeated")
-    parser.add_argument("--list", action="store_true", help="list the checks and end")
-    parser.add_argument("--save", action="store_true", help="write the JSON document to tools/results/ as well")
+    parser.add_argument("--list", action="store_true", help="list the checks, and their budgets in seconds, and end")
+    parser.add_argument("--save", action="store_true", help="keep a rehearsal's document, too")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the document there (default: tools/results/)")
+    parser.add_argument("--worker", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CATALOGUE) -> int:
     options = parse(arguments)
-    find_stepgraph()
-    checks = load_checks()
+    if options.worker is not None:
+        find_stepgraph()
+        from tools.checks.worker import serve
+
+        return serve(options.worker)
     if options.list:
-        for name, check in checks.items():
-            print(f"{name:<40}{(check.__doc__ or '').strip().splitlines()[0]}")
+        for entry in catalogue:
+            print(f"{entry.name:<42}{entry.seconds:>4.0f}  {entry.sentence}")
         return 0
-    unknown = sorted(set(options.only or ()) - set(checks))
+    unknown = sorted(set(options.only or ()) - {entry.name for entry in catalogue})
     if unknown:
         print(f"--only: got {', '.join(unknown)}, want names of --list", file=sys.stderr)
         return 2
-    if not options.rehearse and not torch.cuda.is_available():
-        print(f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU", file=sys.stderr)
-        return 2
-    return run(options, {name: check for name, check in checks.items() if not options.only or name in options.only})
+    return run(options, [entry for entry in catalogue if not options.only or entry.name in options.only])
 
 
-def run(options: argparse.Namespace, checks: dict[str, Check]) -> int:
-    from tools.checks.context import Context
+def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[str] = WORKER) -> int:
+    begin, found = time.monotonic(), list[Row]()
+    supervisor = Supervisor(worker, options.rehearse, options.quick)
+    allowed = math.inf if options.rehearse else QUICK_SECONDS if options.quick else FULL_SECONDS
+    folder = options.out or (RESULTS if options.save or not options.rehearse else None)
+    with _heed_endings():
+        try:
+            facts = supervisor.describe()
+            if "refusal" in facts:
+                print(facts["refusal"], file=sys.stderr)
+                return 2
+            document = compose(facts, (), options.quick, not options.only, 0.0)
+            for place, row in enumerate(rows(supervisor, entries, allowed), 1):
+                found.append(row)
+                print(f"[{place:>2}/{len(entries)}] {_line(row)}", flush=True)
+                document = compose(facts, found, options.quick, not options.only, time.monotonic() - begin)
+                if folder:  # each time: what ends this process leaves what was found until then
+                    save(document, folder)
+        except Lost as lost:
+            print(f"gpu_check: no worker: {lost}", file=sys.stderr)
+            return 1
+        finally:
+            supervisor.end()
+    for goal in document["goals"]:
+        print(_goal_line(goal))
+    if folder:
+        print(f"saved {save(document, folder)}")
+    print(json.dumps(document))
+    return 0 if document["passed"] else 1
 
-    torch.set_num_threads(1)
-    context = Context(rehearsal=options.rehearse, quick=options.quick)
-    report: dict[str, object] = {**describe(options.rehearse), "quick": options.quick}
-    results: list[dict[str, object]] = []
-    for place, (name, check) in enumerate(checks.items(), 1):
-        print(f"[{place:>2}/{len(checks)}] {name:<40}", end="", flush=True)
-        results.append(run_check(name, check, context))
-        print(f"{results[-1]['verdict']:<9}{results[-1]['seconds']:>8.2f} s  {str(results[-1]['error'])[:200]}", flush=True)
-    report["passed"] = all(result["verdict"] != "failed" for result in results)
-    report["checks"] = results
-    if options.save:
-        print(f"saved {save(report).relative_to(ROOT)}")
-    print(json.dumps(report))
-    return 0 if report["passed"] else 1
+
+@contextlib.contextmanager
+def _heed_endings() -> Iterator[None]:
+    """Whoever ends this process gets the document first."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(row: Row) -> str:
+    return f"{row['name']:<42}{row['verdict']:<12}{row['seconds']:>8.2f} s  {row['error'][:200]}".rstrip()
+
+
+def _goal_line(goal: dict[str, Any]) -> str:
+    found = "" if goal["found"] is None else f"{goal['found']:.3g}"
+    return f"goal: {goal['name']:<56}{goal['wanted']:<16}{found:>10}  {goal['verdict']}"
 
 
 if __name__ == "__main__":

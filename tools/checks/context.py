@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -45,10 +46,12 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """`rehearsal` runs the same code on the tape."""
+    """`rehearsal` runs the same code on the tape. `budget`: seconds that the check may take."""
 
     rehearsal: bool
     quick: bool
+    budget: float = math.inf
+    begun: float = field(default_factory=time.monotonic)
 
     @property
     def device(self) -> torch.device:
@@ -57,9 +60,17 @@ class Context:
     def count(self, full: int, quick: int) -> int:
         return quick if self.quick else full
 
-    def need_gpu(self, why: str) -> None:
-        if self.rehearsal:
-            raise Skipped(f"needs a GPU: {why}")
+    def turns(self, most: int, least: int = 1, share: float = 1.0) -> Iterator[int]:
+        """0, 1, 2, ...: `most` times, or until so much of the budget is spent; `least` times whatever that takes."""
+        for turn in range(most):
+            if turn >= least and self.spent > share:
+                return
+            yield turn
+
+    @property
+    def spent(self) -> float:
+        """Of the budget."""
+        return (time.monotonic() - self.begun) / self.budget
 
     @contextlib.contextmanager
     def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:

@@ -1,0 +1,60 @@
+"""Every check, in the order of a run: where it is, and how long it may take. Knows no torch: who supervises reads this."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
+QUICK_SHARE = 0.25  # of its budget, for a check in a quick run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One check. `seconds` is its budget in a full run on an H200: what repeats, repeats less often to stay within it."""
+
+    name: str
+    module: str
+    seconds: float
+
+    def budget(self, quick: bool) -> float:
+        return self.seconds * QUICK_SHARE if quick else self.seconds
+
+    def limit(self, quick: bool, rehearsal: bool) -> float:
+        """Seconds after which it hangs. A budget is for repeats, not for what a check cannot do without, such as loading kernels."""
+        return 600.0 if rehearsal else 30 + 2 * self.budget(quick)
+
+    @property
+    def sentence(self) -> str:
+        """What it says of itself; read, not imported, for that would take torch and seconds."""
+        tree = ast.parse((ROOT / Path(*self.module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
+        (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == self.name)
+        return (ast.get_docstring(found) or "").splitlines()[0]
+
+
+def _entries(module: str, **seconds: float) -> tuple[Entry, ...]:
+    return tuple(Entry(name, f"tools.checks.{module}", each) for name, each in seconds.items())
+
+
+CATALOGUE = (
+    *_entries("steps", capture_user_step=2),
+    *_entries("rounds", replay_equals_eager=15, no_sync_no_allocation=5, one_replay_per_round=4, profiler_counts_one_launch_per_round=5),
+    *_entries("steps", host_nodes=2, streams_overlap_correct=2),
+    *_entries("rounds", engine_matches_oracle=20, devices_agree=8, unconstrained_graph_has_no_host_nodes=3),
+    *_entries("steps", capture_leaves_buffers_untouched=1, illegal_step_raises=2),
+    *_entries("rounds", several_engines=6),
+    *_entries("kernels", random_numbers_equal_the_cpus=2, kernels_equal_references=12),
+    *_entries("masks", masks_and_processors_equal_references=10),
+    *_entries("filters", filters_equal_references=12),
+    *_entries("rejection", rejection_equals_reference=5),
+    *_entries("llama", attention_equals_reference=12),
+    *_entries("attention", attention_choices_equal_reference=20),
+    *_entries("llama", llama_decodes_alike=6),
+    *_entries("traces", stages_are_told=3, timeline_tells_every_round=5),
+    *_entries("profile", profile_of_the_bench=15),
+    *_entries("timing", gil_hold=3, figures=5),
+    *_entries("numbers", constrained_rounds=110, captured_against_eager=30, mask_time_is_hidden=25),
+    *_entries("numbers", idle_between_rounds=12, weights_per_second=15),
+)

@@ -1,0 +1,71 @@
+"""What the numbers are held against: each goal names the check and the figure that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`at_most` or at least `bound`; where `noise` names a figure, missing by that much is no miss."""
+
+    name: str
+    check: str
+    figure: tuple[str, ...]
+    bound: float
+    at_most: bool = False
+    noise: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.bound:g}{' + noise' if self.noise else ''}"
+
+    def met(self, found: float, noise: float) -> bool:
+        return found <= self.bound + noise if self.at_most else found >= self.bound - noise
+
+
+GOALS = (
+    *(
+        goal
+        for size in ("1B", "8B")
+        for goal in (
+            Goal(f"{size}: constrained / unconstrained round, p50", "constrained_rounds", (size, "p50"), 1.0, True, (size, "noise")),
+            Goal(f"{size}: constrained / unconstrained round, p99", "constrained_rounds", (size, "p99"), 1.02, True, (size, "noise_p99")),
+        )
+    ),
+    Goal("1B: captured / eager tokens per second", "captured_against_eager", ("1B", "batch 1", "ratio", "median"), 2.5),
+    Goal("8B: captured / eager tokens per second", "captured_against_eager", ("8B", "batch 1", "ratio", "median"), 1.65),
+    Goal("share of host mask time hidden", "mask_time_is_hidden", ("share_hidden",), 0.99),
+    Goal("idle gap between rounds, us", "idle_between_rounds", ("gap_us", "median"), 5.0, True),
+    Goal("1B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("1B", "share"), 0.78),
+    Goal("8B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("8B", "share"), 0.88),
+)
+
+
+def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dict[str, Any]:
+    """Met, missed, or not run, and why. A rehearsal measures the same figures and decides nothing."""
+    row = next((row for row in rows if row["name"] == goal.check), None)
+    found, noise = (_figure(row["figures"], path) if row else None for path in (goal.figure, goal.noise))
+    noise = noise if goal.noise and noise is not None else 0.0
+    verdict, reason = "not run", ""
+    if row is None:
+        reason = "its check was not asked for"
+    elif found is None:
+        reason = row["error"] or f"its check has no such figure: {row['verdict']}"
+    elif rehearsal:
+        reason = "a rehearsal says nothing of a GPU"
+    else:
+        verdict = "met" if goal.met(found, noise) else "missed"
+        reason = "" if verdict == "met" else f"found {found:g}, wanted {goal.wanted}" + (f" of {noise:g}" if noise else "")
+    return {"name": goal.name, "wanted": goal.wanted, "found": found, "verdict": verdict, "reason": reason}
+
+
+def _figure(figures: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = figures
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
