@@ -4,15 +4,32 @@ They are optional. Where there is no C compiler the installation goes on without
 and choices on the CPU run in plain torch.
 """
 
+from __future__ import annotations
+
+import os
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 SOURCES = "sampling/grammar/native"
 LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
 KERNELS = "graphs/cpu_kernels"
 CHOICES = "sampling/kernels/native"
 
+
+class BuildBeside(build_ext):
+    """What is built again comes into its place whole: a process that has the old library keeps it, and none opens half of a new one."""
+
+    def copy_file(self, infile: str, outfile: str, *others: object, **options: object) -> tuple[str, bool]:  # type: ignore[override]
+        beside = f"{outfile}.{os.getpid()}"  # others may build at the same time
+        super().copy_file(infile, beside, *others, **options)  # type: ignore[arg-type]
+        os.replace(beside, outfile)
+        return outfile, True
+
+
 setup(
     script_name="setup.py",  # the root is the package: what is known as the script is not taken for one of its modules
+    cmdclass={"build_ext": BuildBeside},
     ext_modules=[
         Extension(
             "stepgraph.sampling.grammar.native._link",

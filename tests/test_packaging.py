@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +99,29 @@ def test_a_wheel_without_a_compiler_lacks_the_libraries_in_c_alone(tmp_path: Pat
     names = files_of(build("wheel", tmp_path, CC="no-such-compiler"))
     assert {"stepgraph/sampling/grammar/native/host_link.c", "stepgraph/graphs/cpu_kernels/attention.c"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
+
+
+def test_a_library_that_is_built_again_replaces_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have it open, and another may open it meanwhile."""
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **fields: given.update(fields))
+    runpy.run_path(str(ROOT / "setup.py"))
+    new, old, seen = tmp_path / "built.so", tmp_path / "used.so", list[bytes]()
+    new.write_bytes(b"new" * 9000)
+    old.write_bytes(b"old" * 9000)
+    with old.open("rb") as used:
+        replace = os.replace
+
+        def seen_before(first: str, second: str) -> None:
+            seen.append(old.read_bytes())
+            replace(first, second)
+
+        monkeypatch.setattr(os, "replace", seen_before)
+        given["cmdclass"]["build_ext"](setuptools.Distribution()).copy_file(str(new), str(old), level=1)
+        assert used.read() == b"old" * 9000
+    assert seen == [b"old" * 9000], "it was there until the new one was whole"
+    assert old.read_bytes() == new.read_bytes() and sorted(tmp_path.iterdir()) == [new, old]
 
 
 def test_an_sdist_holds_the_c_sources(tmp_path: Path) -> None:
