@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from stepgraph.graphs import cpu_kernels
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, terminal
-from stepgraph.runtime.commands.inputs import MOST_THREADS, read_file, read_schema, set_threads
+from stepgraph.runtime.commands.inputs import MOST_THREADS, read_file, read_schema, set_threads, settle_threads
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
+from tests.command_models import model_folder
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 STEPS = """
@@ -55,6 +58,44 @@ def test_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
 def test_torch_is_given_no_number_of_threads_that_ends_the_process(count: int) -> None:
     with pytest.raises(ValueError, match=f"--threads: got {count}, want a whole number from 1 to {MOST_THREADS}"):
         set_threads(count)
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of torch's own choice."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("dtype", "told", "threads"), [(torch.bfloat16, None, 1), (torch.float16, None, 2), (torch.bfloat16, 2, 2)])
+def test_one_request_whose_layers_run_in_c_has_one_thread(dtype: torch.dtype, told: int | None, threads: int) -> None:
+    model = torch.nn.Linear(2, 2, dtype=dtype)
+    if cpu_kernels.why_not():
+        threads = 2
+    settle_threads(told, model)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_the_user_said_of_threads_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    settle_threads(None, torch.nn.Linear(2, 2))
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("word", ["generate", "bench", "demo"])
+def test_commands_settle_it_when_the_model_is_there(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def settled(told: int | None, model: torch.nn.Module) -> None:
+        raise ValueError(f"settled {told} for {type(model).__name__}")
+
+    given = {"generate": [str(model_folder()), "--token-ids", "1,2"], "bench": ["toy"], "demo": ["--toy", "--no-timeline"]}[word]
+    monkeypatch.setattr(cli.COMMANDS[word], "settle_threads", settled)
+    assert cli.main([word, *given]) == terminal.BAD_INPUT
+    assert f"settled None for {'Llama' if word == 'generate' else 'ToyTarget'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, terminal
 from tests.command_models import doctor_answers
 
-FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1}})
+FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1, "threads_told": ""}})
 VERSIONS = {"0.2.8": "ok", "0.2.10+cu1": "ok", "0.2.7": "too old", "0.3.0": "too new", "0.10": "too new", "": "missing"}
 
 
@@ -27,7 +27,17 @@ def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert document["works"] is True
     assert found["torch"]["state"] == found["xgrammar"]["state"] == found["self-test"]["state"] == "ok"
     assert '{"ok": ' in found["self-test"]["found"] and "each one replay of a graph" in found["self-test"]["found"]
-    assert {"C compiler", "native host link", "CPU kernels", "auto attention", "auto filters", "nsys", "NVIDIA driver"} <= set(found)
+    assert {
+        "C compiler",
+        "grammars in C",
+        "layers in C",
+        "choices in C",
+        "threads",
+        "auto attention",
+        "auto filters",
+        "nsys",
+        "NVIDIA driver",
+    } <= set(found)
     assert all(finding["lost"] and finding["mend"] for finding in found.values() if finding["state"] != "ok")
 
 
@@ -48,6 +58,26 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, versi
     found = doctor.package("xgrammar", "lost", "mend", True)
     assert found.state == state
     assert version in found.found and (state == "ok" or "want xgrammar>=0.2.8,<0.3" in found.found)
+
+
+@pytest.mark.parametrize("editable", [True, False])
+def test_parts_in_c_that_are_missing_are_told_with_what_stands_in_and_what_builds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], editable: bool
+) -> None:
+    gone = {"answer": "they were not built: there was no C compiler when stepgraph was installed"}
+    if editable:
+        (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(doctor, "SOURCES", tmp_path)
+    build = {"torch_build": {"answer": {"cuda": "", "devices": [], "threads": 7, "threads_told": ""}}}
+    monkeypatch.setattr(doctor, "ask_a_process", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE, gone)})
+    assert cli.main(["doctor"]) == 0, "none of them is required"
+    lines = capsys.readouterr().out.splitlines()
+    for name, lost in doctor.NATIVE.values():
+        (place,) = (place for place, line in enumerate(lines) if line[9:].startswith(f"{name} "))
+        assert lines[place].startswith("missing ") and lines[place].endswith(gone["answer"])
+        assert f"without it {lost}; beside a C compiler" in lines[place + 1]
+        assert lines[place + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
+    assert any("threads" in line and "torch takes 7; --threads N" in line for line in lines)
 
 
 def looked(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:

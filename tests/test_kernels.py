@@ -16,8 +16,9 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, register, rejection
+from stepgraph.sampling.kernels import chain, choice, native, register, rejection
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/interpreted").glob("*.py"))
@@ -200,7 +201,10 @@ def test_a_tape_repeats_a_rejection_in_place() -> None:
 
 
 def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.implementation("cpu").startswith("torch reference")
+    built = any(native.FOLDER.glob("_choices*.so"))
+    assert kernels.implementation("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
+    monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
+    assert kernels.implementation("cpu") == "torch reference (in C: planted)"
     monkeypatch.setattr(register, "has_triton", lambda: False)
     assert kernels.implementation("cuda") == "torch reference (triton is not installed)"
     monkeypatch.setattr(register, "has_triton", lambda: True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepgraph.runtime.commands.inputs import read_file, set_threads, shown
+from stepgraph.runtime.commands.inputs import THREADS, read_file, set_threads, settle_threads, shown
 from stepgraph.runtime.commands.request import DTYPES, add_draft_flags, dtype_of, look_up_of
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
 
@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="the longest answer (default: 128)")
     add_draft_flags(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, metavar="N", help=THREADS)
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
 
 
@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(options, flag)}, want at least {least}")
     set_threads(options.threads)
     pair, prompts = _opened(options)
+    settle_threads(options.threads, pair.target)
     longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
     cases: list[Case] = []
     try:

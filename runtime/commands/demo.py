@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import read_schema, set_threads, shown
+from stepgraph.runtime.commands.inputs import THREADS, read_schema, set_threads, settle_threads, shown
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
 from stepgraph.runtime.demo.pair import DRAFTS
 
@@ -46,7 +46,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flag("--schema", metavar="FILE|JSON", help="a JSON schema that the answer to --prompt obeys")
     add_flag("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer (default: %(default)s)")
     add_flag("--repeats", type=int, default=3, metavar="N", help="how often each variant answers (default: %(default)s)")
-    add_flag("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
+    add_flag("--threads", type=int, metavar="N", help=THREADS)
     add_flag("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
     add_flag("--no-timeline", action="store_true", help="write no picture and no trace")
     add_flag("--toy", action="store_true", help="a toy pair instead: nothing to install, and no sense in the texts")
@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         scenarios = [Scenario("yours", options.prompt, schema=schema)]
     set_threads(options.threads)
     pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
+    settle_threads(options.threads, pair.target)
     with Demonstration(pair, scenarios, options) as shown:
         document = shown.run()
     if options.json:
@@ -97,8 +98,11 @@ class Demonstration:
     """The pair's engines, one per variant, and what is asked of them."""
 
     def __init__(self, pair: Pair, scenarios: list[Scenario], options: argparse.Namespace) -> None:
+        import torch
+
         from stepgraph.runtime.demo.variants import Case, variants
 
+        self.threads = torch.get_num_threads()
         self.pair, self.scenarios, self.options = pair, scenarios, options
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
         length = max(LEAST_LENGTH, *(len(prompt) + options.max_new_tokens for prompt in self.prompts.values()))
@@ -118,14 +122,15 @@ class Demonstration:
             self._compiled(scenario)  # what is refused is refused before anything is shown
         for case in self.cases:
             case.engine.capture(progress=shows_progress() and not self.options.json)
-        self._say(f"{self.pair.name}, {self.options.drafts} drafts a round")
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        self._say(f"{self.pair.name}, {self.options.drafts} drafts a round, {threads}")
         if self._colour:
             self._say(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in MEANINGS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
         for scenario in self.scenarios:
             self.race(scenario)
         self._say("\n" + "\n".join(table(self.cases, self.rates)))
-        document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "answers": answers}
+        document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "threads": self.threads, "answers": answers}
         document["variants"] = [
             {**case.figures(), "tokens_per_second": self.rates[case.variant.name]} for case in self.cases if case.variant.name in self.rates
         ]

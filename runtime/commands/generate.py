@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import read_file, read_standard_input, set_threads, shown, token_ids
+from stepgraph.runtime.commands.inputs import THREADS, read_file, read_standard_input, set_threads, settle_threads, shown, token_ids
 from stepgraph.runtime.commands.request import (
     DTYPES,
     add_constraint_flags,
@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_constraint_flags(parser)
     add_sampling_flags(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: its own choice)")
+    parser.add_argument("--threads", type=int, metavar="N", help=THREADS)
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end and nothing else")
 
 
@@ -167,6 +167,7 @@ def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabula
             raise
         got = f"got {options.max_new_tokens} behind {len(asked.prompt_ids)} tokens of prompt"
         raise ValueError(f"--max-new-tokens: {got}: {error}") from None
+    settle_threads(options.threads, loaded.target)
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config), loaded.vocabulary
 
 
@@ -184,6 +185,8 @@ def _answer(engine: Engine, asked: Asked, options: argparse.Namespace, stream: T
 
 
 def _document(told: Told, engine: Engine, notes: tuple[str, ...]) -> dict[str, Any]:
+    import torch
+
     job = told.job
     return {
         "text": told.text,
@@ -198,6 +201,7 @@ def _document(told: Told, engine: Engine, notes: tuple[str, ...]) -> dict[str, A
         "seconds_to_first_token": told.first,
         "tokens_per_second": len(job.tokens) / told.seconds,
         "seed": job.seed,
+        "threads": torch.get_num_threads(),
         "notes": notes,
         "stats": asdict(engine.stats()),
     }

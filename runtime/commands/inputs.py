@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 LONGEST_SHOWN = 60  # characters of what was given that an error repeats
 MOST_THREADS = 1024
+THREADS = "threads of torch (default: OMP_NUM_THREADS; else 1 where layers run in C, as doctor tells; else torch's own choice)"
 
 
 def read_schema(flag: str, given: str) -> dict[str, Any]:
@@ -59,3 +61,16 @@ def set_threads(count: int | None) -> None:
     import torch
 
     torch.set_num_threads(count)
+
+
+def settle_threads(count: int | None, model: object) -> None:
+    """Where nobody said how many: one, where layers run in C on the thread that calls them. With several, products are torch's."""
+    import torch
+
+    from stepgraph.graphs import cpu_kernels
+
+    if count is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
+        return
+    weight = next((tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()), None)
+    if weight is not None and cpu_kernels.serves(weight):
+        torch.set_num_threads(1)

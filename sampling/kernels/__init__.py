@@ -1,15 +1,17 @@
-"""Kernels that a round calls on any device: one custom operation each, plain torch on the CPU, Triton on a GPU.
+"""Kernels that a round calls on any device: one custom operation each, plain torch or C on the CPU, Triton on a GPU.
 
 These functions make the outputs, bring the inputs into the layout that the programs read, and check shapes.
 """
 
+import torch
+
+from stepgraph.sampling.kernels import native, register
 from stepgraph.sampling.kernels.chain import chain_accept
 from stepgraph.sampling.kernels.choice import masked_argmax, race
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw
 from stepgraph.sampling.kernels.masks import mask_status
 from stepgraph.sampling.kernels.processors import Processed, Ruling, process
-from stepgraph.sampling.kernels.register import implementation
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [
@@ -26,3 +28,11 @@ __all__ = [
     "race",
     "reject_sample",
 ]
+
+
+def implementation(device: torch.device | str) -> str:
+    """What the kernels run as on `device`, for people to read."""
+    if torch.device(device).type == "cuda":
+        return "triton" if register.has_triton() else "torch reference (triton is not installed)"
+    why = native.why_not()
+    return f"torch reference (in C: {why})" if why else "C for masked choices, mask tags and acceptance, torch reference for the rest"

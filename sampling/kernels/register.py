@@ -1,7 +1,7 @@
 """One torch.library.custom_op per kernel: plain torch on the CPU, a Triton program on a GPU, the same results.
 
 The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton is missing, a GPU
-runs the plain torch version too: `implementation` says which. Some have a native version for the CPU.
+runs the plain torch version too. Some have a native version for the CPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,6 @@ _natives: dict[str, Prepare] = {}
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def implementation(device: torch.device | str) -> str:
-    """What the kernels run as on `device`, for people to read."""
-    if torch.device(device).type != "cuda":
-        return "torch reference (kernels are for CUDA devices)"
-    return "triton" if has_triton() else "torch reference (triton is not installed)"
 
 
 def operation(

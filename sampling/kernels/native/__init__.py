@@ -29,6 +29,12 @@ def load() -> ctypes.CDLL | Unavailable:
         return error
 
 
+def why_not() -> str:
+    """Empty where it can be used."""
+    library = load()
+    return str(library) if isinstance(library, Unavailable) else ""
+
+
 def prepared(prepare: Prepare) -> Prepare:
     """`prepare` with the library as its first argument; None for every call where there is no library."""
 
