@@ -1,6 +1,7 @@
 """An OpenAI-style server around AsyncEngine, on the standard library alone: an example of serving, to read and to copy from.
 
     python tools/serve_example.py toy --port 8000                     a toy model, to try a client on
+    python tools/serve_example.py demo -k 7                           the demonstration's model and its draft (make demo brings them)
     python tools/serve_example.py path/to/model --draft ngram -k 4    a Hugging Face folder or a .gguf file
 
 It has POST /v1/chat/completions and /v1/completions, streamed or not, with response_format, tools, stop texts, log-probabilities
@@ -19,7 +20,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
+import torch
+
 from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.commands.terminal import leave, shows_progress
+from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
 from tools.serving.app import App
@@ -29,8 +34,8 @@ from tools.serving.http import Bounds, Connection, serve_connection
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("model", help="a Hugging Face folder, a .gguf file, or toy")
-    add("--draft", default="auto", help="who drafts: auto, ngram, mtp, none, or a folder (default: %(default)s)")
+    add("model", help="a Hugging Face folder, a .gguf file, demo, or toy")
+    add("--draft", default="auto", help="who drafts: auto, ngram, mtp, none, or a folder (default: %(default)s; of demo its own)")
     add("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: %(default)s)")
     add("--name", help="of the model in requests (default: the file's)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -52,8 +57,12 @@ def open_engine(options: argparse.Namespace) -> tuple[Engine, TextCodec]:
         eager=options.eager,
     )
     if options.model != "toy":
-        engine = Engine.from_pretrained(options.model, options.draft, config=config, progress=True)
-        return engine, TextCodec.open(options.model)
+        demo = options.model == "demo"
+        path = target_path() if demo else options.model
+        draft = head_path() if demo and options.draft == "auto" else options.draft
+        dtype = torch.bfloat16 if demo else None
+        engine = Engine.from_pretrained(path, draft, config=config, dtype=dtype, progress=shows_progress())
+        return engine, TextCodec.open(path)
     vocabulary = Vocabulary([*(bytes([value]) for value in range(256)), b"<end>"], [256])
     target = ToyTarget(vocabulary.logits_width, biases={256: 3.0})
     engine = Engine(target, ToyDraft(target, 0.8) if options.drafts else None, vocabulary=vocabulary, config=config)
@@ -98,34 +107,35 @@ class Server:
             del self._open[task]
 
 
-async def serve(options: argparse.Namespace, bounds: Bounds) -> None:
-    engine, codec = open_engine(options)
-    leave, at_once = asyncio.Event(), asyncio.Event()
+async def serve(engine: Engine, codec: TextCodec, options: argparse.Namespace, bounds: Bounds) -> None:
+    soon, at_once = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
-        (at_once if leave.is_set() else leave).set()
+        (at_once if soon.is_set() else soon).set()
 
+    async with AsyncEngine(engine) as serving:
+        server = Server(App(serving, codec, options.name or Path(options.model).name), bounds)
+        listener = await server.listen(options.host, options.port)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, signalled)
+        host, port = listener.sockets[0].getsockname()[:2]
+        print(f"listening on http://{host}:{port}/v1", flush=True)
+        await soon.wait()
+        await server.leave(listener, options.grace, at_once)
+        await serving.close(drain=False)
+
+
+def run(options: argparse.Namespace) -> int:
+    engine, codec = open_engine(options)
     with engine:
-        async with AsyncEngine(engine) as serving:
-            server = Server(App(serving, codec, options.name or Path(options.model).name), bounds)
-            listener = await server.listen(options.host, options.port)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, signalled)
-            host, port = listener.sockets[0].getsockname()[:2]
-            print(f"listening on http://{host}:{port}/v1", flush=True)
-            await leave.wait()
-            await server.leave(listener, options.grace, at_once)
-            await serving.close(drain=False)
+        engine.capture(progress=shows_progress())  # not on the event loop, where Ctrl-C would have to wait for it
+        asyncio.run(serve(engine, codec, options, Bounds()))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        asyncio.run(serve(options, Bounds()))
-    except (ValueError, OSError) as error:
-        print(f"serve_example: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return leave("serve_example", lambda: run(options))
 
 
 if __name__ == "__main__":

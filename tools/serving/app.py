@@ -31,7 +31,7 @@ class App:
 
     def __init__(self, serving: AsyncEngine, codec: TextCodec, model: str) -> None:
         self._serving, self._codec, self._model = serving, codec, model
-        self._created = int(time.time())
+        self._opened = int(time.time())
         self.leaving = False
 
     async def answer(self, connection: Connection, request: Request) -> None:
@@ -49,7 +49,7 @@ class App:
             status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
             await connection.answer(status, dumped({"status": "ok" if well else str(self._serving.failure or "shutting down")}).encode())
         elif request.path == "/v1/models":
-            model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "stepgraph"}
+            model = {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
             await connection.answer(HTTPStatus.OK, dumped({"object": "list", "data": [model]}).encode())
         else:
             await self._generate(connection, request)
@@ -77,7 +77,7 @@ class App:
         message = whole_message(deltas)
         choice: dict[str, Any] = {"index": 0, "logprobs": reply.told_logprobs(), "finish_reason": reply.reason(stream.job)}
         choice |= {"message": message} if wanted.chat else {"text": message["content"]}
-        body = self._outer(wanted, stream.job, [choice]) | {"usage": reply.usage(stream.job)}
+        body = self._outer(wanted, reply, stream.job, [choice]) | {"usage": reply.usage(stream.job)}
         await connection.answer(HTTPStatus.OK, dumped(body).encode())
 
     async def _stream(self, connection: Connection, wanted: Asked, stream: JobStream, reply: Reply) -> None:
@@ -86,7 +86,7 @@ class App:
         async def send(delta: Delta | None, reason: str | None = None) -> None:
             choice: dict[str, Any] = {"index": 0, "logprobs": reply.told_logprobs(told), "finish_reason": reason}
             choice |= {"delta": delta or {}} if wanted.chat else {"text": (delta or {}).get("content", "")}
-            await connection.event(dumped(self._outer(wanted, job, [choice])))
+            await connection.event(dumped(self._outer(wanted, reply, job, [choice])))
 
         first = True
         try:
@@ -101,7 +101,7 @@ class App:
             await connection.event(dumped(error.body))
         else:
             if wanted.usage_too:
-                await connection.event(dumped(self._outer(wanted, job, []) | {"usage": reply.usage(job)}))
+                await connection.event(dumped(self._outer(wanted, reply, job, []) | {"usage": reply.usage(job)}))
             await connection.event("[DONE]")
         await connection.end_events()
 
@@ -125,7 +125,7 @@ class App:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
             raise HttpError(400 if refused else 500, event.error, "response_format" if refused else None)
 
-    def _outer(self, wanted: Asked, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _outer(self, wanted: Asked, reply: Reply, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = ("chat.completion" + (".chunk" if wanted.stream else "")) if wanted.chat else "text_completion"
         prefix = "chatcmpl" if wanted.chat else "cmpl"
-        return {"id": f"{prefix}-{job.id}", "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {"id": f"{prefix}-{job.id}", "object": kind, "created": reply.created, "model": self._model, "choices": choices}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ class Reply:
         self._splitter = Splitter(() if self._whole else asked.stops, calls)
         self._kept = ""  # of an answer that is one call
         self._calls = self.tokens = 0
+        self.created = int(time.time())
         self.logprobs: list[tuple[int, TokenLogprob]] = []  # of tokens that no delta has told of yet
 
     @property
