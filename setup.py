@@ -41,7 +41,7 @@ setup(
         ),
         Extension(
             "stepgraph.graphs.cpu_kernels._kernels",
-            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "product", "product_dot", "tokens")],
+            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "places", "product", "product_dot", "tokens")],
             depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/product.h"],
             # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
             extra_compile_args=[

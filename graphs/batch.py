@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
+from stepgraph.graphs.placing import place_tokens
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import processors
 from stepgraph.sampling.acceptance import FinishCode
@@ -37,20 +37,11 @@ def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = O
     return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows], attention)
 
 
-def cache_slots(block_tables: Tensor, positions: Tensor, limits: Limits) -> Tensor:
-    """[B, Q] cache slot of every position."""
-    pages = block_tables.gather(1, positions // limits.page_size)
-    return pages * limits.page_size + positions % limits.page_size
-
-
-def model_input(batch: Batch, limits: Limits, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
-    """Consecutive positions from `first` [B, 1] on; what is not wanted or lies beyond the row's end writes to the scratch page."""
-    positions = first + torch.arange(tokens.shape[1], device=tokens.device)
-    wanted = wanted & (positions >= 0) & (positions < batch.column(Column.MAX_LENGTH)[:, None])
-    positions = positions.clamp(0, limits.max_length - 1)
-    slots = torch.where(wanted, cache_slots(batch.block_tables, positions, limits), positions % limits.page_size)
-    attend = batch.attention.round_call()
-    return ModelInput(tokens.clamp(min=0), positions, slots, batch.block_tables, limits.page_size, features, attend=attend)
+def model_input(batch: Batch, limits: Limits, tokens: Tensor, offset: int, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
+    """Consecutive positions from each row's length plus `offset` on; what is not wanted or beyond its end writes to the scratch page."""
+    length, end, tables = batch.column(Column.LENGTH), batch.column(Column.MAX_LENGTH), batch.block_tables
+    placed = place_tokens(tokens, wanted, length, end, tables, offset, limits.page_size, limits.max_length)
+    return ModelInput(*placed, tables, limits.page_size, features, attend=batch.attention.round_call())
 
 
 def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import DraftModel
+from stepgraph.graphs.settling import settle_draft
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Ruling
 
 
@@ -22,7 +24,7 @@ def draft_prefill(
     """Run the draft over the tokens just emitted. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
     index = torch.arange(limits.positions, device=before.rows.device)
     wanted = index < emission.emitted[:, None]
-    inputs = model_input(before, limits, emission.tokens, before.column(Column.LENGTH)[:, None], wanted, features)
+    inputs = model_input(before, limits, emission.tokens, 0, wanted, features)
     output = model.forward(inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
@@ -34,8 +36,7 @@ def draft_decode(
     buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
-    first = after.column(Column.LENGTH)[:, None] + (step - 1)
-    inputs = model_input(after, limits, tokens[:, None], first, tokens[:, None] >= 0, features)._replace(step=step + 1)
+    inputs = model_input(after, limits, tokens[:, None], step - 1, tokens[:, None] >= 0, features)._replace(step=step + 1)
     output = model.forward(inputs, buffers)
     return model_logits("draft", model, output.hidden[:, 0], limits), output.features
 
@@ -60,21 +61,17 @@ def choose_draft(
     ruling = ruling_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
-    certain = None
-    if chain is not None:
-        found = chain[:, step - 1]
-        certain = found >= 0 if ruling is None else (found >= 0) & legal(found, ruling)
-        tokens = torch.where(certain, found, tokens)
-        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, certain)
-    if ruling is not None and "batch_forced" in buffers:
-        wanted, forced = forced_tokens(buffers, after, step, ruling)
-        tokens = torch.where(forced, wanted, tokens)
-        certain = forced if certain is None else certain | forced
-    if certain is not None:
-        finite = finite | certain
-        if sampled:
-            buffers.row_certain[:, step - 1].index_copy_(0, after.rows, certain)
-    return torch.where(alive & finite & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
+    found = None if chain is None else chain[:, step - 1]
+    wanted = buffers.batch_forced[step - 1, : len(after.rows)] if ruling is not None and "batch_forced" in buffers else None
+    settled = settle_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
+    certain = [each for each in (settled.looked_up, settled.forced) if each is not None]
+    if settled.looked_up is not None:
+        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, settled.looked_up)
+    if settled.forced is not None:
+        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
+    if sampled and certain:
+        buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
+    return settled.tokens
 
 
 def ruling_of(buffers: StaticBuffers, after: Batch, step: int) -> Ruling:
@@ -83,21 +80,6 @@ def ruling_of(buffers: StaticBuffers, after: Batch, step: int) -> Ruling:
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
     status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
     return Ruling(masks, None, ruled, status)
-
-
-def legal(tokens: Tensor, ruling: Ruling) -> Tensor:
-    """[B] bool: whether each row's token is allowed, under a mask that is the row's own. Of -1 it says nothing."""
-    known = tokens.clamp(min=0)
-    words = ruling.masks[:, 0].gather(1, known[:, None] // WORD).squeeze(1)
-    return ((words >> (known % WORD)) & 1 != 0) & (ruling.status[:, 0] == MaskStatus.OK) | ~ruling.ruled
-
-
-def forced_tokens(buffers: StaticBuffers, after: Batch, step: int, ruling: Ruling) -> tuple[Tensor, Tensor]:
-    """The token that a grammar forces every row to, and whether it does: under a mask that is the row's own."""
-    wanted = buffers.batch_forced[step - 1, : len(after.rows)]
-    forced = (wanted >= 0) & ruling.ruled & (ruling.status[:, 0] == MaskStatus.OK)
-    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, forced)
-    return wanted, forced
 
 
 def _draft_greedy(
@@ -109,7 +91,7 @@ def _draft_greedy(
     else:
         masks, rows, ruled, status = ruling
         best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
-    return torch.isfinite(best), places if d2t is None else d2t[places]
+    return best.abs() < math.inf, places if d2t is None else d2t[places]
 
 
 def _draft_sampled(

@@ -13,16 +13,16 @@ from stepgraph.sampling.kernels import register
 LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN add up in another order
 
 
-def product(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[N, in] by [out, in] -> [N, out]. On the CPU a row's result has the same bits whatever rows come with it.
+def product(states: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    """[N, in] by [out, in] -> [N, out], added to `onto`. On the CPU a row's result has the same bits whatever rows come with it.
 
     The native product runs on one thread. Where torch has several, the product is torch's, which shares it out among them.
     """
     several = torch.get_num_threads() > 1
-    if several or not cpu_kernels.serves(states) or cpu_kernels.wants_gradients(states, weight):
-        return linear(states, weight, bias)
+    if several or not cpu_kernels.serves(states) or cpu_kernels.wants_gradients(states, weight, bias, onto):
+        return linear(states, weight, bias, onto)
     output = states.new_empty(len(states), len(weight))
-    product_operation(states, weight, bias, output)
+    product_operation(states, weight, bias, None if onto is None else onto.contiguous(), output)
     return output
 
 
@@ -44,11 +44,12 @@ def gated(pairs: Tensor) -> Tensor:
     return output
 
 
-def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
     rows = len(states)
     if rows < LEAST_ROWS and states.device.type == "cpu":
         states = functional.pad(states, (0, 0, 0, LEAST_ROWS - rows))
-    return functional.linear(states, weight, bias)[:rows]
+    found = functional.linear(states, weight, bias)[:rows]
+    return found if onto is None else onto + found
 
 
 def normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -61,8 +62,8 @@ def opened(pairs: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def product_reference(states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
-    output.copy_(linear(states, weight, bias))
+def product_reference(states: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None, output: Tensor) -> None:
+    output.copy_(linear(states, weight, bias, onto))
 
 
 def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float, output: Tensor) -> None:
@@ -76,7 +77,7 @@ def gated_reference(pairs: Tensor, output: Tensor) -> None:
 product_operation = register.operation(
     "",
     "product",
-    "(Tensor states, Tensor weight, Tensor? bias, Tensor(a!) output) -> ()",
+    "(Tensor states, Tensor weight, Tensor? bias, Tensor? onto, Tensor(a!) output) -> ()",
     product_reference,
     cpu_kernels.prepared(calls.product),
 )

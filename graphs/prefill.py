@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
-from stepgraph.graphs.batch import cache_slots
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel
+from stepgraph.graphs.placing import cache_slots
 from stepgraph.graphs.shapes import Limits
 
 
@@ -44,7 +44,7 @@ def prefill(
     block_tables = buffers.row_block_tables[row : row + 1]
     tokens = buffers.prompt[None, : count + 1]
     positions = torch.arange(start, start + count + 1, device=tokens.device)[None]
-    slots = torch.where(positions < shared, positions % limits.page_size, cache_slots(block_tables, positions, limits))
+    slots = torch.where(positions < shared, positions % limits.page_size, cache_slots(block_tables, positions, limits.page_size))
 
     def inputs(first: int, end: int, features: Tensor | None = None) -> ModelInput:
         part, attend = slice(first, end), attention.prompt_call(start + first, end - first)

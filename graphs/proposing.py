@@ -7,8 +7,9 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import forced_tokens, going_on, legal, ruling_of
+from stepgraph.graphs.drafting import going_on, ruling_of
 from stepgraph.graphs.model import History, Proposer, check_shape
+from stepgraph.graphs.settling import legal, settle_draft
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
 
@@ -54,11 +55,13 @@ def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: T
 
     REFUSED where what is proposed is not: the chain ends there as well, and statistics tell the two apart.
     """
-    ruling = ruling_of(buffers, after, step)
-    wanted, forced = forced_tokens(buffers, after, step, ruling)
-    unforced = torch.where(legal(proposed, ruling), proposed, torch.where(proposed < 0, -1, REFUSED))
-    tokens = torch.where(forced, wanted, unforced)
-    return torch.where(alive & (after.column(Column.DRAFT_LIMIT) >= step), tokens, -1)
+    ruling, size = ruling_of(buffers, after, step), len(after.rows)
+    rule, wanted = (ruling.masks[:, 0], ruling.ruled, ruling.status[:, 0]), buffers.batch_forced[step - 1, :size]
+    unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
+    settled = settle_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, wanted, ruling)
+    assert settled.forced is not None
+    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
+    return settled.tokens
 
 
 def check_drafts(drafts: Tensor, rows: int, count: int) -> None:

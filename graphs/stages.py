@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stepgraph.graphs import placing
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.model import TargetModel, check_shape
@@ -26,9 +27,8 @@ from stepgraph.sampling.kernels import Ruling
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
     """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    first = batch.column(Column.LENGTH)[:, None] - 1
     wanted = batch.live[:, None] & (tokens >= 0)
-    output = model.forward(model_input(batch, limits, tokens, first, wanted), buffers)
+    output = model.forward(model_input(batch, limits, tokens, -1, wanted), buffers)
     check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
         kept = buffers.results_states[: len(batch.rows)]
@@ -141,10 +141,8 @@ def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
 
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
-    rows = buffers.batch_rows[:size]
-    tags = buffers.batch_tags[stage, :size]
-    buffers.row_masks.index_put_((rows, tags[:, 2]), buffers.batch_masks[stage, :size])
-    buffers.row_tags.index_put_((rows, tags[:, 2]), tags)
+    tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
+    placing.place_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
 
 
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:

@@ -125,15 +125,23 @@ def test_products_are_right_and_have_the_same_bits_in_any_company(inner: int, ou
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
     for bias in (None, random(outer, dtype=dtype, seed=2)):
         output = torch.full((73, outer), torch.nan, dtype=dtype)
-        run = cpu_kernels.prepared(calls.product)(states, weight, bias, output)
+        run = cpu_kernels.prepared(calls.product)(states, weight, bias, None, output)
         assert run is not None
         run()
         wanted = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
         near = 1e-5 if dtype is torch.float32 else 8e-3
         torch.testing.assert_close(output.double(), wanted, rtol=near, atol=near)
-        for count in (1, 2, 3, 4, 5, 7):
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
             assert torch.equal(product(states[:count], weight, bias), output[:count])
         assert torch.equal(product(states[72:], weight, bias), output[72:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_added_as_torch_adds_it(dtype: torch.dtype) -> None:
+    states, weight, bias = random(11, 37, dtype=dtype), random(70, 37, dtype=dtype, seed=1), random(70, dtype=dtype, seed=2)
+    onto = random(11, 140, dtype=dtype, seed=3)[:, :70]
+    assert torch.equal(product(states, weight, bias, onto), onto + product(states, weight, bias))
+    assert torch.equal(product(states, weight, onto=onto), onto + product(states, weight))
 
 
 def test_several_threads_share_out_torch_s_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +189,7 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
     opcheck(rms_norm_operation, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
-    opcheck(product_operation, (random(3, 8), random(5, 8), None, torch.empty(3, 5)))
+    opcheck(product_operation, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
     opcheck(gated_operation, (random(3, 8), torch.empty(3, 4)))
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from stepgraph.graphs.placing import angles
 from stepgraph.graphs.rotation import rotate, turn_and_keep, turn_and_keep_operation
-from stepgraph.runtime.models.rope import RopeConfig, angles
+from stepgraph.runtime.models.rope import RopeConfig
 
 TOKENS, HEADS, KV_HEADS, SIZE = 5, 4, 2, 12
 POSITIONS = torch.tensor([0, 1, 30, 4000, 7])

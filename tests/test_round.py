@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
+from stepgraph.graphs import GraphKey, TapeBackend, cpu_kernels, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, advance
+from stepgraph.sampling.grammar.native.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
 from tools.checks.context import VOCABULARY, compiled
 from tools.checks.states import GRAMMAR, ROWS, RoundBench
@@ -94,7 +95,14 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
         assert len(ruled.report.host_nodes) == expected
 
 
-def test_a_greedy_graph_is_spared_all_that_sampling_needs(backend: TapeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("native", "nodes"), [(True, [430, 469]), (False, [502, 545])])
+def test_a_greedy_graph_is_spared_all_that_sampling_needs(
+    backend: TapeBackend, native: bool, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(cpu_kernels, "load", lambda: Unavailable("not now"))
+    elif cpu_kernels.why_not():
+        pytest.skip(cpu_kernels.why_not())
     for module, name in (
         (processors, "process"),
         (sampler, "distribution"),
@@ -104,8 +112,8 @@ def test_a_greedy_graph_is_spared_all_that_sampling_needs(backend: TapeBackend, 
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     bench = RoundBench(backend, 3)
-    nodes = [sum(backend.capture(bench.round.step(GraphKey(2, ruled)), bench.buffers).report.nodes.values()) for ruled in (False, True)]
-    assert nodes == [507, 550], "a greedy round pays for nothing else"
+    keys = [GraphKey(2, ruled) for ruled in (False, True)]
+    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == nodes, "no less, no more"
 
 
 @pytest.mark.parametrize("draft_masks", [True, False])

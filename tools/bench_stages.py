@@ -26,9 +26,10 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.graphs import GraphKey, drafting, stages
-from stepgraph.graphs.batch import cache_slots, read_batch
+from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.capture import EagerFlow, use_flow
 from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.placing import cache_slots
 from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.llama import Llama
@@ -138,7 +139,7 @@ class Scene:
         engine, table = self.engine, self.batch.block_tables[:1]
         positions = torch.arange(PROMPT, device=table.device)[None]
         attend = engine._attention.prompt_call(0, PROMPT)
-        slots = cache_slots(table, positions, engine.limits)
+        slots = cache_slots(table, positions, engine.limits.page_size)
         inputs = ModelInput(positions % 90, positions, slots, table, engine.limits.page_size, attend=attend)
         return self.pair.target.forward(inputs, engine.buffers)
 

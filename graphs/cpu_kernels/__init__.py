@@ -1,4 +1,4 @@
-"""What a layer does to a few tokens on the CPU, in C: paged attention, rotary positions on their way into the cache, norms, gates.
+"""What a round does to a few tokens on the CPU, in C: products, paged attention, rotary positions, norms, gates, places, drafts.
 
 Plain torch spends tens of microseconds on each of its many small operations. The library is built when the package is installed
 where there is a C compiler; without it the operations run as their references. A call runs on the thread that makes it, without the GIL.
@@ -48,6 +48,11 @@ def why_not(*dtypes: torch.dtype) -> str:
     return f"they are for float32 and bfloat16, not for {unknown[0]}" if unknown else ""
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Whether what is no floating point number may be left to the library."""
+    return tensor.device.type == "cpu" and not why_not()
+
+
 def serves(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not why_not(tensor.dtype)
 
@@ -62,6 +67,6 @@ def prepared(prepare: Prepare) -> Prepare:
     return with_library
 
 
-def wants_gradients(*tensors: Tensor) -> bool:
+def wants_gradients(*tensors: Tensor | None) -> bool:
     """What is learned goes through plain torch, which knows the way back."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -7,10 +7,10 @@ from ctypes import CDLL, Structure, c_float, sizeof
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.native.loader import fields, prepared_call
+from stepgraph.sampling.kernels.native.loader import address, fields, prepared_call
 from stepgraph.sampling.kernels.register import Run
 
-VERSION = 2  # of the structs and of what the kernels make of them
+VERSION = 3  # of the structs and of what the kernels make of them
 MOST_SIZE = 256  # numbers of a head
 NARROW = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -43,7 +43,37 @@ class GateCall(Structure):
 
 
 class ProductCall(Structure):
-    _fields_ = tuple(fields("states weight bias output", "rows inner outer step narrow"))
+    _fields_ = tuple(fields("states weight bias onto output", "rows inner outer step narrow"))
+
+
+class PlaceCall(Structure):
+    _fields_ = tuple(
+        fields(
+            "tokens length end tables wanted known positions slots",
+            "batch count pages length_step end_step offset page_size max_length",
+        )
+    )
+
+
+class ShiftCall(Structure):
+    _fields_ = tuple(fields("positions slots tables earlier earlier_slots", "batch count pages page_size by shared"))
+
+
+class AngleCall(Structure):
+    _fields_ = tuple(fields("positions frequencies cosines sines", "tokens half narrow"))
+
+
+class MaskCall(Structure):
+    _fields_ = tuple(fields("rows tags masks row_tags row_masks", "batch words table_rows places"))
+
+
+class SettleCall(Structure):
+    _fields_ = tuple(
+        fields(
+            "tokens limit found status wanted finite alive ruled masks settled looked_up forced",
+            "batch step limit_step found_step mask_step words",
+        )
+    )
 
 
 FUNCTIONS = {
@@ -52,6 +82,11 @@ FUNCTIONS = {
     "stepgraph_rms_norm": NormCall,
     "stepgraph_gate": GateCall,
     "stepgraph_product": ProductCall,
+    "stepgraph_place_tokens": PlaceCall,
+    "stepgraph_shift_entries": ShiftCall,
+    "stepgraph_angles": AngleCall,
+    "stepgraph_place_masks": MaskCall,
+    "stepgraph_settle_draft": SettleCall,
 }
 OWN_LAYOUT = (VERSION, *map(sizeof, FUNCTIONS.values()), MOST_SIZE)
 
@@ -127,11 +162,87 @@ def gate(library: CDLL, pairs: Tensor, output: Tensor) -> Run | None:
     return prepared_call(library.stepgraph_gate, GateCall(pairs.data_ptr(), output.data_ptr(), *shape), (pairs, output))
 
 
-def product(library: CDLL, states: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> Run | None:
-    tensors = (states, weight, output) if bias is None else (states, weight, output, bias)
-    dense = weight.is_contiguous() and output.is_contiguous() and (bias is None or bias.is_contiguous())
+def product(library: CDLL, states: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None, output: Tensor) -> Run | None:
+    tensors = tuple(each for each in (states, weight, output, bias, onto) if each is not None)
+    dense = all(each.is_contiguous() for each in tensors[1:])
     if not _fits(*tensors) or not dense or states.stride(-1) != 1:
         return None
-    addresses = (states.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr())
+    addresses = map(address, (states, weight, bias, onto, output))
     shape = (len(states), states.shape[1], len(weight), states.stride(0), NARROW[states.dtype])
     return prepared_call(library.stepgraph_product, ProductCall(*addresses, *shape), tensors)
+
+
+def place_tokens(
+    library: CDLL,
+    tokens: Tensor,
+    wanted: Tensor,
+    length: Tensor,
+    end: Tensor,
+    tables: Tensor,
+    offset: int,
+    page_size: int,
+    max_length: int,
+    known: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> Run | None:
+    tensors = (tokens, length, end, tables, wanted, known, positions, slots)
+    if not _places(tokens, tables, known, positions, slots) or not wanted.is_contiguous():
+        return None
+    shape = (*tokens.shape, tables.shape[1], length.stride(0), end.stride(0), offset, page_size, max_length)
+    return prepared_call(library.stepgraph_place_tokens, PlaceCall(*map(address, tensors), *shape), tensors)
+
+
+def shift_entries(
+    library: CDLL, positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int, *output: Tensor
+) -> Run | None:
+    tensors = (positions, slots, tables, *output)
+    if not _places(*tensors):
+        return None
+    shape = (*positions.shape, tables.shape[1], page_size, by, shared)
+    return prepared_call(library.stepgraph_shift_entries, ShiftCall(*map(address, tensors), *shape), tensors)
+
+
+def angles(library: CDLL, positions: Tensor, frequencies: Tensor, cosines: Tensor, sines: Tensor) -> Run | None:
+    tensors = (positions, frequencies, cosines, sines)
+    if not _fits(cosines, sines) or not _places(positions) or frequencies.dtype is not torch.float32:
+        return None
+    shape = (len(positions), len(frequencies), NARROW[cosines.dtype])
+    return prepared_call(library.stepgraph_angles, AngleCall(*map(address, tensors), *shape), tensors)
+
+
+def place_masks(library: CDLL, rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> Run | None:
+    tensors = (rows, tags, masks, row_tags, row_masks)
+    if not all(each.is_contiguous() for each in tensors):
+        return None
+    return prepared_call(
+        library.stepgraph_place_masks, MaskCall(*map(address, tensors), len(rows), masks.shape[1], *row_masks.shape[:2]), tensors
+    )
+
+
+def settle_draft(
+    library: CDLL,
+    tokens: Tensor,
+    finite: Tensor,
+    alive: Tensor,
+    limit: Tensor,
+    step: int,
+    found: Tensor | None,
+    wanted: Tensor | None,
+    masks: Tensor | None,
+    ruled: Tensor | None,
+    status: Tensor | None,
+    settled: Tensor,
+    looked_up: Tensor,
+    forced: Tensor,
+) -> Run | None:
+    given = (tokens, limit, found, status, wanted, finite, alive, ruled, masks, settled, looked_up, forced)
+    dense = (tokens, finite, alive, wanted, ruled, status, settled, looked_up, forced)
+    if not all(each is None or each.is_contiguous() for each in dense) or (masks is not None and masks.stride(-1) != 1):
+        return None
+    found_step, mask_step, words = found.stride(0) if found is not None else 0, 0, 0
+    if masks is not None:
+        mask_step, words = masks.stride(0), masks.shape[-1]
+    shape = (len(tokens), step, limit.stride(0), found_step, mask_step, words)
+    tensors = tuple(each for each in given if each is not None)
+    return prepared_call(library.stepgraph_settle_draft, SettleCall(*map(address, given), *shape), tensors)

@@ -10,7 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KERNELS_VERSION = 2, MOST_SIZE = 256 };
+enum { KERNELS_VERSION = 3, MOST_SIZE = 256 };
+enum { TAG_FIELDS = 4, MASK_OK = 1 }; /* as status.py numbers them */
 
 typedef struct {
     const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */
@@ -41,10 +42,47 @@ typedef struct {
 } gate_call;
 
 typedef struct {
-    const void *states, *weight, *bias; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer], or NULL */
-    void *output;                       /* [rows, outer] */
+    const void *states, *weight, *bias, *onto; /* [rows, inner], rows `step` numbers apart; [outer, inner]; [outer] and [rows, outer], or NULL */
+    void *output;                              /* [rows, outer] */
     int64_t rows, inner, outer, step, narrow;
 } product_call;
+
+typedef struct {
+    const int64_t *tokens, *length, *end, *tables; /* [batch, count], [batch] of any step twice, [batch, pages] */
+    const uint8_t *wanted;                         /* [batch, count] */
+    int64_t *known, *positions, *slots;            /* [batch, count] */
+    int64_t batch, count, pages, length_step, end_step, offset, page_size, max_length;
+} place_call;
+
+typedef struct {
+    const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
+    int64_t *earlier, *earlier_slots;
+    int64_t batch, count, pages, page_size, by, shared;
+} shift_call;
+
+typedef struct {
+    const int64_t *positions;
+    const float *frequencies; /* [half] */
+    void *cosines, *sines;    /* [tokens, 2 * half] */
+    int64_t tokens, half, narrow;
+} angle_call;
+
+typedef struct {
+    const int64_t *rows, *tags; /* [batch]; [batch, TAG_FIELDS], with the place of each in its row */
+    const int32_t *masks;       /* [batch, words] */
+    int64_t *row_tags;          /* [table_rows, places, TAG_FIELDS] */
+    int32_t *row_masks;         /* [table_rows, places, words] */
+    int64_t batch, words, table_rows, places;
+} mask_call;
+
+typedef struct {
+    const int64_t *tokens, *limit, *found, *status, *wanted; /* [batch] each, `limit` and `found` of any step; the last three may be NULL */
+    const uint8_t *finite, *alive, *ruled;                   /* [batch]; `ruled`, `masks` and `status` are there together */
+    const int32_t *masks;                                    /* [batch, words], rows `mask_step` numbers apart */
+    int64_t *settled;
+    uint8_t *looked_up, *forced; /* [batch]; written where there is `found`, and `wanted` */
+    int64_t batch, step, limit_step, found_step, mask_step, words;
+} settle_call;
 
 void product_by_pairs(const product_call *call, int64_t first, int64_t end); /* bfloat16, columns [first, end) */
 

@@ -3,7 +3,7 @@
 
 #include "kernels.h"
 
-enum { LANES = 16 };
+enum { LANES = 16, MOST_ROWS = 8 };
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
@@ -67,13 +67,13 @@ INLINED void summed_up(lanes *sums) {
               CHOSEN(sums[0], sums[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, int64_t narrow) {
+/* Each step asks for `ahead` lines of memory, from `next` on: those of later columns, which take longer to come than this takes. */
+INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t narrow) {
     int64_t bytes = narrow ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
     const char *states = (const char *)call->states + row * call->step * bytes, *weight = (const char *)call->weight + column * inner * bytes;
     lanes sums[LANES] = {0};
     for (int64_t i = 0; i < whole; i += chunk) {
-        if (row == 0) /* the next tile's weights: memory takes as long as this one does */
-            for (int one = wide; one < 2 * wide; one++) __builtin_prefetch(weight + (one * inner + i) * bytes);
+        for (int line = 0; line < ahead; line++, next += 64) __builtin_prefetch(next);
         add_products(sums, states + i * bytes, call->step * bytes, weight + i * bytes, inner * bytes, tall, wide, narrow);
     }
     if (whole < inner) {
@@ -87,6 +87,8 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
     memcpy(found, sums, sizeof found);
     if (call->bias)
         for (int one = 0; one < tall * wide; one++) found[one] += number(call->bias, column + one % wide, narrow);
+    for (int one = 0; call->onto && one < tall * wide; one++)
+        found[one] = rounded(found[one], narrow) + number(call->onto, (row + one / wide) * call->outer + column + one % wide, narrow);
     uint16_t rounded_off[LANES];
     for (int one = 0; one < LANES; one++) rounded_off[one] = narrowed(found[one]);
     for (int one = 0; one < tall; one++) {
@@ -95,18 +97,32 @@ INLINED void tile(const product_call *call, int64_t row, int64_t column, int tal
     }
 }
 
+/* Up to eight rows take the same four columns in turn, while memory brings those that come two turns later. */
+INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t narrow) {
+    int64_t line = call->inner * (narrow ? 2 : 4), column = first;
+    int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
+    for (; column + 4 <= end; column += 4) {
+        const char *next = (const char *)call->weight + (column + 8) * line;
+        int64_t at = row, left = rows;
+        for (; left >= 4; left -= 4, at += 4, next += 2 * line) tile(call, at, column, 4, 4, next, share, narrow);
+        if (left & 2) {
+            tile(call, at, column, 2, 4, next, share, narrow);
+            at += 2, next += 2 * line;
+        }
+        if (left & 1) tile(call, at, column, 1, 4, next, rows == 7 ? 0 : share, narrow);
+    }
+    for (; column < end; column++)
+        for (int64_t at = row; at < row + rows; at++) tile(call, at, column, 1, 1, (const char *)0, 0, narrow);
+}
+
+INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64_t end, int64_t narrow) {
+    int64_t line = call->inner * (narrow ? 2 : 4), column = first;
+    for (; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, (const char *)call->weight + (column + 8) * line, row ? 0 : 8, narrow);
+    for (; column < end; column++) tile(call, row, column, 1, 1, (const char *)0, 0, narrow);
+}
+
 INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t narrow) {
-    int64_t row = 0, column;
-    for (; row + 4 <= call->rows; row += 4) {
-        for (column = first; column + 4 <= end; column += 4) tile(call, row, column, 4, 4, narrow);
-        for (; column < end; column++) tile(call, row, column, 4, 1, narrow);
-    }
-    for (; row + 2 <= call->rows; row += 2) {
-        for (column = first; column + 4 <= end; column += 4) tile(call, row, column, 2, 4, narrow);
-        for (; column < end; column++) tile(call, row, column, 2, 1, narrow);
-    }
-    if (row < call->rows) {
-        for (column = first; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, narrow);
-        for (; column < end; column++) tile(call, row, column, 1, 1, narrow);
-    }
+    int64_t row = 0;
+    for (; row + 1 < call->rows; row += MOST_ROWS) few_rows(call, row, call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS, first, end, narrow);
+    if (row < call->rows) one_row(call, row, first, end, narrow);
 }

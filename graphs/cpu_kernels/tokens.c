@@ -78,13 +78,25 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_rms_norm(const norm_call *call) {
     return 0;
 }
 
+enum { STRETCH = 128 };
+
+INLINED void gate_stretch(const gate_call *call, int64_t row, int64_t first, int64_t count, int64_t narrow) {
+    float gate[STRETCH], up[STRETCH];
+    read_numbers(gate, call->pairs, 2 * row * call->size + first, count, narrow);
+    read_numbers(up, call->pairs, (2 * row + 1) * call->size + first, count, narrow);
+    for (int64_t i = 0; i < count; i++) {
+        float opened = gate[i] / (1.0f + power_of_e(gate[i] < -87.0f ? 87.0f : -gate[i]));
+        up[i] *= rounded(opened, narrow);
+    }
+    write_numbers(call->output, row * call->size + first, up, count, narrow);
+}
+
 INLINED void gate_all(const gate_call *call, int64_t narrow) {
-    for (int64_t row = 0; row < call->rows; row++)
-        for (int64_t i = 0; i < call->size; i++) {
-            float gate = number(call->pairs, 2 * row * call->size + i, narrow), up = number(call->pairs, (2 * row + 1) * call->size + i, narrow);
-            float opened = rounded(gate / (1.0f + power_of_e(gate < -87.0f ? 87.0f : -gate)), narrow);
-            put(call->output, row * call->size + i, opened * up, narrow);
-        }
+    int64_t whole = call->size / STRETCH * STRETCH;
+    for (int64_t row = 0; row < call->rows; row++) {
+        for (int64_t first = 0; first < whole; first += STRETCH) gate_stretch(call, row, first, STRETCH, narrow);
+        if (whole < call->size) gate_stretch(call, row, whole, call->size - whole, narrow);
+    }
 }
 
 EXPORTED FOR_EACH_PROCESSOR int stepgraph_gate(const gate_call *call) {
@@ -94,7 +106,10 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_gate(const gate_call *call) {
 }
 
 EXPORTED int64_t stepgraph_kernels_layout(int64_t *values) {
-    int64_t known[] = {KERNELS_VERSION, sizeof(attention_call), sizeof(turn_call), sizeof(norm_call), sizeof(gate_call), sizeof(product_call), MOST_SIZE};
+    int64_t known[] = {
+        KERNELS_VERSION,    sizeof(attention_call), sizeof(turn_call),  sizeof(norm_call), sizeof(gate_call),   sizeof(product_call),
+        sizeof(place_call), sizeof(shift_call),     sizeof(angle_call), sizeof(mask_call), sizeof(settle_call), MOST_SIZE,
+    };
     memcpy(values, known, sizeof known);
     return sizeof known / sizeof *known;
 }

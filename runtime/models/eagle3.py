@@ -16,11 +16,11 @@ from torch.nn import functional
 from stepgraph.graphs.attention import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.placing import angles
 from stepgraph.graphs.pointwise import product, rms_norm
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import angles
 from stepgraph.runtime.models.shifted import shifted
 
 
@@ -99,8 +99,9 @@ class Eagle3(nn.Module):
         turns = angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         entering = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
-        attended = layer.attend(entering, turns, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
-        states = layer.feed_forward((normed if config.norm_before_residual else states) + attended)
+        shortcut = normed if config.norm_before_residual else states
+        attended = layer.attend(shortcut, entering, turns, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
+        states = layer.feed_forward(attended)
         return ModelOutput(rms_norm(states, self.norm, epsilon).view(*shape, -1), states.view(*shape, -1))
 
     def logits(self, hidden: Tensor) -> Tensor:

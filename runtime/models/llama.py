@@ -15,11 +15,11 @@ from torch.nn import functional
 from stepgraph.graphs.attention import AttentionShape, attention, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.placing import angles
 from stepgraph.graphs.pointwise import gated, product, rms_norm
 from stepgraph.graphs.rotation import turn_and_keep
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import angles
 
 
 class Llama(nn.Module):
@@ -119,13 +119,16 @@ class LlamaLayer(nn.Module):
 
     def forward(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
         normed = rms_norm(states, self.attention_norm, self.config.norm_epsilon)
-        return self.feed_forward(states + self.attend(normed, turns, inputs, keys, values))
+        return self.feed_forward(self.attend(states, normed, turns, inputs, keys, values))
 
     def feed_forward(self, states: Tensor) -> Tensor:
         middle = gated(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
-        return states + product(middle, self.down)
+        return product(middle, self.down, onto=states)
 
-    def attend(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self, shortcut: Tensor, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """What the states attend to, added to the shortcut."""
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
         mixed = product(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
@@ -133,7 +136,7 @@ class LlamaLayer(nn.Module):
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
         query = turn_and_keep(query, key, value, *turns, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
-        return product(attended.view(len(states), -1), self.output, self.output_bias)
+        return product(attended.view(len(states), -1), self.output, self.output_bias, onto=shortcut)
 
 
 @torch.no_grad()

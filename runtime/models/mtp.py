@@ -19,11 +19,11 @@ from torch.nn import functional
 from stepgraph.graphs.attention import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.placing import angles
 from stepgraph.graphs.pointwise import product, rms_norm
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import angles
 from stepgraph.runtime.models.shifted import shifted
 
 

@@ -30,10 +30,3 @@ class RopeConfig:
         kept = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * found / self.factor + kept * found
-
-
-def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`: positions [N] -> two of [N, 1, size]."""
-    turned = positions[:, None, None].float() * frequencies
-    turned = torch.cat([turned, turned], -1)
-    return turned.cos().to(dtype), turned.sin().to(dtype)

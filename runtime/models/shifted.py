@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from stepgraph.graphs.attention import by_reference
 from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.placing import shift_entries
 
 
 def shifted(inputs: ModelInput, count: int) -> ModelInput:
@@ -14,9 +13,6 @@ def shifted(inputs: ModelInput, count: int) -> ModelInput:
     A head is trained on pairs of a state and the token `count` behind it, so nothing in its training stands for those tokens: an
     entry of theirs would be seen by every later query. Neither are those written that other requests share.
     """
-    page_size, tables = inputs.page_size, inputs.block_tables
-    real = (inputs.slots >= page_size) & (inputs.positions >= count + inputs.shared)
-    positions = (inputs.positions - count).clamp(min=0)
-    slots = tables.gather(1, positions // page_size) * page_size + positions % page_size
+    positions, slots = shift_entries(inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, count, inputs.shared)
     attend = inputs.attend if inputs.attend is by_reference else None  # a plan is for the tokens' own positions
-    return inputs._replace(positions=positions, slots=torch.where(real, slots, positions % page_size), attend=attend)
+    return inputs._replace(positions=positions, slots=slots, attend=attend)

@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.placing import angles
 from stepgraph.graphs.pointwise import product, rms_norm
 from stepgraph.graphs.rotation import rotate
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
-from stepgraph.runtime.models.rope import angles
 
 
 class Entering(NamedTuple):
@@ -118,7 +118,7 @@ def unroll(
             for text in range(len(lengths))
         ]
         joined = torch.cat(attended).flatten(1)
-        states, hidden = learner.leave(layer.feed_forward(shortcut + product(joined, layer.output, layer.output_bias)))
+        states, hidden = learner.leave(layer.feed_forward(product(joined, layer.output, layer.output_bias, onto=shortcut)))
         yield hidden
 
 
