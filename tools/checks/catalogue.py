@@ -54,7 +54,12 @@ CATALOGUE = (
     *_entries("llama", llama_decodes_alike=6),
     *_entries("traces", stages_are_told=3, timeline_tells_every_round=5),
     *_entries("profile", profile_of_the_bench=15),
+    *_entries("engines", every_drafter_replays_as_eager=14, hundreds_of_rounds_replay_as_eager=14, both_libraries_match_oracle=6),
+    *_entries("engines", steps_wait_for_nothing=4, closing_gives_everything_back=8, native_nodes_need_no_gil=3),
+    *_entries("sanitizer", programs_touch_only_their_own=15),
     *_entries("timing", gil_hold=3, figures=5),
+    *_entries("latency", host_node_latency=3, conditional_node_cost=2),
+    *_entries("floors", kernels_against_floor=12),
     *_entries("numbers", constrained_rounds=110, captured_against_eager=30, mask_time_is_hidden=25),
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15),
 )

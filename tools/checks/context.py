@@ -18,6 +18,7 @@ from stepgraph.graphs import Backend, make_backend
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.constraint import BackendChoice
 
 Figures = dict[str, object]
 Check = Callable[["Context"], Figures]
@@ -81,7 +82,16 @@ class Context:
             backend.close()
 
     @contextlib.contextmanager
-    def engine(self, k: int, *, draft_masks: bool = True, agreement: float = 0.7, eager: bool = False, rows: int = 4) -> Iterator[Engine]:
+    def engine(
+        self,
+        k: int,
+        *,
+        draft_masks: bool = True,
+        agreement: float = 0.7,
+        eager: bool = False,
+        rows: int = 4,
+        library: BackendChoice = "auto",
+    ) -> Iterator[Engine]:
         """A captured engine over the toy pair."""
         with self.backend(asynchronous=True) as backend:
             engine = Engine(
@@ -97,6 +107,8 @@ class Context:
                     prefill_chunk=5,
                     draft_masks=draft_masks,
                     eager=eager,
+                    grammar_backend=library,
+                    compile_isolation="process" if library == "auto" else "none",
                 ),
                 backend=backend,
             )

@@ -38,6 +38,7 @@ class RoundBench:
         proposer: Proposer | None = None,
         forced_drafts: bool = False,
         look_up: Proposer | None = None,
+        host_link: str = "auto",
     ) -> None:
         self.backend = backend
         num_tokens = len(VOCABULARY.tokens)
@@ -68,7 +69,7 @@ class RoundBench:
         self.buffers = StaticBuffers(specs, backend.device, constants={"target": target, "draft": draft})
         b = self.buffers
         forcing = Forcing(token_table(VOCABULARY), b.forced_host) if forced_drafts else None
-        self.host = open_host_link("auto", b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256, forcing=forcing)
+        self.host = open_host_link(host_link, b.state_host, b.drafts_host, b.masks_host, b.tags_host, depth=256, forcing=forcing)
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:

@@ -1,0 +1,120 @@
+"""Driver calls that only experiments need: waits for a value in memory, and conditional nodes. Written after CUDA's header."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_int, c_longlong, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+CONDITIONAL_NODE = 13  # CU_GRAPH_NODE_TYPE_CONDITIONAL
+IF = 0  # CU_GRAPH_COND_TYPE_IF
+ASSIGN_DEFAULT = 1  # CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with the handle's default value
+
+
+class ConditionalParams(ctypes.Structure):
+    """CUDA_CONDITIONAL_NODE_PARAMS."""
+
+    _fields_ = (("handle", c_uint64), ("type", c_int), ("size", c_uint), ("phGraph_out", POINTER(c_void_p)), ("ctx", c_void_p))
+
+
+class _NodeUnion(ctypes.Union):
+    _fields_ = (("reserved1", c_longlong * 29), ("conditional", ConditionalParams))
+
+
+class NodeParams(ctypes.Structure):
+    """CUgraphNodeParams."""
+
+    _anonymous_ = ("of",)
+    _fields_ = (("type", c_int), ("reserved0", c_int * 3), ("of", _NodeUnion), ("reserved2", c_longlong))
+
+
+class MemsetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS."""
+
+    _fields_ = (
+        ("dst", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("elementSize", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuMemHostGetDevicePointer_v2": (POINTER(c_uint64), c_void_p, c_uint),
+    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
+    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
+    "cuGraphCreate": (POINTER(c_void_p), c_uint),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphAddMemsetNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, POINTER(MemsetParams), c_void_p),
+    "cuGraphAddNode_v2": (POINTER(c_void_p), c_void_p, c_void_p, c_void_p, c_size_t, POINTER(NodeParams)),
+    "cuGraphConditionalHandleCreate": (POINTER(c_uint64), c_void_p, c_void_p, c_uint, c_uint),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_uint64),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphExecDestroy": (c_void_p,),
+}
+
+
+class DriverCalls:
+    """RuntimeError names the call that the driver has not, or that failed."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise RuntimeError(f"no NVIDIA driver: {error}") from error
+
+    def do(self, name: str, *arguments: Any) -> None:
+        try:
+            call = self._library[name]
+        except AttributeError:
+            raise RuntimeError(f"the driver has no {name}") from None
+        call.restype, call.argtypes = c_int, _SIGNATURES[name]
+        code = call(*arguments)
+        if code:
+            raise RuntimeError(f"{name} failed with {code}")
+
+    def device_address(self, host: int) -> int:
+        """Of pinned memory."""
+        found = c_uint64()
+        self.do("cuMemHostGetDevicePointer_v2", byref(found), host, 0)
+        return found.value
+
+
+class MemsetChain:
+    """A graph of `count` memsets in a row, each by itself or inside an IF node whose condition is `taken` at every launch."""
+
+    def __init__(self, calls: DriverCalls, address: int, count: int, taken: bool | None) -> None:
+        self._calls, self._graph, self._instance, context = calls, c_void_p(), c_void_p(), c_void_p()
+        calls.do("cuCtxGetCurrent", byref(context))
+        calls.do("cuGraphCreate", byref(self._graph), 0)
+        params, last = MemsetParams(address, 0, 1, 4, 1, 1), None
+        for _ in range(count):
+            node, graph = c_void_p(), self._graph
+            before = None if last is None else byref(last)
+            if taken is not None:
+                graph = self._branch(node, before, context, taken)
+                calls.do("cuGraphAddMemsetNode", byref(c_void_p()), graph, None, 0, byref(params), context)
+            else:
+                calls.do("cuGraphAddMemsetNode", byref(node), graph, before, int(last is not None), byref(params), context)
+            last = node
+        calls.do("cuGraphInstantiateWithFlags", byref(self._instance), self._graph, 0)
+
+    def _branch(self, node: c_void_p, before: Any, context: c_void_p, taken: bool) -> c_void_p:
+        """The body of a new IF node."""
+        handle, params = c_uint64(), NodeParams()
+        self._calls.do("cuGraphConditionalHandleCreate", byref(handle), self._graph, context, int(taken), ASSIGN_DEFAULT)
+        params.type = CONDITIONAL_NODE
+        params.conditional = ConditionalParams(handle.value, IF, 1, None, context)
+        self._calls.do("cuGraphAddNode_v2", byref(node), self._graph, before, None, int(before is not None), byref(params))
+        return c_void_p(params.conditional.phGraph_out[0])
+
+    def launch(self, stream: int) -> None:
+        self._calls.do("cuGraphLaunch", self._instance, stream)
+
+    def close(self) -> None:
+        self._calls.do("cuGraphExecDestroy", self._instance)
+        self._calls.do("cuGraphDestroy", self._graph)
