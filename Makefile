@@ -2,7 +2,7 @@
 # pyproject.toml, setup.py or the C sources change.
 #
 #   make demo     run the demonstration            make lint    style, types, budgets, layering
-#   make test     run the tests                    make soak    long randomised runs
+#   make test     run the tests                    make soak    long randomised runs, then a mixed load of MINUTES=5
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #                                                  make clean   remove all that was made
 #
@@ -30,6 +30,7 @@ HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(
 export OMP_NUM_THREADS ?= 1
 # Processes that share the tests; each has one torch thread. More than four gain little and cost a torch each.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+MINUTES ?= 5
 
 .PHONY: demo test lint soak bench models clean format
 
@@ -41,6 +42,7 @@ test: $(VENV)/.ready-test
 
 soak: $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak $(ARGS)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
 models: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/pytest -q -m models $(ARGS)
