@@ -42,7 +42,7 @@ setup(
         Extension(
             "stepgraph.graphs.cpu_kernels._kernels",
             sources=[f"{KERNELS}/{name}.c" for name in ("attention", "places", "product", "product_dot", "tokens")],
-            depends=[f"{KERNELS}/kernels.h", f"{KERNELS}/product.h"],
+            depends=[f"{KERNELS}/{name}.h" for name in ("kernels", "lanes", "product")],
             # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
             extra_compile_args=[
                 *("-std=c11", "-O3", "-g0", "-fvisibility=hidden"),

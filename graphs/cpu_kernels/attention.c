@@ -1,11 +1,9 @@
 /* Paged attention. Keys are taken in tiles that begin at the same positions for every query, so that a query's sums have one order,
    whatever rows and queries come with it; what a query does not see is multiplied by nothing. */
 
-#include "kernels.h"
+#include "lanes.h"
 
-enum { TILE = 64, LANES = 16, BLOCK = 32 };
-
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+enum { TILE = 64, BLOCK = 32 };
 
 /* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
 typedef struct {
@@ -25,17 +23,17 @@ INLINED float folded(const float part[LANES], int highest) {
     return rest[0];
 }
 
+/* From and to are whole LANES of keys. */
 INLINED void score(const float *query, const float *keys, int64_t from, int64_t to, int64_t width, float scores[TILE]) {
-    float parts[TILE][LANES];
-    for (int64_t key = from; key < to; key++) {
-        lanes part = {0};
-        for (int64_t i = 0; i < width; i += LANES) part += *(const lanes *)(query + i) * *(const lanes *)(keys + key * width + i);
-        memcpy(parts[key], &part, sizeof part);
+    for (int64_t key = from; key < to; key += LANES) {
+        lanes parts[LANES] = {0};
+#pragma GCC unroll 16
+        for (int one = 0; one < LANES; one++)
+            for (int64_t i = 0; i < width; i += LANES)
+                parts[one] += *(const lanes *)(query + i) * *(const lanes *)(keys + (key + one) * width + i);
+        summed_up(parts);
+        memcpy(scores + key, parts, sizeof *parts);
     }
-    for (int64_t key = from; key < to; key++)
-        for (int lane = 0; lane < 4; lane++)
-            parts[key][lane] = (parts[key][lane] + parts[key][lane + 8]) + (parts[key][lane + 4] + parts[key][lane + 12]);
-    for (int64_t key = from; key < to; key++) scores[key] = (parts[key][0] + parts[key][2]) + (parts[key][1] + parts[key][3]);
 }
 
 INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
@@ -59,11 +57,16 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
     held->highest[one] = highest;
     held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
     float *kept = held->total + one * width;
-    lanes total[MOST_SIZE / LANES];
-    for (int64_t i = 0; i < width / LANES; i++) total[i] = *(lanes *)(kept + i * LANES) * shrink;
-    for (int64_t key = from; key < to; key++)
-        for (int64_t i = 0; i < width / LANES; i++) total[i] += scores[key] * *(const lanes *)(held->values + key * width + i * LANES);
-    for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = total[i];
+    lanes total[2][MOST_SIZE / LANES] = {{{0}}}; /* of even keys and of odd ones: neither sum waits for the other */
+    int64_t key = from;
+    for (; key + 2 <= to; key += 2)
+        for (int64_t i = 0; i < width / LANES; i++) {
+            const float *value = held->values + key * width + i * LANES;
+            total[0][i] += scores[key] * *(const lanes *)value;
+            total[1][i] += scores[key + 1] * *(const lanes *)(value + width);
+        }
+    for (int64_t i = 0; key < to && i < width / LANES; i++) total[0][i] += scores[key] * *(const lanes *)(held->values + key * width + i * LANES);
+    for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = *(lanes *)(kept + i * LANES) * shrink + (total[0][i] + total[1][i]);
 }
 
 INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t narrow) {
