@@ -35,7 +35,7 @@ def test_three_scenarios_a_table_and_a_timeline(
         assert demo.COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
     table = out[out.index("tokens a second") :].splitlines()
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
-    assert re.search(r"6 rounds of .* ms", out) and not errors
+    assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
     assert (tmp_path / "shown" / demo.PICTURE).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "shown" / demo.TRACE).read_text())["traceEvents"]
 
@@ -54,6 +54,17 @@ def test_a_prompt_of_ones_own_as_json(capsys: Captured) -> None:
     assert all(row["host_syncs"] == 0 and row["rounds"] == row["replays"] for row in rows.values())
     assert rows["plain"]["mask_fills"] == 0 < rows["speculative + grammar"]["mask_fills"]
     assert rows["speculative + grammar"]["tokens_per_second"]["yours"] > 0
+
+
+def test_every_wait_of_a_terminal_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["demo", "--toy", "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
+    for module in (demo, terminal):
+        monkeypatch.setattr(module, "shows_progress", lambda: True)
+    assert cli.main(asked) == 0
+    told = capsys.readouterr().err
+    waits = ["loading libraries", "prepare: ", "capture: ", "the other variants: ", "race: ", "timeline: "]
+    places = [told.index(wait) for wait in waits]
+    assert places == sorted(places)
 
 
 def test_free_text_that_fails_without_what_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepgraph.runtime.commands.inputs import THREADS, read_file, set_threads, settle_threads, shown
 from stepgraph.runtime.commands.request import DTYPES, add_draft_flags, dtype_of, look_up_of
-from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.variants import Case, Pair, Variant
@@ -80,11 +80,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from stepgraph.runtime.demo.variants import Case
-
     for flag, least in (("repeats", 1), ("max_new_tokens", 2)):
         if getattr(options, flag) < least:
             raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(options, flag)}, want at least {least}")
+    load_libraries()
+    from stepgraph.runtime.demo.variants import Case
+
     set_threads(options.threads)
     pair, prompts = _opened(options)
     settle_threads(options.threads, pair.target)

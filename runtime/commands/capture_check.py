@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import shown
-from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, print_json
+from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, load_libraries, print_json
 
 if TYPE_CHECKING:
     from stepgraph.graphs.buffers import StaticBuffers
@@ -62,6 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    load_libraries("stepgraph.graphs.capture")
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
         document, text, code = _checked(options)
     if options.json:

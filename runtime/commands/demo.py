@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import THREADS, read_schema, set_threads, settle_threads, shown
-from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress, wants_colour
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, wants_colour
 from stepgraph.runtime.demo.pair import DRAFTS
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check(options)
+    load_libraries()
     from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
     from stepgraph.runtime.demo.variants import open_pair, toy_pair
 
@@ -100,15 +101,12 @@ class Demonstration:
     def __init__(self, pair: Pair, scenarios: list[Scenario], options: argparse.Namespace) -> None:
         import torch
 
-        from stepgraph.runtime.demo.variants import Case, variants
-
         self.threads = torch.get_num_threads()
         self.pair, self.scenarios, self.options = pair, scenarios, options
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
-        length = max(LEAST_LENGTH, *(len(prompt) + options.max_new_tokens for prompt in self.prompts.values()))
-        self.cases = [Case(variant, pair, length) for variant in variants(options.drafts)]
+        self.cases: list[Case] = []
         self.rates: dict[str, dict[str, float]] = {}  # tokens a second, by variant and scenario
-        self._colour = wants_colour(sys.stdout) and not options.json
+        self._colour, self._progress = wants_colour(sys.stdout) and not options.json, shows_progress() and not options.json
 
     def __enter__(self) -> Demonstration:
         return self
@@ -118,17 +116,15 @@ class Demonstration:
             case.engine.close()
 
     def run(self) -> dict[str, Any]:
-        for scenario in self.scenarios:
-            self._compiled(scenario)  # what is refused is refused before anything is shown
-        for case in self.cases:
-            case.engine.capture(progress=shows_progress() and not self.options.json)
+        self.prepare()
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self._say(f"{self.pair.name}, {self.options.drafts} drafts a round, {threads}")
         if self._colour:
             self._say(", ".join(f"{COLOURS[origin]}{meaning}{RESET}" for origin, meaning in MEANINGS.items()))
         answers = {scenario.name: self.answer(scenario) for scenario in self.scenarios}
-        for scenario in self.scenarios:
-            self.race(scenario)
+        with self._bar("race", self.options.repeats * sum(len(self._suitable(scenario)) for scenario in self.scenarios)) as bar:
+            for scenario in self.scenarios:
+                self.race(scenario, bar.update)
         self._say("\n" + "\n".join(table(self.cases, self.rates)))
         document: dict[str, Any] = {"pair": self.pair.name, "drafts": self.options.drafts, "threads": self.threads, "answers": answers}
         document["variants"] = [
@@ -138,6 +134,22 @@ class Demonstration:
             document["timeline"] = self.timeline()
         return document
 
+    def prepare(self) -> None:
+        """What is refused is refused before anything is shown."""
+        from stepgraph.runtime.demo.variants import Case, variants
+
+        length = max(LEAST_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
+        wanted = variants(self.options.drafts)
+        with self._bar("prepare", len(wanted) + len(self.scenarios)) as bar:
+            for variant in wanted:
+                self.cases.append(Case(variant, self.pair, length))
+                bar.update()
+            for scenario in self.scenarios:
+                self._compiled(scenario)
+                bar.update()
+        for case in self.cases:
+            case.engine.capture(progress=self._progress)
+
     def answer(self, scenario: Scenario) -> dict[str, Any]:
         """The first answers, of which the fastest variant's is shown as it comes."""
         self._say(f"\n{scenario.name}: {scenario.user}\n")
@@ -145,7 +157,11 @@ class Demonstration:
         stream = self.pair.codec.stream()
         job = self._run(shown, scenario, lambda event: self._show(event, stream.push))
         self._say(stream.finish())
-        texts = {case.variant.name: self._run(case, scenario).tokens for case in others}
+        texts: dict[str, list[int]] = {}
+        with self._bar("the other variants", len(others)) as bar:
+            for case in others:
+                texts[case.variant.name] = self._run(case, scenario).tokens
+                bar.update()
         return {
             "text": self.pair.codec.decode(job.tokens),
             "finish_reason": str(job.finish_reason),
@@ -153,7 +169,7 @@ class Demonstration:
             "same_tokens": {name: tokens == job.tokens for name, tokens in texts.items()},
         }
 
-    def race(self, scenario: Scenario) -> None:
+    def race(self, scenario: Scenario, told: Callable[[], object]) -> None:
         """Variants take turns; what the first answers took is forgotten."""
         cases = self._suitable(scenario)
         for case in cases:
@@ -161,6 +177,7 @@ class Demonstration:
         for _ in range(self.options.repeats):
             for case in cases:
                 self._run(case, scenario)
+                told()
         for case in cases:
             self.rates.setdefault(case.variant.name, {})[scenario.name] = round(case.tokens_per_second, 1)
 
@@ -168,19 +185,25 @@ class Demonstration:
         """The first answer once more, by the fastest variant: what ran when in some of its rounds."""
         scenario, trace_path, picture = self.scenarios[0], self.options.out / TRACE, self.options.out / PICTURE
         case = self._suitable(scenario)[-1]
-        with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
-            self._run(case, scenario)
-        timeline, summary = trace.timeline, trace.timeline.summary()
-        timeline.save_perfetto(trace_path)
         told = f"{picture}: what ran when; {trace_path}: the same for ui.perfetto.dev"
         drawn: str | None = str(picture)
-        try:
-            timeline.save_picture(picture)
-        except RuntimeError as error:  # matplotlib is a matter of taste
-            drawn, told = None, f"{trace_path}: what ran when, for ui.perfetto.dev; no picture: {error}"
+        with self._bar("timeline", 1):
+            with case.engine.trace(rounds=TRACED_ROUNDS) as trace:
+                self._run(case, scenario)
+            timeline, summary = trace.timeline, trace.timeline.summary()
+            timeline.save_perfetto(trace_path)
+            try:
+                timeline.save_picture(picture)
+            except RuntimeError as error:  # matplotlib is a matter of taste
+                drawn, told = None, f"{trace_path}: what ran when, for ui.perfetto.dev; no picture: {error}"
         figures = "\n".join(str(summary).splitlines()[-2:])  # without its table, which the picture shows
         self._say(f"\n{figures}\n{told}")
         return {"trace": str(trace_path), "picture": drawn, "summary": summary.as_dict()}
+
+    def _bar(self, told: str, steps: int) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=steps, desc=told, disable=not self._progress, leave=False)
 
     def _compiled(self, scenario: Scenario) -> CompiledConstraint | None:
         return self.cases[-1].engine.compile(scenario.constraint) if scenario.constraint else None

@@ -21,7 +21,7 @@ from stepgraph.runtime.commands.request import (
     sampling_of,
     stop_ids,
 )
-from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
 
 if TYPE_CHECKING:
     from stepgraph.runtime.engine import Engine
@@ -114,6 +114,7 @@ def _asked(options: argparse.Namespace) -> Asked:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens: got {options.max_new_tokens}, want at least 1")
     stops = stop_ids(options)
+    load_libraries()
     if options.token_ids is not None:
         if options.chat or options.system is not None:
             raise ValueError("--token-ids: got it beside --chat or --system, want it alone: ids are taken as they are")

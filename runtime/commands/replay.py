@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import set_threads
 from stepgraph.runtime.commands.request import DTYPES, dtype_of
-from stepgraph.runtime.commands.terminal import FAILED, describe, print_json, shows_progress
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
 
 if TYPE_CHECKING:
     from stepgraph.runtime.replaying import Replayed, Run
@@ -38,6 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.toy and options.draft is not None:
         raise ValueError(f"--draft: got {options.draft} beside --toy, want it beside --model: the toy pair has its own")
+    load_libraries()
     from stepgraph.runtime.replaying import other_versions, read_recording
 
     recorded = read_recording(options.file)

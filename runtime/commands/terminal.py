@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -42,6 +43,15 @@ def wants_colour(stream: TextIO) -> bool:
 def shows_progress() -> bool:
     """Bars go where errors go, so that a pipe carries the result alone."""
     return sys.stderr.isatty()
+
+
+def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
+    """Takes seconds, of which a terminal is told until they are over."""
+    if shows_progress():
+        told = "loading libraries ..."
+        print(told, end="\r", file=sys.stderr, flush=True)
+        importlib.import_module(module)
+        print(" " * len(told), end="\r", file=sys.stderr, flush=True)
 
 
 def print_json(document: object) -> None:

@@ -37,7 +37,8 @@ class Pair(NamedTuple):
 def open_pair(drafts: int, progress: bool = False) -> Pair:
     """The demonstration's own, in bfloat16 on the CPU. ValueError names the command that brings what is missing."""
     path = target_path()
-    loaded = load_models(path, head_path(), EngineConfig(num_speculative_tokens=drafts), dtype=torch.bfloat16, progress=progress)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
+    loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress)
     return Pair("SmolLM2-135M-Instruct with an EAGLE-3 head", loaded.target, loaded.draft, TextCodec.open(path, loaded.vocabulary))
 
 
