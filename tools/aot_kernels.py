@@ -6,6 +6,7 @@ One JSON document: `python -m tools.aot_kernels`. TRITON_INTERPRET must not be s
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
@@ -199,4 +200,5 @@ def table() -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(table()))

@@ -9,6 +9,7 @@ instructions. The least is each entry that some query sees, once for its cache h
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -172,6 +173,7 @@ def figures(shape: Shape) -> dict[str, Any]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     found = []
     for shape in SHAPES:

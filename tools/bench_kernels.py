@@ -8,6 +8,7 @@ store when no cache helps. Prints one JSON document last; times are there only w
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -230,6 +231,7 @@ def report(context: Context) -> dict[str, object]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = report(Context(rehearsal=not torch.cuda.is_available(), quick=False))
     operations: Any = found["operations"]
     for entry in operations:
