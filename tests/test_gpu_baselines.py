@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 from stepgraph.graphs import Backend, TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig
+from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, compiled
 from tools.baselines.three_graphs import Row, Sizes, ThreeGraphs
+from tools.baselines.transformers_generate import not_available, same_weights, small_assistant
 from tools.checks.shapes import TINY, pair_of
 
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)  # whose texts are long
@@ -81,3 +84,28 @@ def test_with_a_llama_and_an_eagle_head_it_says_what_the_engine_says(backend: Ba
         accepted = engine.stats().accepted_drafts
     assert found == [(job.tokens, job.finish_reason) for job in jobs]
     assert loop.accepted == accepted > 0
+
+
+@torch.no_grad()
+def test_transformers_says_what_the_engine_says_in_every_mode_that_needs_no_compiler() -> None:
+    """With the same weights in float32; assisted by a model that knows nothing; under xgrammar's processor."""
+    unpadded = replace(TINY, target=replace(TINY.target, vocab_size=len(Vocabulary.printable().tokens)))
+    pair, schema = pair_of(unpadded, torch.device("cpu")), {"type": "array", "items": {"type": "boolean"}, "minItems": 4}
+    generator = same_weights(pair.target, pair.vocabulary)
+    grammar, constraint = generator.compile(json.dumps(schema)), Constraint.json_schema(schema)
+    config = EngineConfig(num_speculative_tokens=0, max_rows=2, max_length=64, greedy_only=True, eager=True, compile_isolation="none")
+    with Engine(pair.target, vocabulary=pair.vocabulary, config=config) as engine:
+        engine.capture()
+        free, ruled = engine.generate(PROMPTS[0], max_new_tokens=12), engine.generate(PROMPTS[0], constraint=constraint, max_new_tokens=12)
+    assistant = small_assistant(pair.target, pair.vocabulary)
+    for mode in ("dynamic", "static", "assisted"):
+        assert generator.generate(PROMPTS[0], 12, mode=mode, assistant=assistant).tokens == free.tokens, mode
+    assert generator.generate(PROMPTS[0], 12, grammar, "static").tokens[: len(ruled.tokens)] == ruled.tokens
+    with pytest.raises(ValueError, match=r"generate.mode: got 'fast', want one of dynamic, static, compiled, assisted"):
+        generator.generate(PROMPTS[0], 12, mode="fast")
+
+
+def test_what_is_not_installed_is_told_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not_available() == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else name)
+    assert not_available() == "not available: transformers not installed; pip install transformers"

@@ -1,18 +1,25 @@
-"""What a user would run without this project: `transformers` generate, greedy, with xgrammar's logits processor, on the same weights."""
+"""What a user would run without this project: `transformers` generate, greedy, with xgrammar's logits processor, on the same weights.
+
+With the dynamic cache, a static one, a static one and a compiled step, or assisted by a smaller model; each where it can be had.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-import xgrammar
-from transformers.generation.streamers import BaseStreamer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from xgrammar.contrib.hf import LogitsProcessor
+from torch import nn
+
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.weights import places
+from stepgraph.sampling.grammar import Vocabulary
+
+MODES = ("dynamic", "static", "compiled", "assisted")
 
 
 class Timed(NamedTuple):
@@ -21,8 +28,8 @@ class Timed(NamedTuple):
     rest: float  # seconds from there to the end
 
 
-class Clock(BaseStreamer):
-    """Notes when the first token came: `put` is called with the prompt, then with every token."""
+class Clock:
+    """Notes when the first token came: as a streamer, `put` is called with the prompt, then with every token."""
 
     def __init__(self) -> None:
         self.calls, self.first = 0, 0.0
@@ -36,10 +43,64 @@ class Clock(BaseStreamer):
         pass
 
 
-class Baseline:
+def not_available() -> str:
+    """Why none of this can run here; empty where it can."""
+    missing = [name for name in ("transformers", "xgrammar") if importlib.util.find_spec(name) is None]
+    return f"not available: {' and '.join(missing)} not installed; pip install {' '.join(missing)}" if missing else ""
+
+
+class Generator:
+    """A model of transformers, and grammars over its vocabulary."""
+
+    def __init__(self, model: Any, tokenizer_info: Any, pad: int) -> None:
+        import xgrammar
+
+        self.model, self._pad = model, pad
+        self._compiler = xgrammar.GrammarCompiler(tokenizer_info)
+
+    def compile(self, schema: str) -> Any:
+        return self._compiler.compile_json_schema(schema, any_whitespace=False)
+
+    def generate(
+        self, prompt: Sequence[int], new_tokens: int, grammar: Any = None, mode: str = "dynamic", assistant: Any = None, ends: bool = True
+    ) -> Timed:
+        """`ends`: a stop token ends the text; else it has `new_tokens` tokens. Of the caches the dynamic one is the fastest on a CPU."""
+        from xgrammar.contrib.hf import LogitsProcessor
+
+        if mode not in MODES:
+            raise ValueError(f"generate.mode: got {mode!r}, want one of {', '.join(MODES)}")
+        clock, device = Clock(), self.model.device
+        options: dict[str, Any] = {} if ends else {"min_new_tokens": new_tokens}
+        if mode in ("static", "compiled"):
+            options |= {"cache_implementation": "static", "disable_compile": mode == "static"}
+        if mode == "assisted":
+            options["assistant_model"] = assistant
+        else:
+            options["streamer"] = clock  # assisted generation has none
+        start = time.perf_counter()
+        output = self.model.generate(
+            torch.tensor([list(prompt)], device=device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            logits_processor=[LogitsProcessor(grammar)] if grammar is not None else [],
+            pad_token_id=self._pad,
+            **options,
+        )
+        tokens = output[0, len(prompt) :].tolist()  # waits for the device
+        end = time.perf_counter()
+        first = clock.first or start
+        return Timed(tokens, first - start, end - first)
+
+
+class Baseline(Generator):
     """The target of a GGUF file as transformers runs it."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        import transformers
+        import xgrammar
+        from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
         told = {"gguf_file": path.name, "local_files_only": True}
         config = transformers.AutoConfig.from_pretrained(path.parent, **told)
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
@@ -47,27 +108,66 @@ class Baseline:
         missing = model.load_state_dict(read, strict=False).missing_keys
         assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
         model.tie_weights()
-        self.model = model.to(dtype).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **told)
         info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=config.vocab_size)
-        self._compiler = xgrammar.GrammarCompiler(info)
+        super().__init__(model.to(dtype).eval(), info, self.tokenizer.eos_token_id)
 
-    def compile(self, schema: str) -> Any:
-        return self._compiler.compile_json_schema(schema, any_whitespace=False)
 
-    def generate(self, prompt: Sequence[int], new_tokens: int, grammar: Any = None) -> Timed:
-        """With the dynamic cache, its default and the fastest here."""
-        clock = Clock()
-        processors = [LogitsProcessor(grammar)] if grammar is not None else []
-        start = time.perf_counter()
-        output = self.model.generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            logits_processor=processors,
-            pad_token_id=self.tokenizer.eos_token_id,
-            streamer=clock,
+def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
+    """A model of this project's as transformers runs it, on the same device."""
+    import transformers
+    import xgrammar
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
+    model = _empty(target.config, vocabulary.stop_token_ids, target.embedding.device)
+    wanted = dict(places(target))
+    given = {name: target.get_parameter(place.parameter)[place.start : place.start + place.rows] for name, place in wanted.items()}
+    missing = model.load_state_dict(given, strict=False).missing_keys
+    assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
+    model.tie_weights()
+    stops = list(vocabulary.stop_token_ids)
+    info = xgrammar.TokenizerInfo(
+        list(vocabulary.tokens), xgrammar.VocabType.RAW, vocab_size=target.config.vocab_size, stop_token_ids=stops
+    )
+    return Generator(model, info, stops[0])
+
+
+def small_assistant(target: Llama, vocabulary: Vocabulary) -> nn.Module:
+    """A model of two layers and a quarter of the width, with random weights, for what assisted generation costs."""
+    config = target.config
+    width = max(config.head_size * 2, config.hidden_size // 4)
+    heads = width // config.head_size
+    small = LlamaConfig(
+        config.vocab_size, width, 2 * width, heads, heads, config.head_size, (None, None), tied=True, dtype=config.dtype, rope=config.rope
+    )
+    model: nn.Module = _empty(small, vocabulary.stop_token_ids, target.embedding.device)
+    return model
+
+
+def _empty(config: LlamaConfig, stops: Sequence[int], device: torch.device) -> Any:
+    """Of this shape, with whatever weights it is born with."""
+    import transformers
+
+    rope = config.rope
+    assert rope.factor == 1.0 and rope.original_length is None and not config.head_norms, config
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call, unused-ignore]
+            transformers.LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.head_size,
+                rms_norm_eps=config.norm_epsilon,
+                rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
+                tie_word_embeddings=config.tied,
+                max_position_embeddings=4096,
+                bos_token_id=None,
+                eos_token_id=list(stops),
+                pad_token_id=stops[0],
+            ),
+            dtype=config.dtype,
         )
-        end = time.perf_counter()
-        return Timed(output[0, len(prompt) :].tolist(), clock.first - start, end - clock.first)
+    return model.eval()
