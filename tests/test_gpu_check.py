@@ -96,8 +96,8 @@ def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
 
 def test_the_budgets_of_all_checks_fit_into_a_run() -> None:
     spent = sum(entry.seconds for entry in CATALOGUE)
-    assert spent <= FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}"
-    assert spent * QUICK_SHARE <= QUICK_SECONDS
+    assert spent <= 0.9 * FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}, and weights have to be made, and kernels loaded"
+    assert spent * QUICK_SHARE <= 0.9 * QUICK_SECONDS
     assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE)
     assert {goal.check for goal in GOALS} <= {entry.name for entry in CATALOGUE}
 
