@@ -40,7 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit code 1: the answer failed, or it had to obey something and was cut short by --max-new-tokens.",
         [
             'stepgraph generate model "Is water wet?" --choice yes --choice no',
-            """stepgraph generate model "Is water wet?" --json --schema '{"type": "object", "properties": {"wet": {"type": "boolean"}}}'""",
+            """stepgraph generate model "Is water wet?" --json --schema"""
+            """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
             'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
         ],
     )
