@@ -1,0 +1,111 @@
+"""Installs a bundle of gpu_pack.py on a host without a package index: checks every byte, joins parts, installs wheels as they are.
+
+    python install.py                       beside the manifest
+    python install.py --check               looks, and installs nothing
+    python install.py --into FOLDER         where the model and the prebuilt libraries go (default: beside the manifest)
+
+Needs nothing but Python and pip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 20
+
+
+def digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def read_manifest(bundle: Path) -> dict[str, Any]:
+    path = bundle / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{bundle}: got no {MANIFEST}, want the folder that gpu_pack.py wrote")
+    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return manifest
+
+
+def problems(bundle: Path, manifest: dict[str, Any]) -> list[str]:
+    """One sentence per file that is missing, short or other than it was."""
+    found = []
+    for name, told in manifest["files"].items():
+        path = bundle / name
+        if not path.is_file():
+            found.append(f"{name}: missing")
+        elif path.stat().st_size != told["bytes"]:
+            found.append(f"{name}: got {path.stat().st_size} bytes, want {told['bytes']}")
+        elif digest(path) != told["sha256"]:
+            found.append(f"{name}: other bytes than were packed")
+    return found
+
+
+def join(bundle: Path, name: str, told: dict[str, Any], into: Path) -> Path:
+    """One file from its parts; ValueError where it is not the one that was cut."""
+    path = into / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as whole:
+        for part in told["parts"]:
+            with (bundle / part).open("rb") as file:
+                shutil.copyfileobj(file, whole, CHUNK)
+    if digest(path) != told["sha256"]:
+        raise ValueError(f"{path}: other bytes than were cut")
+    return path
+
+
+def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]:
+    """What was done, a line each. Nothing is touched unless every file is as it was packed."""
+    manifest = read_manifest(bundle)
+    wrong = problems(bundle, manifest)
+    if wrong:
+        raise ValueError(f"{bundle}: {'; '.join(wrong)}")
+    wheels = [str(bundle / name) for name in manifest["files"] if name.endswith(".whl")]
+    done = []
+    if wheels:
+        subprocess.run([python, "-m", "pip", "install", "--no-index", "--no-deps", "--disable-pip-version-check", *wheels], check=True)
+        done.append(f"installed {len(wheels)} wheels")
+    for name, told in manifest["joined"].items():
+        done.append(f"joined {join(bundle, name, told, into)}")
+    for name in manifest["files"]:
+        if name.startswith("libraries/"):
+            target = into / name
+            if target.resolve() != (bundle / name).resolve():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(bundle / name, target)
+    if any(name.startswith("libraries/") for name in manifest["files"]):
+        done.append(f"prebuilt libraries: export FLASHINFER_WORKSPACE_BASE={(into / 'libraries').resolve()}")
+    return done
+
+
+def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="look at every file, install nothing")
+    parser.add_argument("--into", type=Path, help="where the model and the libraries go (default: the bundle)")
+    options = parser.parse_args(arguments)
+    bundle = bundle or Path(__file__).resolve().parent
+    try:
+        if options.check:
+            wrong = problems(bundle, read_manifest(bundle))
+            print("\n".join(wrong) or "every file is as it was packed")
+            return 1 if wrong else 0
+        print("\n".join(install(bundle, options.into or bundle)))
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        print(f"install: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
