@@ -86,6 +86,7 @@ class AsyncEngine:
         if self._stepper is not None and self._stepper.thread.is_alive():
             raise RuntimeError("AsyncEngine.open(): it is open already")
         self._stepper = stepper = Stepper(self.engine, asyncio.get_running_loop())
+        self._door = asyncio.Lock()  # a lock that somebody waited for is of one event loop for good
         weakref.finalize(self, stepper.stop, drain=False).atexit = False
         try:
             await stepper.opened

@@ -90,8 +90,8 @@ class Stepper:
         self._bringing = False
         self._last: Sequence[Job] | None = None  # the jobs whose ends it waits for when it stops
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
-        _live.add(self)
         self.thread.start()
+        _live.add(self)
 
     def submit(self, prompt_ids: Any, options: dict[str, Any]) -> Reading:
         with self._lock:  # its first event comes behind this
@@ -186,7 +186,7 @@ class Stepper:
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop was closed, and close() not called: nobody is there any more to read
-            self.stopping = self._hurry = True
+            self.stop(drain=False)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

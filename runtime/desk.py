@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.forks import LEFT, leave_in_forks
 from stepgraph.runtime.grammars import Waiting
 from stepgraph.runtime.ledger import Ledger
 from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
@@ -32,6 +33,7 @@ class Desk:
         self.jobs: dict[int, Job] = {}
         self.rows = RowTable(limits, sharing)
         self.ledger = Ledger(limits.num_speculative_tokens)
+        leave_in_forks(self._leave)
 
     @property
     def waiting(self) -> int:
@@ -193,3 +195,9 @@ class Desk:
             self._waiting.clear()
         for job in jobs:
             self.finish(job, self._seats.get(job.id), reason, error=error)
+
+    def _leave(self) -> None:
+        self.lock = threading.Lock()
+        for job in self.jobs.values():
+            job.error, job.finish_reason = LEFT, FinishReason.ERROR
+        self.jobs = {}

@@ -6,7 +6,6 @@ with `rounds_in_flight` rounds on their way it reads the oldest one's results fr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +22,7 @@ from stepgraph.runtime.admission import Admission
 from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.forks import LEFT, leave_in_forks
 from stepgraph.runtime.grammars import Grammars, Waiting
 from stepgraph.runtime.hidden_states import open_states, states_layout
 from stepgraph.runtime.host_drafts import function_drafts
@@ -46,7 +46,7 @@ from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, Step
 from stepgraph.runtime.rows import Seat
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
-from stepgraph.runtime.stepping import Stepping
+from stepgraph.runtime.stepping import Stepping, Turn
 from stepgraph.runtime.submission import Submissions
 from stepgraph.runtime.trace import Trace, trace_rounds
 from stepgraph.runtime.watchdog import Watchdog
@@ -97,9 +97,10 @@ class Engine:
         self._admission = Admission(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
         self._flights = make_flights(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self._watchdog.backend, self.buffers, self.limits)
-        self._step_lock = threading.Lock()
+        self._turn = Turn()
         self.stepping = Stepping(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
         self._closed = ""
+        leave_in_forks(self._leave)
 
     @classmethod
     def from_pretrained(
@@ -126,7 +127,7 @@ class Engine:
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record one graph per batch size, with and without grammars. Once, before the first step."""
-        with self._step_lock:
+        with self._turn:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
@@ -183,13 +184,13 @@ class Engine:
 
     def step(self) -> list[StepEvent]:
         """Launch one round, and return what became known: at most `rounds_in_flight` - 1 rounds stay on their way."""
-        with self._step_lock:
+        with self._turn:
             self._require_open("step")
             self.stepping.check()
             if not self._graphs.captured:
                 raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
-                events = self._cancel()
+                events = [self._end(job, seat, FinishReason.CANCELLED) for job, seat in self._desk.take_cancelled()]
                 events += self._admit()
                 seats = tuple(seat for seat in self._desk.rows if seat.joined)
                 if self._function_drafts:
@@ -252,7 +253,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
-        with self._step_lock:
+        with self._turn:
             if not self._closed:
                 self._shut("the engine was closed", FinishReason.CANCELLED)
 
@@ -261,9 +262,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _cancel(self) -> list[StepEvent]:
-        return [self._end(job, seat, FinishReason.CANCELLED) for job, seat in self._desk.take_cancelled()]
 
     def _end(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
         if seat is not None:
@@ -297,3 +295,6 @@ class Engine:
         self._grammars.close()
         if self._states:
             self._states.close()
+
+    def _leave(self) -> None:
+        self._closed, self._turn = LEFT, Turn()

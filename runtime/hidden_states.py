@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import warnings
+import weakref
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -43,6 +45,7 @@ class HiddenStates:
         self._sent: collections.deque[PromptLines] = collections.deque()
         self._kept: dict[int, list[Tensor]] = {}  # per job: its states in order
         self._warned = False
+        weakref.finalize(self, writer.finish).atexit = False  # of an engine that nobody closed
 
     @property
     def saved(self) -> int:
@@ -96,9 +99,9 @@ class HiddenStates:
             self._writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
         if self.error and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"EngineConfig.save_hidden_states: {self.error}; nothing more is saved, requests go on", RuntimeWarning, stacklevel=2
-            )
+            told = f"EngineConfig.save_hidden_states: {self.error}; nothing more is saved, requests go on"
+            with suppress(Warning):  # where warnings are errors
+                warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         self._writer.close()

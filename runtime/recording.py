@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import platform
 import threading
 import warnings
@@ -28,6 +29,7 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.drafters import only_looks_up
+from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.runtime.grammars import Waiting
 from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
@@ -64,11 +66,11 @@ class Recorder:
         self._path, self._left, self._lock = Path(recording.path), recording.max_bytes - len(FULL), threading.Lock()
         try:
             # Unbuffered, and for its owner's eyes: a file of the same name is somebody's last recording.
-            self._file: io.FileIO | None = io.FileIO(str(self._path), "xb")
-            self._path.chmod(0o600)
+            self._file: io.FileIO | None = io.FileIO(str(self._path), "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
         except OSError as error:
             wanted = "want the path of a file that is not there yet and can be written"
             raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {wanted}") from None
+        leave_in_forks(self._leave)
         self.write("engine", **header)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -97,6 +99,11 @@ class Recorder:
             with contextlib.suppress(OSError):
                 file.close()
         return file is not None
+
+    def _leave(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _end(self, why: str) -> None:
         if self.close():

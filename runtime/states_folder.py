@@ -22,6 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stepgraph.runtime.forks import leave_in_forks
+from stepgraph.sampling.exits import end_at_exit
+
 if sys.platform != "win32":
     import fcntl
 
@@ -74,7 +77,7 @@ class StatesWriter:
     def __init__(self, folder: str | Path, layout: StatesLayout, shard_bytes: int) -> None:
         self._folder, self._layout, self._shard_bytes = Path(folder), layout, shard_bytes
         self._shards: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may call `finish` wherever this is held
         self._texts: queue.SimpleQueue[SavedText | None] = queue.SimpleQueue()
         self._held = 0
         self._closed = False
@@ -83,6 +86,8 @@ class StatesWriter:
         self._claim = self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
         self._thread.start()
+        end_at_exit(self)
+        leave_in_forks(self._leave)
 
     def put(self, text: SavedText) -> bool:
         with self._lock:
@@ -94,13 +99,17 @@ class StatesWriter:
             self._texts.put(text)
             return True
 
-    def close(self) -> None:
-        """Write what is held, and wait for it. Idempotent."""
+    def finish(self) -> None:
+        """Have what is held written, and wait for nothing. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._texts.put(None)
-        self._thread.join()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Write what is held, and wait for it, so long at most. Idempotent."""
+        self.finish()
+        self._thread.join(seconds)
 
     def _prepare(self) -> int:
         """Make the folder, continue what it holds, and keep other writers out. Returns the open lock."""
@@ -136,7 +145,16 @@ class StatesWriter:
                 waiting, size = [], 0
         if waiting:
             self._flush(waiting, size)
-        os.close(self._claim)
+        self._unclaim()
+
+    def _unclaim(self) -> None:
+        claim, self._claim = self._claim, -1
+        if claim >= 0:
+            os.close(claim)
+
+    def _leave(self) -> None:
+        self._lock, self._closed = threading.RLock(), True
+        self._unclaim()  # or the folder would be taken for as long as the fork lives
 
     def _flush(self, texts: Sequence[SavedText], size: int) -> None:
         try:

@@ -13,6 +13,25 @@ from stepgraph.runtime.flights import Flights
 from stepgraph.runtime.request import Job
 
 
+class Turn:
+    """To step, capture or close an engine: one thread's at a time. From within, say in a draft function or in a signal's handler, it is
+    refused: that would wait for itself."""
+
+    def __init__(self) -> None:
+        self._lock, self._taken = threading.RLock(), False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._taken:
+            self._lock.release()
+            raise RuntimeError("Engine: got a step(), capture() or close() from within one of them, want it behind")
+        self._taken = True
+
+    def __exit__(self, *_: object) -> None:
+        self._taken = False
+        self._lock.release()
+
+
 class Stepping:
     """Who may step an engine, and when a step has something to do."""
 
@@ -46,6 +65,8 @@ class Stepping:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; whether it has. A ring ends the sleep whatever it is for."""
+        if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, want a number of seconds from 0, or None")
         return self.ready or (self._bell.wait(seconds) and self.ready)
 
     def check(self) -> None:

@@ -174,6 +174,7 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             other = await serving.generate([2], max_new_tokens=9).result()
             assert other.tokens == plain([2], 9).tokens and not waiting.job.finished
             asleep.clear()
+            engine.stepping.ring()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             asleep.polls.clear()  # type: ignore[attr-defined]
             made = gate.made
@@ -183,6 +184,7 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
+            engine.stepping.ring()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             assert serving._stepper is not None
             serving._stepper.stop(drain=True)

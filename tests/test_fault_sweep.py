@@ -74,13 +74,13 @@ SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llg
 
 def make(host_link: str = "python", draft: Any = None, **others: Any) -> Engine:
     target = FaultyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
-    options: dict[str, Any] = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2, **others}
+    sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {**sizes, "compile_isolation": "none", **others}
     config = EngineConfig(
         max_length=48,
         page_size=8,
         prefill_chunk=5,
         host_link=host_link,
-        compile_isolation="none",
         max_compiles=1,
         backend="tape",
         **options,
@@ -210,10 +210,10 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("stepgraph")}
 
 
-def close_by(host_link: str, point: Point, number: int) -> Fault:
+def close_by(host_link: str, point: Point, number: int, **others: Any) -> Fault:
     """What is nobody's fault ends every job with its cause and closes the engine; who had ended before stays as it was."""
     expected, before, fault = shared(host_link)[1], threads(), Fault(number)
-    engine = make(host_link, greedy_only=True)
+    engine = make(host_link, greedy_only=True, **others)
     greedy = [place for place in range(len(ASKS)) if place not in DRAWN]
     with point(engine, fault):
         jobs = submit(engine, greedy)

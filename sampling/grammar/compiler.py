@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stepgraph.sampling.exits import end_at_exit
 from stepgraph.sampling.grammar.backends import Backends, Grammar
 from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
 from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
@@ -106,6 +107,7 @@ class GrammarCompiler:
         self._failures = self._compiles = 0
         self._seconds = self._longest = 0.0
         self._closed = False
+        end_at_exit(self)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -165,8 +167,11 @@ class GrammarCompiler:
         finally:
             claim.release()
 
-    def close(self) -> None:
-        """End what is being compiled, and the workers; who waits is told. What was compiled lives as long as it is used."""
+    def close(self, seconds: float = 0.0) -> None:
+        """End what is being compiled, and the workers; who waits is told. What was compiled lives as long as it is used.
+
+        What is compiled in this process cannot be ended; it is waited for so long at most.
+        """
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, collections.deque()
@@ -178,6 +183,8 @@ class GrammarCompiler:
             entry.result.set_exception(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
         for worker in idle:
             worker.close()
+        for thread in tuple(self._threads) if seconds else ():
+            thread.join(seconds)
 
     def take(self, claim: Claim) -> None:
         """`Claim.take`."""
