@@ -62,7 +62,7 @@ class Run:
             limits = GrammarLimits(**fields.pop("grammar_limits"))
             tuples = {name: None if fields[name] is None else tuple(fields[name]) for name in ("forced_acceptance", "buckets")}
             config = EngineConfig(**fields | tuples | {"grammar_limits": limits, "backend": "auto", "nvtx": False})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{self.path}:1: config: {error}") from None
         return replace(config, max_queued=max(config.max_queued, len(self.requests)))
 
@@ -149,7 +149,7 @@ class _Reader:
             try:
                 happened = json.loads(line)
                 self._take(happened)
-            except (KeyError, TypeError, ValueError, RecursionError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self._path}:{number}: {type(error).__name__}: {error}, want a line that a recorder wrote") from None
         return Run(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
 

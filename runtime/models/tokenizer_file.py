@@ -77,7 +77,7 @@ def _template(folder: Path, told: Mapping[str, Any], special: Mapping[str, str])
     if path.is_file():
         given = path.read_text(encoding="utf-8")
     if isinstance(given, list):
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        named = {each["name"]: each.get("template") for each in given if isinstance(each, dict) and isinstance(each.get("name"), str)}
         given, with_tools = named.get("default"), named.get("tool_use")
     else:
         with_tools = None

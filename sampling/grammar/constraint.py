@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from stepgraph.sampling.grammar.response_format import checked_response_format
 from stepgraph.sampling.grammar.structural_tag import checked_tag
 from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.shown import shown
 
 if TYPE_CHECKING:
     from stepgraph.sampling.grammar.coverage import Coverage
@@ -29,8 +30,8 @@ MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are taken out
 
 
 def checked_backend(name: str, value: object) -> None:
-    if value not in get_args(BackendChoice):
-        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(get_args(BackendChoice))}")
+    if not isinstance(value, str) or value not in get_args(BackendChoice):
+        raise ValueError(f"{name}: got {shown(value)}, want one of {', '.join(get_args(BackendChoice))}")
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,20 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
-            raise ValueError(f"Constraint.kind: got {self.kind!r}, want one of {', '.join(get_args(ConstraintKind))}")
+            raise ValueError(f"Constraint.kind: got {shown(self.kind)}, want one of {', '.join(get_args(ConstraintKind))}")
         if not isinstance(self.payload, str):
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, want str")
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, want at most {MAX_PAYLOAD_CHARS}")
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
         if not isinstance(self.any_whitespace, bool):
-            raise ValueError(f"Constraint.any_whitespace: got {self.any_whitespace!r}, want a bool")
+            raise ValueError(f"Constraint.any_whitespace: got {shown(self.any_whitespace)}, want a bool")
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for constraints with JSON in them only")
         checked_backend("Constraint.backend", self.backend)
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not self.marker or not (of_ids or isinstance(self.marker, str))):
-            raise ValueError(f"Constraint.marker: got {self.marker!r}, want a text or token ids, at least one")
+            raise ValueError(f"Constraint.marker: got {shown(self.marker)}, want a text or token ids, at least one")
         if len(self.marker or ()) > MAX_MARKER:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, want at most {MAX_MARKER}")
         if isinstance(self.marker, str):
@@ -112,11 +113,11 @@ class Constraint:
     @classmethod
     def choice(cls, options: Sequence[str], backend: BackendChoice = "auto") -> Constraint:
         """Exactly one of the options."""
-        if isinstance(options, str) or not options:
-            raise ValueError(f"Constraint.choice: got {options!r}, want a sequence of at least one string")
+        if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+            raise ValueError(f"Constraint.choice: got {shown(options)}, want a sequence of at least one string")
         for index, option in enumerate(options):
             if not isinstance(option, str) or not option:
-                raise ValueError(f"Constraint.choice[{index}]: got {option!r}, want a string that is not empty")
+                raise ValueError(f"Constraint.choice[{index}]: got {shown(option)}, want a string that is not empty")
             _check_text(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
@@ -125,7 +126,7 @@ class Constraint:
         """A text of the grammar, in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. For xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
             if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"Constraint.ebnf.{name}: got {value!r}, want a string that is not blank")
+                raise ValueError(f"Constraint.ebnf.{name}: got {shown(value)}, want a string that is not blank")
             _check_text(f"Constraint.ebnf.{name}", value)
         return cls("ebnf", json.dumps([root, grammar]))
 
@@ -133,7 +134,7 @@ class Constraint:
     def lark(cls, grammar: str) -> Constraint:
         """A text of the grammar, in the Lark notation of llguidance: `start: "a" | "b" start`. For llguidance."""
         if not isinstance(grammar, str) or not grammar.strip():
-            raise ValueError(f"Constraint.lark.grammar: got {grammar!r}, want a string that is not blank")
+            raise ValueError(f"Constraint.lark.grammar: got {shown(grammar)}, want a string that is not blank")
         return cls("lark", grammar)
 
     @classmethod
@@ -148,7 +149,10 @@ class Constraint:
 
         In front of it any text may stand, but no stop token. A text is found in whatever tokens it comes, and no token reaches
         beyond its end; ids are for markers that are control tokens. The grammar begins with the very next byte."""
-        return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
+        try:
+            return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
+        except TypeError:
+            raise ValueError(f"Constraint.marker: got {shown(marker)}, want a text or token ids, at least one") from None
 
     def coverage(self, limits: GrammarLimits | None = None) -> Coverage:
         """What each grammar library makes of this constraint, and which one would enforce it. Compiles it in a worker process that
@@ -181,7 +185,7 @@ def _check_text(name: str, text: str) -> None:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {repeated!r} appears twice")
+        raise ValueError(f"the key {shown(repeated)} appears twice")
     return dict(pairs)
 
 

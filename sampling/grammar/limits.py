@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from stepgraph.sampling.grammar.constraint import MAX_PAYLOAD_CHARS, Constraint
 from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.shown import shown
 
 MIB = 1 << 20
 
@@ -90,9 +91,17 @@ def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
     kind, payload = constraint.kind, constraint.payload
     if len(payload) > limits.max_chars:
         raise ValueError(over("max_chars", f"{len(payload)} characters", limits.max_chars))
-    text = json.loads(payload)[1] if kind == "ebnf" else payload
+    text = _grammar_of(payload) if kind == "ebnf" else payload
     if kind in _PIECES and (deepest := _deepest(kind, text)) > limits.max_nesting:
         raise ValueError(over("max_nesting", f"{deepest} brackets open at once", limits.max_nesting))
+
+
+def _grammar_of(payload: str) -> str:
+    """Of a constraint of kind ebnf: the text behind the name of its first rule."""
+    told = json.loads(payload)
+    if not isinstance(told, list) or [type(part) for part in told] != [str, str]:
+        raise ValueError(f"Constraint.payload of ebnf: got {shown(payload)}, want what Constraint.ebnf writes")
+    return str(told[1])
 
 
 def over(field: str, got: str, limit: float, unit: str = "") -> str:

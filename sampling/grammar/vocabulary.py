@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xgrammar
 
+from stepgraph.sampling.shown import shown
+
 BITS_PER_WORD = 32
 
 _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"true", b"false", b"null", b"10", b"name", b"the ")
@@ -49,13 +51,13 @@ class Vocabulary:
                 raise ValueError(f"Vocabulary.tokens[{index}]: got {type(token).__name__}, want bytes")
         width = len(tokens) if logits_width is None else logits_width
         if not is_int(width) or width < len(tokens):
-            raise ValueError(f"Vocabulary.logits_width: got {width!r}, want an int >= {len(tokens)}, the number of tokens")
+            raise ValueError(f"Vocabulary.logits_width: got {shown(width)}, want an int >= {len(tokens)}, the number of tokens")
         if not stop_token_ids:
             raise ValueError("Vocabulary.stop_token_ids: got none, want at least one: a constrained text ends with a stop token")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
             for token_id in ids:
                 if not is_int(token_id) or not 0 <= token_id < len(tokens):
-                    raise ValueError(f"Vocabulary.{name}: got {token_id!r}, want ids in 0..{len(tokens) - 1}")
+                    raise ValueError(f"Vocabulary.{name}: got {shown(token_id)}, want ids in 0..{len(tokens) - 1}")
         object.__setattr__(self, "tokens", tuple(tokens))
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stop_token_ids)))
         object.__setattr__(self, "logits_width", width)

@@ -62,7 +62,7 @@ def asked(body: Mapping[str, Any], chat: bool, codec: TextCodec, model: str, max
     """HttpError names the field that is wrong or not supported."""
     given = _known({name: value for name, value in body.items() if value is not None}, _CHAT if chat else _COMPLETION)
     if given.get("model", model) != model:
-        raise HttpError(404, f"model: got {given['model']!r}, want {model!r}, the one that is served", "model", "model_not_found")
+        raise HttpError(404, f"model: got {_shown(given['model'])}, want {model!r}, the one that is served", "model", "model_not_found")
     tools = tool_use(given.get("tools"), given.get("tool_choice")) if chat else None
     prompt_ids = _chat_ids(given, tools, codec) if chat else _prompt_ids(given, codec)
     logprobs = _flag(given, "logprobs") if chat else _no_others(given)
@@ -83,8 +83,9 @@ def refusal(error: ValueError, prompt: str = "messages") -> HttpError:
 
 
 def _known(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    for name, value in given.items():
-        if name in known:
+    for given_name, value in given.items():
+        name = given_name[:100]
+        if given_name in known:
             continue
         if name not in _ASKS_NOTHING:
             raise HttpError(400, f"{name}: got {_shown(value)}, but it is not supported here", name, "unsupported_parameter")
@@ -114,7 +115,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         raise HttpError(400, f"{name}: got {_shown(message)}, want an object with a role and a content", name)
     message = {field: value for field, value in message.items() if value is not None}
     for field in message.keys() - _MESSAGE:
-        raise HttpError(400, f"{name}.{field}: got a field that is not supported here", f"{name}.{field}")
+        raise HttpError(400, f"{name}.{field[:100]}: got a field that is not supported here", f"{name}.{field[:100]}")
     content = message.get("content")
     if isinstance(content, list):
         for place, part in enumerate(content):

@@ -93,7 +93,7 @@ def _check_tool(tool: Any, name: str) -> None:
     if not isinstance(function, dict) or tool["type"] != "function":
         raise HttpError(400, f"{name}: got {json.dumps(tool)[:60]}, want an object of type function with a function", name)
     for field in function.keys() - {"name", "description", "parameters", "strict"}:
-        raise HttpError(400, f"{name}.function.{field}: got a field that is not known", f"{name}.function.{field}")
+        raise HttpError(400, f"{name}.function.{field[:100]}: got a field that is not known", f"{name}.function.{field[:100]}")
     if not isinstance(function.get("name"), str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", function["name"]):
         raise HttpError(
             400, f"{name}.function.name: got {json.dumps(function.get('name'))[:60]}, want letters, digits, _ or -", f"{name}.function"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.grammar.tokenizers.table import Table
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")
 
@@ -35,7 +35,7 @@ def from_ranks(
             raise ValueError(f"{where}: got the token {token!r:.60}, want bytes")
         table.add(rank, token)
     for name, token_id in (special_tokens or {}).items():
-        if token_id in table.tokens and token_id not in table.control.values():
+        if is_int(token_id) and token_id in table.tokens and token_id not in table.control.values():
             raise ValueError(f"{where}: special token {name!r:.60} has the id {token_id}, which is that of {table.tokens[token_id]!r:.60}")
         table.add_control(token_id, name)
     return table.vocabulary([table.control[name] for name in _ENDS if name in table.control], stop_token_ids)

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.shown import shown
 
-MOST_IDS = 1 << 24  # far beyond any tokenizer; a wrong id takes no memory
+MOST_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single wrong id makes takes half a second and 400 MB
 # Control tokens that only ever end a turn, whether or not a file says that they do.
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 
@@ -16,6 +17,8 @@ class Table:
     """Ids in any order, holes among them. `where` is what errors begin with."""
 
     def __init__(self, where: str, logits_width: int | None) -> None:
+        if logits_width is not None and not (is_int(logits_width) and 1 <= logits_width <= MOST_IDS):
+            raise ValueError(f"{where}: logits_width: got {shown(logits_width)}, want a whole number from 1 to {MOST_IDS}, or None")
         self.where, self._width = where, logits_width
         self.tokens = dict[int, bytes]()
         self.control = dict[str, int]()  # by name: ids that are no text
@@ -38,9 +41,9 @@ class Table:
     def vocabulary(self, stops: Collection[Any], asked: Sequence[int] | None) -> Vocabulary:
         """`stops` are what the tokenizer names; `asked` are the caller's own, in their place."""
         ends = [self.control[name] for name in ENDS_OF_TURN if name in self.control]
-        found = list(dict.fromkeys([*stops, *ends])) if asked is None else list(asked)
         tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
         try:
+            found = list(dict.fromkeys([*stops, *ends])) if asked is None else list(asked)
             return Vocabulary(tokens, found, self._width, sorted(self._control_ids - set(found)))
         except (ValueError, TypeError) as error:  # TypeError: a stop id that is a list
             raise ValueError(f"{self.where}: {error}") from None

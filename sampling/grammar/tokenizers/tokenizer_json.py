@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def json_object(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
+        if re.search(r"\\u[dD][89a-fA-F]", text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: no JSON: half of a surrogate pair in a text") from None
     except (ValueError, RecursionError) as error:  # ValueError: a number of thousands of digits too
         raise ValueError(f"{where}: no JSON: {error}") from None
     if not isinstance(found, dict):

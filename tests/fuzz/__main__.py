@@ -1,0 +1,114 @@
+"""Tries doors with many inputs, each door in a process of its own whose end is no secret.
+
+python -m tests.fuzz --inputs 50000                        # all doors
+python -m tests.fuzz --door schema --inputs 5000 --seed 3 --json found.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz.doors import DOORS
+from tests.fuzz.loop import Report, fuzz
+from tests.fuzz.values import Value, written
+from tests.fuzz.watch import limit_memory
+
+MEMORY = 3 << 30  # that a door may take on top of what it has when it is ready
+STILL = 120.0  # seconds on one input
+_BOX = 1 << 20
+
+
+class BlackBox:
+    """The input that is being tried, in a file that outlives the process."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _BOX)
+
+    def note(self, number: int, given: Value) -> None:
+        text = f"{number}\n{written(given)}".encode()[: _BOX - 1]
+        self._memory[: len(text) + 1] = text + b"\0"
+
+    def noted(self) -> str:
+        return self._memory[:].split(b"\0")[0].decode()
+
+
+def child(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    box = BlackBox(Path(options.box))
+    home = tempfile.mkdtemp()
+    os.chdir(home)
+    door = DOORS[options.door]()
+    limit_memory(MEMORY)
+    report = fuzz(door, options.inputs, options.seed, box.note)
+    door.close()
+    left = os.listdir(home)
+    assert not left, f"something was written: {left}"
+    Path(options.json).write_text(json.dumps(asdict(report)), encoding="utf-8")
+    return 0
+
+
+def watched(name: str, inputs: int, seed: int) -> dict[str, Any]:
+    """The report of a door; of one that ended or hangs, the input that it was busy with is the find."""
+    with tempfile.TemporaryDirectory() as folder:
+        box, result = Path(folder) / "box", Path(folder) / "report"
+        box.write_bytes(bytes(_BOX))
+        reader = BlackBox(box)
+        command = [sys.executable, "-m", "tests.fuzz", "--door", name, "--inputs", str(inputs), "--seed", str(seed)]
+        process = subprocess.Popen([*command, "--json", str(result), "--box", str(box)])
+        seen, since = "", time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.2)
+            now = reader.noted()
+            seen, since = (now, time.monotonic()) if now != seen else (seen, since)
+            if now and time.monotonic() - since > STILL:
+                process.kill()
+                process.wait()
+        if result.exists():
+            found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            return found
+        number, _, given = reader.noted().partition("\n")
+        report = asdict(Report(name, inputs=int(number or 0)))
+        what = f"the process ended with {process.returncode}"
+        return report | {"finds": [{"door": name, "what": what, "given": json.loads(given or "null"), "told": ""}]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--door", choices=[*DOORS], action="append", help="which (default: all)")
+    parser.add_argument("--inputs", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="where to write the reports")
+    parser.add_argument("--box", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.box:
+        (options.door,) = options.door
+        return child(options)
+    reports = []
+    for name in options.door or DOORS:
+        begun = time.monotonic()
+        report = watched(name, options.inputs, options.seed)
+        reports.append(report)
+        report["clock_seconds"] = round(time.monotonic() - begun, 1)
+        print({field: value for field, value in report.items() if field != "finds"}, len(report["finds"]), "finds", flush=True)
+        for find in report["finds"][:8]:
+            print(f"  {find['what'][:300]}\n    {json.dumps(find['given'])[:600]}\n{find['told'][-900:]}")
+        if options.json:
+            Path(options.json).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    return int(any(report["finds"] for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Which of stepgraph's own lines inputs reach: what guides the search. A function all of whose lines were reached costs nothing more."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import stepgraph
+
+_ROOT = Path(stepgraph.__file__).resolve().parent
+_OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serving"))
+
+
+_MOST_CALLS = 8  # of one function that are looked at for one input: what is called again and again would take all the time
+
+
+@dataclass
+class _Function:
+    code: CodeType  # kept, so that no other gets its identity
+    left: set[int]  # its lines that nothing reached
+    number: int = -1  # of the last input that called it
+    calls: int = 0  # for that input
+
+
+class Reached:
+    """Lines of this thread, counted once each."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self._functions: dict[int, _Function] = {}
+        self._number = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """One input."""
+        before = sys.gettrace()  # whoever measures coverage goes on afterwards
+        self._number += 1
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        known = self._functions.get(id(code))
+        if known is None:
+            own = code.co_filename.startswith(_OWN)
+            known = self._functions[id(code)] = _Function(code, {line for _, _, line in code.co_lines() if line} if own else set())
+        if not known.left:
+            return None
+        known.calls = known.calls + 1 if known.number == self._number else 1
+        known.number = self._number
+        return self._line if known.calls <= _MOST_CALLS else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        if event == "line":
+            left = self._functions[id(frame.f_code)].left
+            if frame.f_lineno in left:
+                left.discard(frame.f_lineno)
+                self.lines += 1
+        return self._line

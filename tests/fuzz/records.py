@@ -1,0 +1,133 @@
+"""Formats of our own: recordings of engines, folders of hidden states."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.replaying import ask_again, other_versions, read_recording
+from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
+from tests.fuzz.folders import FolderDoor, chosen, put
+from tests.fuzz.requests import LIMITS, WORKER
+from tests.fuzz.values import Value, blob, bytes_of
+from tests.toy_engines import TARGET, VOCABULARY
+
+CONFIG = EngineConfig(
+    max_rows=2,
+    num_speculative_tokens=2,
+    max_length=48,
+    page_size=8,
+    buckets=(2,),
+    eager=True,
+    rounds_in_flight=1,
+    backend="tape",
+    grammar_limits=LIMITS,
+    max_compiles=1,
+    grammar_cache_bytes=1 << 20,
+)
+
+
+class RecordingDoor(FolderDoor):
+    """A file that Engine(record=...) wrote, line by line. Of what is read a part is asked again."""
+
+    name = "recording"
+    words: Sequence[str] = (
+        "kind engine submit tokens end cancel closed full refused step job reason error why prompt_ids constraint sampling max_new_tokens"
+        " num_speculative_tokens draft_ids cache_salt embeddings config versions models vocabulary format payload marker any_whitespace"
+        " backend stop length cancelled ebnf regex lark choice json_schema structural_tag grammar_limits forced_acceptance buckets max_rows"
+    ).split()
+    allowed = WORKER
+    named = re.compile(
+        r"(/\S+:\d+: |/\S+: |(sampling|SamplingParams|Constraint)\b|constraint |prompt_ids|max_new_tokens|num_spec|draft_ids|cache_salt)"
+    )
+
+    def __init__(self, thorough: bool = False) -> None:
+        super().__init__(thorough)
+        self._engine = engine()
+        self.seeds = [recorded(self.folder / "seed.jsonl")]
+
+    def prepare(self, given: Value) -> None:
+        lines = given if isinstance(given, list) else [given]
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        put(self.folder / "run.jsonl", text + "\n")
+
+    def enter(self, given: Value) -> None:
+        run = read_recording(self.folder / "run.jsonl")
+        assert all(isinstance(told, str) for told in other_versions(run))
+        config = run.config
+        assert config.max_queued >= len(run.requests)
+        if chosen(given, self.share):
+            replayed = ask_again(run, self._engine)
+            assert replayed.requests == len(run.requests) and not self._engine.has_work
+
+    def close(self) -> None:
+        self._engine.close()
+        super().close()
+
+
+def engine(record: Path | None = None) -> Engine:
+    made = Engine(TARGET, NgramLookup(), vocabulary=VOCABULARY, config=CONFIG, backend=TapeBackend(), record=record)
+    made.capture()
+    return made
+
+
+def recorded(path: Path) -> list[Value]:
+    """The lines of a run with requests of several kinds."""
+    with engine(path) as asked:
+        asked.submit([1, 2], max_new_tokens=2, sampling=SamplingParams(temperature=0, logit_bias={5: 1.0}))
+        asked.submit([3], max_new_tokens=4, constraint=Constraint.regex("[a-c]{0,6}x?").after((3,)))
+        cancelled = asked.submit([4], max_new_tokens=9, constraint=Constraint.ebnf('root ::= "a" | "b" root'))
+        asked.step()
+        asked.cancel(cancelled)
+        while asked.has_work:
+            asked.step()
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class StatesDoor(FolderDoor):
+    """The index of saved hidden states, and the header of a shard."""
+
+    name = "states"
+    words: Sequence[str] = (
+        "format shards file texts tokens model vocab_size feature_layers feature_size hidden_size dtype 0.token_ids 0.prompt_length"
+        " 0.features 0.hidden 1.hidden F32 I64 shape data_offsets states-00000.safetensors ../states.json __metadata__"
+    ).split()
+    named = re.compile(r"/")
+
+    def __init__(self, thorough: bool = False) -> None:
+        super().__init__(thorough)
+        layout = StatesLayout("model", 100, (0, 2), 6, 3, "float32")
+        writer = StatesWriter(self.folder, layout, 1 << 20)
+        for length in (4, 3):
+            writer.put(SavedText(torch.arange(length), 2, torch.zeros(length - 1, 6), torch.zeros(length - 1, 3)))
+        writer.close()
+        index = json.loads((self.folder / "states.json").read_text(encoding="utf-8"))
+        self._file = self.folder / index["shards"][0]["file"]
+        whole = self._file.read_bytes()
+        end = 8 + struct.unpack("<Q", whole[:8])[0]
+        told = {"index": index, "header": json.loads(whole[8:end]), "numbers": len(whole) - end}
+        self.seeds = [told, {"index": index, "front": blob(whole[:end]), "numbers": len(whole) - end}]
+
+    def prepare(self, given: Value) -> None:
+        told = given if isinstance(given, dict) else {"index": given}
+        put(self.folder / "states.json", told.get("index"))
+        front, numbers = bytes_of(told.get("front")), told.get("numbers")
+        if front is None:
+            header = json.dumps(told.get("header")).encode()
+            front = struct.pack("<Q", len(header)) + header
+        self._file.write_bytes(front + bytes(max(0, min(numbers, 1 << 16)) if type(numbers) is int else 0))
+
+    def enter(self, given: Value) -> None:
+        saved = SavedStates(self.folder)
+        assert len(saved.lengths) == len(saved)
+        for place, text in enumerate(saved):
+            assert len(text.token_ids) == saved.lengths[place] and len(text.hidden) == len(text.token_ids) - 1
+            assert text.features.shape[1:] == (saved.layout.feature_size or saved.layout.hidden_size,)

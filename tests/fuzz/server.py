@@ -1,0 +1,116 @@
+"""The example server: any bytes and any JSON over a real socket, answered by the server's own code around a toy engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import Sequence
+
+from stepgraph.runtime import AsyncEngine
+from tests.fuzz.loop import Door
+from tests.fuzz.requests import WORKER
+from tests.fuzz.values import Value, blob, bytes_of
+from tests.grammar_texts import PERSON
+from tests.running_server import ASK, FORMAT, TOOLS
+from tools.serve_example import open_engine, parse
+from tools.serving.app import App
+from tools.serving.http import Bounds, Connection, serve_connection
+
+FLAGS = ["toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96", "--max-queued", "2"]
+STATUSES = {200, 400, 404, 405, 408, 413, 417, 429, 431, 501, 505}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
+
+
+class Refused(ValueError):
+    """An answer other than 200."""
+
+
+class ServerDoor(Door):
+    """`{"path": ..., "body": ...}` is a request; `{"raw": ...}` are bytes as they are."""
+
+    name = "http"
+    words: Sequence[str] = (
+        "/v1/chat/completions /v1/completions /v1/models /health /metrics model messages role content user system"
+        " assistant tool_calls"
+        " prompt max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stop_token_ids logit_bias logprobs stream"
+        " stream_options include_usage n response_format tools tool_choice function name parameters type auto required none 5 GET POST"
+        " HTTP/1.1"
+        " Content-Length: Transfer-Encoding: chunked Expect: 100-continue Connection: close ignore_eos echo best_of"
+    ).split()
+    refusal, allowed = Refused, WORKER
+    named = re.compile(r"[^:]{1,120}:+ ")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._engine, codec = open_engine(parse(FLAGS))
+        self._serving = self._loop.run_until_complete(AsyncEngine(self._engine).__aenter__())
+        self._app = App(self._serving, codec, "toy")
+        self._wrong: list[object] = []
+        self._loop.set_exception_handler(lambda _, context: self._wrong.append(context))
+        chat, plain = {"messages": ASK, "max_tokens": 1}, {"prompt": "x", "max_tokens": 1}
+        more: list[Value] = [
+            {"temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["a", "b"], "logit_bias": {"65": 5}, "stream": True},
+            {"logprobs": True, "stream": True, "stream_options": {"include_usage": True}, "stop_token_ids": [3]},
+            {"response_format": FORMAT},
+            {"response_format": {"type": "json_object"}, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": PERSON}}], "tool_choice": "auto"},
+        ]
+        self.seeds: Sequence[Value] = [
+            {"path": "/v1/chat/completions", "body": chat},
+            {"path": "/v1/completions", "body": plain},
+            *({"path": "/v1/chat/completions", "body": chat | fields} for fields in more),
+            {"path": "/v1/completions", "body": plain | {"prompt": [1, 2], "logprobs": 0, "stream": True, "ignore_eos": True}},
+            {"raw": blob(b"GET /health HTTP/1.1\r\n\r\nGET /metrics?x=1 HTTP/1.1\r\nConnection: close\r\n\r\n")},
+            {"raw": blob(HEAD + b'{"prompt":"x","max_tokens":1}')},
+        ]
+
+    def prepare(self, given: Value) -> None:
+        told = given if isinstance(given, dict) else {"body": given}
+        raw = bytes_of(told.get("raw"))
+        self._ends = raw is not None
+        if raw is None:
+            body = json.dumps(told.get("body")).encode()
+            path = str(told.get("path")).encode(errors="replace")
+            raw = b"POST %s HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (path, len(body), body)
+        self._raw = raw
+
+    def enter(self, given: Value) -> None:
+        answer = self._loop.run_until_complete(self._asked())
+        assert not self._wrong, f"the event loop was told of {self._wrong.pop()}"
+        found = re.findall(rb"HTTP/1\.1 (\d{3}) [^\r]*\r\n((?:[^\r]+\r\n)*)\r\n", answer)
+        statuses = {int(status) for status, _ in found} - {100}
+        assert statuses <= STATUSES, answer[:400]
+        assert statuses or not answer, answer[:100]
+        assert not self._engine.stats().running and not self._engine.stats().waiting
+        if statuses != {200}:
+            place = answer.find(b'{"error"')
+            if place < 0:
+                raise Refused("connection: closed without an answer")
+            raise Refused(json.JSONDecoder().raw_decode(answer[place:].decode())[0]["error"]["message"])
+
+    async def _asked(self) -> bytes:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        connection = Connection(reader, writer, Bounds(head_bytes=2048, body_bytes=20_000, idle_seconds=0.5, read_seconds=0.5))
+        with theirs:
+            serving = asyncio.ensure_future(serve_connection(connection, self._app.answer, lambda: True))
+            with contextlib.suppress(OSError):
+                await self._loop.sock_sendall(theirs, self._raw)
+                if self._ends:  # half of a request would be waited for; who shuts down after a whole one has left
+                    theirs.shutdown(socket.SHUT_WR)
+            pieces = []
+            with contextlib.suppress(OSError):
+                while piece := await self._loop.sock_recv(theirs, 1 << 16):
+                    pieces.append(piece)
+            await serving
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._serving.close(drain=False))
+        self._engine.close()
+        self._loop.close()
