@@ -68,7 +68,7 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "num_problems": soak.num_problems,
         "problems": soak.problems,
         "warm_after_seconds": soak.warm_at and round(soak.warm_at, 1),
-        "trends": {name: _rounded(trend) for name, trend in trends.items() if name in ALLOWED or not trend.flat},
+        "trends": {name: _rounded(trend) for name, trend in trends.items() if not name.startswith("objects: ") or not trend.flat},
         "types_that_changed": changes(soak.samples, soak.warm_at),
         "settled": columns(thinned([each for each in soak.samples if each.settled])),
         "running": columns(thinned([each for each in soak.samples if not each.settled])),
@@ -84,11 +84,13 @@ def written(found: dict[str, Any]) -> str:
 def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
     """A line through each figure of the settled samples behind warm-up, and through the count of each type of object."""
     warm = _warm(samples, warm_at)
+    late = warm[len(warm) // 2 :]  # heaps that are still settling rise no more here; a leak rises as ever
     found: dict[str, Trend] = {}
     for name, (slack, share) in ALLOWED.items():
-        values = [getattr(each, name) for each in warm]
-        if None not in values and (trend := fit([each.seconds for each in warm], values, slack, share)):
-            found[name] = trend
+        for told, those in ((name, warm), (f"{name}, last half", late)):
+            values = [getattr(each, name) for each in those]
+            if None not in values and (trend := fit([each.seconds for each in those], values, slack, share)):
+                found[told] = trend
     for name in sorted({name for each in warm for name in each.types}):
         if trend := fit([each.seconds for each in warm], [each.types.get(name, 0) for each in warm], *OF_A_TYPE):
             found[f"objects: {name}"] = trend
