@@ -11,7 +11,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,9 +187,9 @@ class SavedStates:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.layout, shards = read_index(self.folder)
-        self._files = [_open(self.folder / shard["file"]) for shard in shards]
-        self._homes = [(file, place) for file, shard in zip(self._files, shards, strict=True) for place in range(shard["texts"])]
         self._names = ("token_ids", "prompt_length", *(part for part, _ in self.layout.parts))
+        self._files = [self._opened(shard) for shard in shards]
+        self._homes = [(file, place) for file, shard in zip(self._files, shards, strict=True) for place in range(shard["texts"])]
         self.lengths = [self._length(index) for index in range(len(self._homes))]
 
     def __len__(self) -> int:
@@ -208,6 +208,13 @@ class SavedStates:
 
     def __iter__(self) -> Iterator[SavedText]:
         return (self[index] for index in range(len(self)))
+
+    def _opened(self, shard: Mapping[str, Any]) -> Any:
+        file = _open(self.folder / shard["file"])
+        if len(file.keys()) != shard["texts"] * len(self._names):
+            wanted = f"those of {shard['texts']} texts, {len(self._names)} of each"
+            raise ValueError(f"{self.folder / shard['file']}: holds {len(file.keys())} tensors, want {wanted}")
+        return file
 
     def _length(self, index: int) -> int:
         """Tokens of a text, once it is certain that all of it is there and fits."""
@@ -269,5 +276,5 @@ class whole_file:
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnicodeError) as error:
         raise ValueError(f"{path}: {error}") from None
