@@ -1,0 +1,125 @@
+"""README's section about GPUs, written from the documents of gpu_check.py in tools/results/, and from nothing else.
+
+python tools/gpu_table.py            prints the section
+python tools/gpu_table.py --write    puts it into README.md
+python tools/gpu_table.py --check    exit code 1 where README.md has another
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
+
+from tools.checks.document import BAD
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tools" / "results"
+README = ROOT / "README.md"
+HEADING = "### On a GPU"
+NONE = (
+    "No result of a GPU exists yet: `tools/results/` holds no document of `tools/gpu_check.py` from one.\n"
+    "What is expected, and tried first: [tools/results/NOTES.md](tools/results/NOTES.md)."
+)
+NAMED = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
+
+
+def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The latest whole, full run on each device, by file name."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(document, dict) or document.get("mode") != "gpu" or document["quick"] or not document["whole"]:
+            continue
+        known = found.get(document["device"])
+        if known is None or known[1]["date"] < document["date"]:
+            found[document["device"]] = path.name, document
+    return [found[device] for device in sorted(found)]
+
+
+def section(folder: Path) -> str:
+    """From the heading to the last line."""
+    told = [line for name, document in documents(folder) for line in _device(name, document)]
+    return "\n".join([HEADING, "", *(told or [NONE])]).rstrip() + "\n"
+
+
+def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{package} {document['versions'][package]}" for package in NAMED)
+    bad = [f"{check['name']} {check['verdict']}" for check in document["checks"] if check["verdict"] in BAD]
+    passed = sum(check["verdict"] == "passed" for check in document["checks"])
+    yield (
+        f"**{document['device']}**, driver {document['driver']}, CUDA {document['cuda']}, Python {document['python']}, {versions}; "
+        f"{document['date'][:10]}, commit {document['commit']} ([tools/results/{name}](tools/results/{name})): "
+        f"{passed} of {len(document['checks'])} checks passed{'; ' + ', '.join(bad) if bad else ''}."
+    )
+    yield ""
+    yield from _table(("goal", "wanted", "found", ""), (_goal(goal) for goal in document["goals"]))
+    figures = {check["name"]: check["figures"] for check in document["checks"]}
+    rounds = [row for key, cell in figures.get("constrained_rounds", {}).items() if "over_free" in cell for row in [_round(key, cell)]]
+    if rounds:
+        yield from _table(("a round", "p50, us", "schema / free", "recursive / free", "Python callbacks / free"), rounds)
+    others = [
+        (f"{label} {key}", f"{cell['ratio']:.2f}", f"{cell['p25']:.2f} to {cell['p75']:.2f}")
+        for check, label in (("against_hand_written_loop", "hand-written loop,"), ("against_transformers", "transformers, 1B,"))
+        for key, cell in figures.get(check, {}).items()
+        if isinstance(cell, Mapping) and "ratio" in cell
+    ]
+    if others:
+        yield from _table(("time over ours", "ratio", "quartiles"), others)
+
+
+def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:
+    found = "" if goal["found"] is None else f"{goal['found']:.3g}"
+    verdict = goal["verdict"] if goal["verdict"] == "met" else f"**{goal['verdict']}**: {goal['reason']}"
+    return goal["name"], goal["wanted"], found, verdict
+
+
+def _round(name: str, cell: Mapping[str, Any]) -> tuple[str, ...]:
+    over = {key: f"{told['median']:.3f}" for key, told in cell["over_free"].items()}
+    free = f"{cell['variants']['free']['p50_us']:.0f}"
+    return name, free, *(over.get(key, "") for key in ("schema", "recursive", "schema, Python callbacks"))
+
+
+def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def put(text: str, written: str) -> str:
+    """README with this section in place of the one that it has."""
+    found = re.search(rf"^{re.escape(HEADING)}\n.*?(?=^##? |^### |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"README.md: got no line {HEADING!r}, want one where the section belongs")
+    rest = text[found.end() :]
+    return text[: found.start()] + written + ("\n" + rest if rest else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="put it into README.md")
+    what.add_argument("--check", action="store_true", help="compare it with README.md")
+    options = parser.parse_args(arguments)
+    text, written = README.read_text(encoding="utf-8"), section(RESULTS)
+    if options.write:
+        README.write_text(put(text, written), encoding="utf-8")
+    elif options.check:
+        if put(text, written) != text:
+            print("README.md: its section about GPUs is another; python tools/gpu_table.py --write", file=sys.stderr)
+            return 1
+    else:
+        print(written, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
