@@ -25,7 +25,7 @@ FACTS = {"mode": "gpu", "device": "NVIDIA X100 (80 GB)", "date": "2026-11-20T08:
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, env=environment, cwd=ROOT, check=False)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env=environment, cwd=ROOT, check=False)
 
 
 def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -91,8 +91,9 @@ class Context:
         eager: bool = False,
         rows: int = 4,
         library: BackendChoice = "auto",
+        buckets: bool = False,
     ) -> Iterator[Engine]:
-        """A captured engine over the toy pair."""
+        """A captured engine over the toy pair. A rehearsal captures the largest batch only, unless `buckets` asks for all of them."""
         with self.backend(asynchronous=True) as backend:
             engine = Engine(
                 toy_target(self.device),
@@ -108,6 +109,7 @@ class Context:
                     draft_masks=draft_masks,
                     eager=eager,
                     grammar_backend=library,
+                    buckets=(rows,) if self.rehearsal and not buckets else None,
                     compile_isolation="process" if library == "auto" else "none",
                 ),
                 backend=backend,

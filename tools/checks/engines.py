@@ -101,7 +101,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
         told = []
         for eager in (False, True):
             with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
-                jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 4 if context.rehearsal else 12, 3)])
+                jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}

@@ -80,12 +80,13 @@ def llama_decodes_alike(context: Context) -> Figures:
         eager, again = _decode(here, PROMPTS, eager=True)
         assert together == again, f"{dtype}: replayed rounds emit other tokens than eager ones"
         assert torch.equal(replayed, eager), f"{dtype}: replayed rounds leave another cache than eager ones"
-        alone = [_decode(here, [prompt], eager=False)[1][0] for prompt in PROMPTS]
+        few = PROMPTS[: 2 if context.rehearsal else None]
+        alone = [_decode(here, [prompt], eager=False)[1][0] for prompt in few]
         if dtype is torch.float32:
             _, on_cpu = _decode(Llama(config).randomise(), PROMPTS, eager=False)
             assert together == on_cpu, "other tokens than on the CPU"
-            assert alone == together, "other tokens alone than in company"
-        found[f"{str(dtype)[6:]} texts that company changed"] = sum(a != b for a, b in zip(alone, together, strict=True))
+            assert alone == together[: len(few)], "other tokens alone than in company"
+        found[f"{str(dtype)[6:]} texts that company changed"] = sum(a != b for a, b in zip(alone, together, strict=False))
     return found
 
 

@@ -34,16 +34,17 @@ from tools.checks.states import ROWS, RoundBench
 
 def replay_equals_eager(context: Context) -> Figures:
     """Every stage as a step of its own, and the whole round for every key, from random states: bit for bit."""
-    states, compared = context.count(12, 3), 0
+    states, compared = 2 if context.rehearsal else context.count(12, 3), 0
     shapes = [(0, True), (1, True), (3, True), (3, False), (8, True), (8, False)]
-    for k, draft_masks in shapes[:: context.count(1, 2)]:
+    sizes = (1, ROWS) if context.rehearsal else (1, 2, ROWS)
+    for k, draft_masks in shapes[:: 3 if context.rehearsal else 1]:
         with context.backend() as backend:
             bench = RoundBench(backend, k, draft_masks)
-            for rows, constrained, sampled in itertools.product((1, 2, ROWS), (False, True), (False, True)):
+            for rows, constrained, sampled in itertools.product(sizes, (False, True), (False, True)):
                 announce = partial(bench.announce, rows) if constrained else lambda: None
                 compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
     drafters = (NgramLookup(), False, None), (NgramLookup(), True, None), (None, True, None), (None, True, NgramLookup(min_ngram=2))
-    for proposer, forced_drafts, look_up in drafters:
+    for proposer, forced_drafts, look_up in drafters[1::2] if context.rehearsal else drafters:
         with context.backend() as backend:
             bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts, look_up=look_up)
             for kind in itertools.product((False, True), (False, True)):
@@ -76,7 +77,7 @@ def _allocations(context: Context) -> int:
 
 def no_sync_no_allocation(context: Context) -> Figures:
     """A hundred replays of each kind of round: no wait, no allocation, no buffer moved."""
-    replays = 100
+    replays = 20 if context.rehearsal else 100
     with context.backend(asynchronous=True) as backend:
         bench = RoundBench(backend, 4)
         keys = [GraphKey(ROWS, *kind) for kind in itertools.product((True, False), (True, False))]
@@ -156,7 +157,7 @@ def engine_matches_oracle(context: Context) -> Figures:
     jobs = tokens = drafts = 0
     kinds = ((0, True), (1, True), (3, False), (4, True)) if context.rehearsal else itertools.product(range(5), (True, False))
     for k, draft_masks in kinds:
-        with context.engine(k, draft_masks=draft_masks) as engine:
+        with context.engine(k, draft_masks=draft_masks, buckets=k == 4) as engine:
             for seed in context.turns(context.count(4, 1)):
                 asks = random_asks(100 * k + seed, 8, k)
                 for ask, job in zip(asks, serve(engine, asks), strict=True):
@@ -221,10 +222,10 @@ def _two_engines(context: Context) -> int:
 
 def several_engines(context: Context) -> Figures:
     """Two engines take turns in one process; closing them gives all device memory back."""
-    _two_engines(context)  # what torch and its libraries keep for good is there now
+    jobs = _two_engines(context)  # what torch and its libraries keep for good is there now
     gc.collect()
     if context.rehearsal:
-        return {"jobs": _two_engines(context)}
+        return {"jobs": jobs}
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
     jobs = _two_engines(context)
