@@ -62,7 +62,7 @@ def test_every_wait_of_a_terminal_has_a_bar(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(module, "shows_progress", lambda: True)
     assert cli.main(asked) == 0
     told = capsys.readouterr().err
-    waits = ["loading libraries", "prepare: ", "capture: ", "the other variants: ", "race: ", "timeline: "]
+    waits = ["loading libraries", "opening the models", "prepare: ", "capture: ", "the other variants: ", "race: ", "timeline: "]
     places = [told.index(wait) for wait in waits]
     assert places == sorted(places)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stepgraph.runtime.commands.inputs import THREADS, read_file, set_threads, settle_threads, shown
 from stepgraph.runtime.commands.request import DTYPES, add_draft_flags, dtype_of, look_up_of
-from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.variants import Case, Pair, Variant
@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     from stepgraph.runtime.demo.variants import Case
 
     set_threads(options.threads)
-    pair, prompts = _opened(options)
+    with waiting("opening the model ..."):
+        pair, prompts = _opened(options)
     settle_threads(options.threads, pair.target)
     longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
     cases: list[Case] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.runtime.commands.inputs import THREADS, read_schema, set_threads, settle_threads, shown
-from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, wants_colour
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting, wants_colour
 from stepgraph.runtime.demo.pair import DRAFTS
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
         schema = None if options.schema is None else read_schema("--schema", options.schema)
         scenarios = [Scenario("yours", options.prompt, schema=schema)]
     set_threads(options.threads)
-    pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
+    with waiting("opening the models ..."):
+        pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
     settle_threads(options.threads, pair.target)
     with Demonstration(pair, scenarios, options) as shown:
         document = shown.run()

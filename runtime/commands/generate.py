@@ -21,7 +21,7 @@ from stepgraph.runtime.commands.request import (
     sampling_of,
     stop_ids,
 )
-from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
+from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting
 
 if TYPE_CHECKING:
     from stepgraph.runtime.engine import Engine
@@ -125,7 +125,8 @@ def _asked(options: argparse.Namespace) -> Asked:
     from stepgraph.runtime.text import TextCodec
 
     sampling = sampling_of(options, stops)
-    codec = TextCodec.open(options.model)
+    with waiting("opening the model ..."):
+        codec = TextCodec.open(options.model)
     ids = _ids(options, text, codec)
     if not ids:
         raise ValueError(f"PROMPT: got {shown(text)}, which has no tokens, want at least one")
@@ -163,7 +164,8 @@ def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabula
         **look_up_of(options),
     )
     try:
-        loaded = load_models(options.model, options.draft, config, dtype=dtype_of(options), progress=shows_progress())
+        with waiting("opening the model ..."):
+            loaded = load_models(options.model, options.draft, config, dtype=dtype_of(options), progress=shows_progress())
     except ValueError as error:
         if "max_length" not in str(error):
             raise

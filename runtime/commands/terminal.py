@@ -45,13 +45,22 @@ def shows_progress() -> bool:
     return sys.stderr.isatty()
 
 
-def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
-    """Takes seconds, of which a terminal is told until they are over."""
-    if shows_progress():
-        told = "loading libraries ..."
-        print(told, end="\r", file=sys.stderr, flush=True)
-        importlib.import_module(module)
+@contextlib.contextmanager
+def waiting(told: str) -> Iterator[None]:
+    """For what takes seconds and has no bar. What is printed meanwhile takes the words' place."""
+    if not shows_progress():
+        yield
+        return
+    print(told, end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
         print(" " * len(told), end="\r", file=sys.stderr, flush=True)
+
+
+def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
+    with waiting("loading libraries ..."):
+        importlib.import_module(module)
 
 
 def print_json(document: object) -> None:
