@@ -102,6 +102,7 @@ class ThreeGraphs:
             BufferSpec("ruled_host", (rows, places + 1), whole, "pinned"),
             BufferSpec("taken", (rows, places + 1), whole),  # what was emitted; how many of these count
             BufferSpec("drafts", (rows, max(1, self.sizes.drafts)), whole),
+            BufferSpec("stops", (rows, len(self._vocabulary.stop_token_ids)), whole),
             BufferSpec("draft_place", (rows,), whole),
             BufferSpec("draft_number", (1,), whole, fill=1),  # of the one that is drafted next
             BufferSpec("draft_features", (rows, 1, target.feature_size), target.feature_dtype),
@@ -116,6 +117,7 @@ class ThreeGraphs:
         buffers = StaticBuffers(specs, self._backend.device, constants=constants)  # type: ignore[arg-type]
         order = torch.arange(1, 1 + rows * pages).view(rows, pages)
         buffers.tables.copy_(order)
+        buffers.stops.copy_(torch.tensor(self._vocabulary.stop_token_ids).expand(rows, -1))
         return buffers
 
     def _logits_type(self) -> torch.dtype:
@@ -202,16 +204,15 @@ class ThreeGraphs:
         status, ruled = b.ruled[:, :-1].contiguous(), b.ruled[:, -1] != 0
         best, chosen = kernels.masked_argmax(b.logits, b.masks, None, ruled, status=status)
         room = b.told[:, -1] - b.told[:, -2]
-        stops = torch.tensor([self._vocabulary.stop_token_ids], device=room.device).expand(self.sizes.rows, -1)
         count = (b.told[:, places] - 1).clamp(min=0)
-        emission = kernels.chain_accept(chosen, torch.isfinite(best), b.told[:, 1:places].contiguous(), count, status, stops, room)
+        emission = kernels.chain_accept(chosen, torch.isfinite(best), b.told[:, 1:places].contiguous(), count, status, b.stops, room)
         live = b.told[:, places] > 0
         b.taken[:, :-1].copy_(emission.tokens)
         b.taken[:, -1].copy_(torch.where(live, emission.emitted, 0))
         self._take(torch.cat([b.taken, emission.finish[:, None], emission.accepted[:, None]], 1).tolist())
         if self._draft is None or not any(self.rows):
             return
-        b.taken[:, -1].mul_(torch.tensor([row is not None for row in self.rows], device=room.device))
+        b.taken[:, -1].mul_(emission.finish == FinishCode.RUNNING)  # rows that ended draft no more
         self._graphs["draft"].replay()
         for number in range(1, self.sizes.drafts):
             b.draft_number.fill_(number)

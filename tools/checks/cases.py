@@ -76,6 +76,7 @@ class Case:
             eager=variant.eager,
             compile_isolation="none",
             prefix_reuse=False,
+            attention="auto" if context.rehearsal else "triton",  # which builds nothing: FlashInfer takes minutes where it is not built
         )
         self.engine = Engine(self.pair.target, self.pair.draft if variant.drafts else None, vocabulary=self.pair.vocabulary, config=config)
         self.engine.capture()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
+BUILDS = 150.0  # patience with compilers
 QUICK_SHARE = 0.25  # of its budget, for a check in a quick run
 
 
@@ -18,13 +19,14 @@ class Entry:
     name: str
     module: str
     seconds: float
+    patience: float = 45.0  # for what is loaded, or made, at first use
 
     def budget(self, quick: bool) -> float:
         return self.seconds * QUICK_SHARE if quick else self.seconds
 
     def limit(self, quick: bool, rehearsal: bool) -> float:
         """Seconds after which it hangs. A budget is for repeats, not for what a check cannot do without, such as loading kernels."""
-        return 600.0 if rehearsal else 30 + 2 * self.budget(quick)
+        return 600.0 if rehearsal else self.patience + 2 * self.budget(quick)
 
     @property
     def sentence(self) -> str:
@@ -34,8 +36,8 @@ class Entry:
         return (ast.get_docstring(found) or "").splitlines()[0]
 
 
-def _entries(module: str, **seconds: float) -> tuple[Entry, ...]:
-    return tuple(Entry(name, f"tools.checks.{module}", each) for name, each in seconds.items())
+def _entries(module: str, patience: float = 45.0, **seconds: float) -> tuple[Entry, ...]:
+    return tuple(Entry(name, f"tools.checks.{module}", each, patience) for name, each in seconds.items())
 
 
 CATALOGUE = (
@@ -47,10 +49,10 @@ CATALOGUE = (
     *_entries("rounds", several_engines=6),
     *_entries("kernels", random_numbers_equal_the_cpus=2, kernels_equal_references=8),
     *_entries("masks", masks_and_processors_equal_references=8),
-    *_entries("filters", filters_equal_references=8),
+    *_entries("filters", patience=BUILDS, filters_equal_references=8),
     *_entries("rejection", rejection_equals_reference=5),
     *_entries("llama", attention_equals_reference=8),
-    *_entries("attention", attention_choices_equal_reference=12),
+    *_entries("attention", patience=BUILDS, attention_choices_equal_reference=12),
     *_entries("llama", llama_decodes_alike=6),
     *_entries("traces", stages_are_told=3, timeline_tells_every_round=5),
     *_entries("profile", profile_of_the_bench=10),
@@ -61,6 +63,7 @@ CATALOGUE = (
     *_entries("latency", host_node_latency=3, conditional_node_cost=2),
     *_entries("floors", kernels_against_floor=12),
     *_entries("numbers", constrained_rounds=85, captured_against_eager=25, mask_time_is_hidden=18),
-    *_entries("others", against_hand_written_loop=25, against_transformers=30),
+    *_entries("others", against_hand_written_loop=25),
+    *_entries("others", patience=BUILDS, against_transformers=30),
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15),
 )

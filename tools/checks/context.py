@@ -109,6 +109,7 @@ class Context:
                     draft_masks=draft_masks,
                     eager=eager,
                     grammar_backend=library,
+                    filters="auto" if self.rehearsal else "triton",  # FlashInfer has a check of its own, and may have to be built
                     buckets=(rows,) if self.rehearsal and not buckets else None,
                     compile_isolation="process" if library == "auto" else "none",
                 ),

@@ -57,6 +57,7 @@ def _engine(context: Context, target: object, drafter: Drafter | str | None, k: 
     config = EngineConfig(
         max_rows=2, num_speculative_tokens=k, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
     )
+    config = replace(config, filters="auto" if context.rehearsal else "triton")
     with context.backend(asynchronous=True) as backend:
         engine = Engine(target, drafter, vocabulary=VOCABULARY, config=replace(config, **changes), backend=backend)  # type: ignore[arg-type]
         try:

@@ -124,7 +124,7 @@ def times_of(context: Context, kernel: Call, reference: Call) -> Figures:
 def device_us(context: Context, call: Call) -> dict[str, float]:
     """Time of one call."""
     watch = stopwatch(context, call)
-    return summary([watch() for _ in range(2 if context.rehearsal else context.count(20, 3))])
+    return summary([watch() for _ in context.turns(2 if context.rehearsal else context.count(20, 3))])
 
 
 def stopwatch(context: Context, call: Call) -> Callable[[], float]:

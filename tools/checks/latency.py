@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.graphs import BufferSpec, StaticBuffers, current_flow
 from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.sampling.grammar.native import Unavailable
-from tools.checks.context import Context, Figures, summary
+from tools.checks.context import Context, Figures, Skipped, summary
 from tools.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.checks.timing import Stamp
 
@@ -54,10 +54,13 @@ def host_node_latency(context: Context) -> Figures:
             [BufferSpec("x", (32,), torch.float32), BufferSpec("flags_host", (2,), torch.int32, "pinned")], backend.device
         )
         graphs = {"nothing": backend.capture(_asking(lambda b: None), buffers)}
-        for name, ask in _ways(context, buffers, found):
-            graphs[name] = backend.capture(_asking(ask), buffers)
-        times: dict[str, list[float]] = {name: [] for name in graphs}
-        with answering(buffers.flags_host):
+        with answering(buffers.flags_host):  # a capture on a GPU runs the step once before
+            for name, ask in _ways(context, buffers, found):
+                try:
+                    graphs[name] = backend.capture(_asking(ask), buffers)
+                except RuntimeError as refusal:
+                    found[name] = f"not available: {refusal}"
+            times: dict[str, list[float]] = {name: [] for name in graphs}
             for turn in context.turns(2 if context.rehearsal else 200, least=2):
                 for name, graph in graphs.items():
                     seconds = _seconds(context, backend, graph)
@@ -170,8 +173,12 @@ def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[
             return time.perf_counter() - start
 
         return {name: (lambda taken=taken: run(taken)) for name, taken in conditions.items()}  # type: ignore[misc]
-    calls, stream = DriverCalls(), torch.cuda.Stream()
-    chains = {name: MemsetChain(calls, word.data_ptr(), count, taken) for name, taken in conditions.items()}
+    stream = torch.cuda.Stream()
+    try:
+        calls = DriverCalls()
+        chains = {name: MemsetChain(calls, word.data_ptr(), count, taken) for name, taken in conditions.items()}
+    except RuntimeError as missing:
+        raise Skipped(f"not available: {missing}") from None
 
     def timed(chain: MemsetChain) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

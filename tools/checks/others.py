@@ -29,7 +29,9 @@ class LoopCase:
     def __init__(self, context: Context, backend: Backend, shape: Shape, rows: int, grammar: str) -> None:
         self.pair, self._context = pair_of(shape, context.device), context
         self._length = 96 if context.rehearsal else 768
-        attention = choose_attention(context.device, "auto", (*self.pair.target.attends, *self.pair.draft.attends), PAGE)
+        attention = choose_attention(
+            context.device, "auto" if context.rehearsal else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
+        )
         sizes = Sizes(rows, DRAFTS, self._length)
         self._loop = ThreeGraphs(backend, self.pair.target, self.pair.draft, self.pair.vocabulary, sizes, attention)
         compiler = GrammarCompiler(self.pair.vocabulary)

@@ -49,7 +49,8 @@ def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement
     offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, generator=made), settings)
     drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=made))
     rows = torch.randperm(batch, generator=made)
-    status = torch.where(torch.rand(batch, k + 1, generator=made) < 0.97, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
+    chance = torch.rand(batch, k + 1, generator=made)
+    status = torch.where(chance < 0.96, int(MaskStatus.OK), torch.where(chance < 0.98, int(MaskStatus.ILLEGAL), int(MaskStatus.FAULT)))
     made_here = Judgement(
         target_probs=target,
         draft_probs=torch.zeros_like(offered).index_copy_(0, rows, offered),
