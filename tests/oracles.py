@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
 from stepgraph.sampling.params import GREEDY, SamplingParams
+
+Numbers = npt.NDArray[np.int64]
 
 
 class Answer(NamedTuple):
@@ -20,21 +23,18 @@ class Answer(NamedTuple):
 
 
 def prefix_logits(target: ToyTarget, history: Sequence[int]) -> list[float]:
-    """Logits after a history, in Python integers: no cache, no pages, no tensors of the runtime."""
-    wrap, bits = (1 << 64) - 1, (1 << 42) - 1
+    """Logits after a history, in whole numbers of 64 bits that wrap around: no cache, no pages, no tensors of the runtime."""
+    bits = (1 << 42) - 1
 
-    def signed(value: int) -> int:
-        value &= wrap
-        return value - (1 << 64) if value >> 63 else value
+    def mix(value: Numbers, salt: Numbers) -> Numbers:
+        mixed: Numbers = value * np.int64(0x2545F4914F6CDD1D) + salt * np.int64(0x1B873593CC9E2D51) + np.int64(0x165667B19E3779F9)
+        mixed = (mixed ^ (mixed >> 29)) * np.int64(0x3F58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> 32)) & bits
+        return mixed
 
-    def mix(value: int, salt: int) -> int:
-        mixed = signed(value * 0x2545F4914F6CDD1D + salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9)
-        mixed = signed((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9)
-        return (mixed ^ (mixed >> 32)) & bits
-
-    prefix = sum(mix(token, place) for place, token in enumerate(history)) & bits
-    raw = [((mix(prefix, token + target.seed * 1_000_003) >> 18) & 0xFFFFFF) / (1 << 21) for token in range(target.vocab_size)]
-    return (torch.tensor(raw, dtype=torch.float32) + target.bias).tolist()
+    prefix = mix(np.array(history, np.int64), np.arange(len(history), dtype=np.int64)).sum(keepdims=True) & bits
+    raw = (mix(prefix, np.arange(target.vocab_size, dtype=np.int64) + target.seed * 1_000_003) >> 18) & 0xFFFFFF
+    return ((raw / (1 << 21)).astype(np.float32) + target.bias.numpy()).tolist()  # type: ignore[no-any-return]
 
 
 def greedy(
@@ -58,7 +58,8 @@ def greedy(
         status = matcher.fill_next_token_bitmask(masks, 0) if matcher else MaskStatus.OK
         if status != MaskStatus.OK:
             return Answer(tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status])
-        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 or not matcher for token in ids]
+        words = masks[0].tolist()
+        legal = [words[token // 32] >> (token % 32) & 1 or not matcher for token in ids]
         logits = processed(prefix_logits(target, [*prompt, *tokens])[: len(ids)], sampling, prompt, tokens, stop_ids)
         best = max((token for token in ids if legal[token]), key=lambda token: (logits[token], -token))
         if logits[best] == -math.inf:
@@ -85,16 +86,18 @@ def processed(
 ) -> list[float]:
     """What a request makes of the logits after a history, in words. Rounded to float32 on the way, so that near ties fall alike."""
     real = np.float32
-    result = []
-    for token, logit in enumerate(logits):
+    result: list[float] = np.array(logits, real).tolist()
+    touched = {*prompt, *output, *sampling.bad_token_ids, *sampling.logit_bias, *stop_ids}
+    for token in touched.intersection(range(len(logits))):
+        logit = logits[token]
         if token in sampling.bad_token_ids or (token in stop_ids and len(output) < sampling.min_new_tokens):
-            result.append(-math.inf)
+            result[token] = -math.inf
             continue
         value, count = real(logit) + real(sampling.logit_bias.get(token, 0.0)), output.count(token)
         if count or token in prompt:
             value = value / real(sampling.repetition_penalty) if value > 0 else value * real(sampling.repetition_penalty)
         value = value - real(sampling.frequency_penalty) * real(count)
-        result.append(float(value - real(sampling.presence_penalty) if count else value))
+        result[token] = float(value - real(sampling.presence_penalty) if count else value)
     return result
 
 
