@@ -84,7 +84,7 @@ def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
 
 
 def test_matchers_are_let_go_when_their_requests_end() -> None:
-    engine = make_engine(SETUP)
+    engine = shared_engine(SETUP)
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1 + place % 3], max_new_tokens=20) for place in range(8)]
     engine.step()
     matchers = [weakref.ref(seat.matcher.matcher) for seat in engine._desk.rows if seat.matcher]
@@ -94,7 +94,6 @@ def test_matchers_are_let_go_when_their_requests_end() -> None:
     engine.backend.synchronize()
     assert all(job.finished for job in jobs)
     assert [matcher() for matcher in matchers] == [None] * 4
-    engine.close()
 
 
 def test_a_submit_during_close_is_refused_or_ends_with_a_reason() -> None:
@@ -146,7 +145,9 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
     target = ToyTarget(
         VOCABULARY.logits_width, seed=5, biases={STOP: -100.0, **dict.fromkeys(range(STOP + 1, VOCABULARY.logits_width), -100.0)}
     )
-    config = EngineConfig(max_rows=4, num_speculative_tokens=k, max_length=96, draft_masks=draft_masks, backend="tape")
+    config = EngineConfig(
+        max_rows=4, buckets=(4,), num_speculative_tokens=k, max_length=96, draft_masks=draft_masks, greedy_only=True, backend="tape"
+    )
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         endless = Constraint.regex(r"[ -~\n\t]*")
@@ -161,7 +162,7 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
 
 
 def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
-    engine = make_engine(Setup(k=3, drafter="fair"))
+    engine = make_engine(Setup(k=3, drafter="fair", buckets=(1, 2, 4)))
     prompt, constraint = [11, 12, 13], CONSTRAINTS[1]
     alone = engine.generate(prompt, constraint=constraint, max_new_tokens=60).tokens
     seen = set()
@@ -183,7 +184,7 @@ def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
 @pytest.mark.parametrize("k", [0, 3, 8])
 def test_a_row_may_fill_its_last_position(k: int) -> None:
     """Drafts that reach beyond the longest history are inert: they write to the scratch page and change nothing."""
-    engine = make_engine(Setup(k=k, drafter="perfect"))
+    engine = make_engine(Setup(k=k, drafter="perfect", max_rows=2, buckets=(2,)))
     for length in range(engine.limits.max_length - 10, engine.limits.max_length):
         prompt = [(place * 7 + length) % 90 for place in range(length)]
         room = engine.limits.max_length - length
@@ -211,7 +212,7 @@ def test_outputs_are_bit_identical_captured_and_eager_along_a_whole_schedule() -
 
 
 def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
-    engine = make_engine(SETUP)
+    engine = shared_engine(SETUP)
     jobs = [engine.submit([place], max_new_tokens=60, constraint=CONSTRAINTS[place % 3]) for place in range(6)]
     queued = jobs[5]
     assert engine.cancel(queued) and engine.cancel(queued.id)
@@ -229,11 +230,10 @@ def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
     assert len(running.tokens) == length
     assert engine.cancel(running) is False and engine.cancel(10_000) is False
     assert late.tokens == plain([1, 1], 30).tokens
-    engine.close()
 
 
 def test_requests_wait_for_pages_and_nobody_fails() -> None:
-    engine = make_engine(SETUP)  # 36 pages of 8 tokens
+    engine = shared_engine(SETUP)  # 36 pages of 8 tokens
     jobs = [engine.submit([place] * 10, max_new_tokens=80) for place in range(5)]  # 12 pages each
     engine.step()
     assert (engine.stats().running, engine.stats().waiting, engine.stats().free_pages) == (3, 2, 0)
@@ -242,11 +242,10 @@ def test_requests_wait_for_pages_and_nobody_fails() -> None:
     for place, job in enumerate(jobs):
         assert job.tokens == plain([place] * 10, 80).tokens
     assert engine.stats().free_pages == 36
-    engine.close()
 
 
 def test_submit_and_cancel_from_many_threads() -> None:
-    engine = make_engine(SETUP)
+    engine = shared_engine(SETUP)
     jobs: list[Any] = []
     lock, go = threading.Lock(), threading.Event()
 
@@ -272,7 +271,6 @@ def test_submit_and_cancel_from_many_threads() -> None:
         expected = plain(job.prompt_ids, 12, job.constraint).tokens
         assert events.get(job.id, []) == job.tokens == expected[: len(job.tokens)]
         assert job.finish_reason == FinishReason.CANCELLED or job.tokens == expected
-    engine.close()
 
 
 def test_schema_outputs_are_json_of_that_schema() -> None:

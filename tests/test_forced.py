@@ -9,7 +9,7 @@ import pytest
 from stepgraph.runtime import Constraint, EngineConfig, FinishReason, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import accepts
-from tests.toy_engines import COMPILER, STOP, Setup, make_engine
+from tests.toy_engines import COMPILER, STOP, Setup, make_engine, shared_engine
 
 PAIRS = Constraint.regex("([a-z][0-9])*")
 
@@ -17,7 +17,7 @@ PAIRS = Constraint.regex("([a-z][0-9])*")
 @pytest.mark.parametrize("drafter", ["adversarial", "perfect"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_whole_shares_hold_always_or_never(drafter: str, temperature: float) -> None:
-    engine = make_engine(Setup(k=3, drafter=drafter, greedy_only=False, forced_acceptance=(1.0, 1.0, 0.0)))
+    engine = shared_engine(Setup(k=3, drafter=drafter, max_rows=1, greedy_only=False, forced_acceptance=(1.0, 1.0, 0.0)))
     for seed in range(6):
         sampling = SamplingParams(temperature=temperature, seed=seed, bad_token_ids=(STOP,))
         job = engine.submit([seed, 9], sampling=sampling, max_new_tokens=1 + 3 * 10)
@@ -25,11 +25,11 @@ def test_whole_shares_hold_always_or_never(drafter: str, temperature: float) -> 
             stopped = event.finish_reason == FinishReason.STOP
             assert stopped or (len(event.tokens), event.num_accepted_drafts) in ((1, 0), (3, 2))
         assert job.rounds == 11 or job.finish_reason == FinishReason.STOP
-    engine.close()
 
 
 def test_a_share_is_how_often_a_draft_holds() -> None:
-    engine = make_engine(Setup(k=2, drafter="adversarial", greedy_only=False, forced_acceptance=(0.75, 0.4)))
+    many = {"max_rows": 20, "buckets": (20,), "num_pages": 180}
+    engine = make_engine(Setup(k=2, drafter="adversarial", forced_acceptance=(0.75, 0.4), greedy_only=False, **many))  # type: ignore[arg-type]
     counts = [0, 0, 0]
     for prompt in range(60):
         engine.submit([prompt, 1], sampling=SamplingParams(temperature=0, bad_token_ids=(STOP,)), max_new_tokens=60)
@@ -48,7 +48,7 @@ def test_a_share_is_how_often_a_draft_holds() -> None:
 @pytest.mark.parametrize("draft_masks", [True, False])
 def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) -> None:
     """Also by the token behind the drafts that hold, which no two neighbouring places allow alike."""
-    engine = make_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
+    engine = shared_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
     jobs = [engine.submit([place], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for place in range(8)]
     for _ in engine.stream():
         pass
@@ -56,7 +56,6 @@ def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) 
         assert job.error == "" and accepts(COMPILER.compile(PAIRS), job.tokens, finished=False)
     if draft_masks:
         assert sum(job.num_accepted_drafts for job in jobs) > 0.6 * sum(len(job.tokens) for job in jobs)
-    engine.close()
 
 
 @pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), (True,) * 4, [0.5] * 4, 0.5, ("a",) * 4])

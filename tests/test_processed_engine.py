@@ -22,7 +22,7 @@ SETUPS = [
     Setup(k=1, greedy_only=False, drafter="adversarial"),
     Setup(k=2, greedy_only=False, drafter="fair", draft_masks=False),
     Setup(k=3, greedy_only=False, drafter="half"),
-    Setup(k=3, greedy_only=False, drafter="stopper"),
+    Setup(k=4, greedy_only=False, drafter="stopper"),
     Setup(k=4, greedy_only=False, drafter="perfect"),
     Setup(k=4, greedy_only=False, drafter="adversarial", draft_masks=False, rounds_in_flight=3),
 ]
@@ -67,10 +67,10 @@ def told_rightly(job: Job, constraint: Constraint | None) -> bool:
     return True
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-@settings(max_examples=30)
-@given(batch=st.lists(asks, min_size=1, max_size=5))
-def test_greedy_requests_equal_a_plain_loop(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
+batches = st.lists(asks, min_size=1, max_size=5)
+
+
+def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
     engine, jobs = shared_engine(setup), []
     for prompt, constraint, most, sampling in batch:
         sampling = replace(sampling, ignore_eos=sampling.ignore_eos and constraint is None)
@@ -90,6 +90,21 @@ def test_greedy_requests_equal_a_plain_loop(setup: Setup, batch: list[tuple[Any,
         grammar = compiled(constraint)
         if grammar:
             assert accepts(grammar, job.tokens, finished=job.finish_reason == "constraint_complete")
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=12)
+@given(batch=batches)
+def test_greedy_requests_equal_a_plain_loop(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
+    run_batch(setup, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=300, derandomize=False)
+@given(batch=batches)
+def test_greedy_requests_equal_a_plain_loop_at_length(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
+    run_batch(setup, batch)
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS[:4])

@@ -73,11 +73,11 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
     return texts
 
 
-def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint) -> float:
-    """How likely the texts of 1,500 seeds are under the law."""
+def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500) -> float:
+    """How likely the texts of so many seeds are under the law."""
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
-    asks = [replace(sampling, seed=seed) for seed in range(1500)]
+    asks = [replace(sampling, seed=seed) for seed in range(seeds)]
     jobs = [engine.submit(PROMPT, constraint=grammar, sampling=ask, max_new_tokens=8) for ask in asks]
     for _ in engine.stream():
         pass
@@ -88,29 +88,30 @@ def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint) -> floa
     return chi_square_p(observed, torch.tensor(list(texts.values()), dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(k=0, greedy_only=False, max_rows=32),
-        Setup(k=1, greedy_only=False, max_rows=32, drafter="perfect"),
-        Setup(k=3, greedy_only=False, max_rows=32, drafter="fair"),
-        Setup(k=3, greedy_only=False, max_rows=32, drafter="adversarial", draft_masks=False),
-        Setup(k=2, greedy_only=False, max_rows=32, drafter="random", draft_masks=False),
-        Setup(k=3, greedy_only=False, max_rows=32, drafter="half"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("sampling", "grammar"),
-    [
-        (SamplingParams(temperature=1.5), GRAMMAR),
-        (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05), GRAMMAR),
-        (PENALTIES, REPEATS),
-    ],
-    ids=["free", "filtered", "penalties"],
-)
-def test_texts_follow_the_targets_own_law(setup: Setup, sampling: SamplingParams, grammar: Constraint) -> None:
-    assert law_p(shared_engine(setup), sampling, grammar) > 1e-9
+def crowd(k: int, drafter: str = "fair", draft_masks: bool = True) -> Setup:
+    """One size of batch, and room for that many texts."""
+    return Setup(k, draft_masks, drafter, max_rows=32, buckets=(32,), num_pages=64, greedy_only=False)
+
+
+CROWDS = [crowd(0), crowd(1, "perfect"), crowd(3), crowd(3, "adversarial", False), crowd(2, "random", False), crowd(3, "half")]
+LAWS = {
+    "free": (SamplingParams(temperature=1.5), GRAMMAR),
+    "filtered": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05), GRAMMAR),
+    "penalties": (PENALTIES, REPEATS),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("setup", CROWDS, ids=str)
+def test_texts_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+    assert law_p(shared_engine(setup), *LAWS[name]) > 1e-9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("setup", CROWDS, ids=str)
+def test_texts_of_many_seeds_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+    assert law_p(shared_engine(setup), *LAWS[name], seeds=5000) > 1e-9
 
 
 def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +122,11 @@ def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: py
         return real(logits, rows, torch.full_like(before, -1), first, ids)
 
     monkeypatch.setattr(processors, "process", forgetful)
-    with make_engine(Setup(k=3, greedy_only=False, max_rows=32, drafter="perfect")) as engine:
+    with make_engine(crowd(3, "perfect")) as engine:
         assert law_p(engine, replace(PENALTIES, top_p=1.0), REPEATS) < 1e-9
+
+
+TEN = Setup(k=3, greedy_only=False, max_rows=10, buckets=(1, 2, 4, 8, 10))
 
 
 def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dict[int, list[int]]:
@@ -143,13 +147,11 @@ def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dic
 
 def test_requests_with_many_settings_equal_the_same_alone() -> None:
     """Whatever the company, the row, the bucket, the restart; captured or eager."""
-    setup = Setup(k=3, greedy_only=False, max_rows=10)
-    engine = make_engine(setup)
+    engine = shared_engine(TEN)
     alone = run(engine, list(range(len(SETTINGS))), together=False)
     assert run(engine, list(range(len(SETTINGS))), together=True) == alone
     assert run(engine, [7, 3, 12, 9, 0, 13, 1, 8, 2, 10, 6, 11, 5, 4], together=True) == alone
-    engine.close()
-    for other in (Setup(k=3, greedy_only=False, max_rows=4), Setup(k=3, greedy_only=False, max_rows=10, eager=True)):
+    for other in (Setup(k=3, greedy_only=False, max_rows=4), replace(TEN, eager=True)):
         engine = make_engine(other)
         assert run(engine, [*reversed(range(len(SETTINGS)))], together=True) == alone
         engine.close()
@@ -163,12 +165,12 @@ def test_requests_with_many_settings_equal_the_same_alone() -> None:
 def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
     """The lowest free row is given first: the turns bring every request to each of ten rows, the sizes are those of all batches."""
     count, most = len(SETTINGS), 20  # three pages each: ten have seats at once
-    with make_engine(Setup(k=3, greedy_only=False, max_rows=10)) as engine:
-        alone = run(engine, list(range(count)), together=False, most=most)
-        for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
-            [(5 * size + row) % count for row in range(size)] for size in range(1, 10)
-        ]:
-            assert run(engine, order, together=True, most=most) == {place: alone[place] for place in order}
+    engine = shared_engine(TEN)
+    alone = run(engine, list(range(count)), together=False, most=most)
+    for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
+        [(5 * size + row) % count for row in range(size)] for size in range(1, 10)
+    ]:
+        assert run(engine, order, together=True, most=most) == {place: alone[place] for place in order}
 
 
 @pytest.mark.parametrize("k", range(7))
@@ -198,7 +200,7 @@ def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> No
 
 
 def test_a_fresh_seed_is_told_and_repeats_the_text() -> None:
-    engine = shared_engine(Setup(k=3, greedy_only=False, max_rows=10))
+    engine = shared_engine(TEN)
     first, second = (engine.generate([1, 2], sampling=SamplingParams(), max_new_tokens=30) for _ in range(2))
     assert first.seed != second.seed and first.tokens != second.tokens
     again = engine.generate([1, 2], sampling=SamplingParams(seed=first.seed), max_new_tokens=30)
