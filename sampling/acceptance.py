@@ -108,9 +108,12 @@ def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor,
 
 
 def _may_hold(status: Tensor, draft_count: Tensor) -> Tensor:
-    """[B, K]: drafts on offer whose place has a mask, and after which the grammar goes on or ends."""
+    """[B, K]: drafts on offer whose place has a mask, and after which the grammar goes on, ends or fails.
+
+    Where it failed behind a draft, the mask in front of it tells the law still: to refuse the draft for it would draw from another.
+    """
     index = torch.arange(status.shape[1] - 1, device=status.device)
-    legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] < MaskStatus.ILLEGAL)
+    legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] != MaskStatus.ILLEGAL)
     return legal & (status[:, :-1] == MaskStatus.OK) & (index < draft_count[:, None])
 
 

@@ -67,7 +67,7 @@ def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int)
             reason = int(FinishCode.LOGITS_FAULT)
             break
         drafted = place < min(k, count) and sampled[place] == drafts[place]
-        legal = drafted and status[place + 1] not in (MaskStatus.NONE, MaskStatus.ILLEGAL, MaskStatus.FAULT)
+        legal = drafted and status[place + 1] not in (MaskStatus.NONE, MaskStatus.ILLEGAL)
         expected.append(sampled[place])
         accepted += legal
         if sampled[place] in stops:
@@ -95,3 +95,24 @@ def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:
     free = acceptance.mask_status(tags, owner, generated, torch.tensor([False, True]))
     assert free.tolist() == [[1, 1, 1], [0, 4, 0]]
     assert acceptance.mask_status(tags[:, 1:], owner, generated, torch.tensor([True, True]), first=1).tolist() == [[1, 0], [4, 0]]
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(1, 4))
+def test_a_matcher_that_fails_behind_a_draft_changes_no_token_in_front(seed: int, k: int) -> None:
+    """Drafts are judged by the same coins; what comes is where the clean run would have gone on, cut short."""
+    made, batch, width = torch.Generator().manual_seed(seed), 4, 6
+    target, offered = (torch.rand(batch, count, width, generator=made).softmax(-1) for count in (k + 1, k))
+    drafts, seeds, length = (
+        torch.randint(0, high, shape, generator=made) for high, shape in ((width, (batch, k)), (99, (batch,)), (99, (batch,)))
+    )
+    finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
+    clean = torch.full((batch, k + 1), int(MaskStatus.OK))
+    wanted, held = acceptance.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
+    for place in range(k):
+        failed = clean.clone()
+        failed[:, place + 1 :] = int(MaskStatus.NONE)
+        failed[:, place + 1] = int(MaskStatus.FAULT)
+        tokens, accepted = acceptance.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
+        assert torch.equal(accepted, held.clamp(max=place + 1))
+        told = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(place + 1))[:, None]
+        assert torch.equal(tokens[told], wanted[told])

@@ -81,7 +81,7 @@ def test_the_comparison_finds_a_native_side_that_errs(bug: str) -> None:
     [
         ("fill", [0, 0], "planted"),
         ("is_terminated", [0, 0], "planted"),
-        ("accept", [MaskStatus.OK, MaskStatus.ILLEGAL], "planted"),
+        ("accept", [MaskStatus.OK, MaskStatus.FAULT], "planted"),
     ],
 )
 def test_whatever_the_library_fails_at_is_this_rows_fault_alone(function: str, tags: list[int], told: str) -> None:

@@ -177,7 +177,7 @@ def test_a_step_over_the_librarys_limits_is_the_rows_fault() -> None:
     link.announce([row])
     link.node((BEGIN, COMMIT, advance(1), END))()
     assert row.fault == matcher.fault and row.fault.startswith("accept_token: ") and "items; max is 2000" in row.fault
-    assert memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.ILLEGAL]
+    assert memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.FAULT]
 
 
 def test_hundreds_of_texts_leave_nothing_behind() -> None:

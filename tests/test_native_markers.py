@@ -223,7 +223,7 @@ def test_what_the_library_fails_at_behind_the_marker_is_the_rows_fault(function:
     assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
     walk(memory, link, rows, [A + 1, A, A], 2, A + 1, 1)
     assert rows[0].fault == faults
-    expected = {"fill": [1, 1, MaskStatus.FAULT, 0], "accept": [1, 1, 1, MaskStatus.ILLEGAL], "is_terminated": [1, 1, 0, 0]}
+    expected = {"fill": [1, 1, MaskStatus.FAULT, 0], "accept": [1, 1, 1, MaskStatus.FAULT], "is_terminated": [1, 1, MaskStatus.FAULT, 0]}
     assert memory.tags[:, 0, 3].tolist() == expected.get(function, [MaskStatus.OK] * 4)
     if function == "rollback":
         walk(memory, link, rows, [], 4, A + 5, 1)

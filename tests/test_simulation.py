@@ -15,7 +15,8 @@ from stepgraph.sampling.grammar.matcher import XGrammarMatcher
 from tests.simulated_worlds import World
 from tests.simulation import Failure, Simulation, plan, run_many, run_seed
 
-SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long ones, of two worlds: a capture takes longer than a schedule
+SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336, 4912)  # long ones, of two worlds: a capture takes longer than a schedule
+FOUND = (2219, 3167, 3608)  # a matcher that fails behind a draft, whose refusal would be drawn from another law
 SCHEDULES = 10_000
 SEEDS_TO_FIND = 60  # of a planted bug; each is found within the first few
 
@@ -24,6 +25,11 @@ def test_a_sample_of_schedules() -> None:
     counts = run_many(SAMPLE)
     assert counts["schedules"] == len(SAMPLE) and counts["tokens"] > 300, counts
     assert all(counts[str(reason)] for reason in FinishReason if reason != FinishReason.DEAD_END) and counts["faults"] > 5, counts
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_schedule_that_found_something(seed: int) -> None:
+    run_seed(seed)
 
 
 @pytest.mark.soak
@@ -37,6 +43,14 @@ def test_a_seed_fixes_a_schedule() -> None:
     assert plan(3) == plan(3) != plan(4)
     kinds = {action.kind for seed in range(50) for action in plan(seed)}
     assert kinds == {"submit", "refused", "cancel", "fault", "steps"}
+
+
+def test_a_seed_repeats_itself_whatever_ran_before_it() -> None:
+    def told(seed: int) -> list[list[tuple[tuple[int, ...], FinishReason | None]]]:
+        return [[(event.tokens, event.finish_reason) for event in entry.events] for entry in run_seed(seed)]
+
+    seeds = SAMPLE[0], 50
+    assert [told(seed) for seed in seeds] == [told(seed) for seed in seeds]
 
 
 def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,11 @@ class PythonLink:
         elif step.action == HostAction.COMMIT:
             self._each_row(self._commit_row)
         elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, step.place))
+            self._each_row(lambda slot, row: self._advance_row(slot, row, step.place), step.place)
         else:
             self._batch = ()
 
-    def _each_row(self, work: Callable[[int, PythonRow], None]) -> None:
+    def _each_row(self, work: Callable[[int, PythonRow], None], draft: int = 0) -> None:
         for slot, row in enumerate(self._batch):
             state = self._state_np[slot]
             if row is None or row.fault or state[HostColumn.OWNER] != row.owner or state[HostColumn.FINISH] != ROW_RUNNING:
@@ -124,6 +124,9 @@ class PythonLink:
             except Exception as error:  # one row's fault is that row's error: without a tag the device uses no mask of it
                 row.fault = f"{type(error).__name__}: {error}"
             row.fault = row.matcher.fault or row.fault
+            if row.fault and draft:  # the draft that it failed behind is judged all the same, by the mask before it
+                row.chain = MaskStatus.FAULT
+                self._tags_np[draft, slot] = (row.owner, row.committed, draft, row.chain)
 
     def _start_row(self, slot: int, row: PythonRow, stage: int) -> None:
         if row.chain == MaskStatus.NONE:

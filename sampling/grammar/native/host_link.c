@@ -94,15 +94,14 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
     if (token < 0 || row->walked != index - 1 || row->chain != OK) return; /* the walk ended at an earlier draft */
     count(&link->accepts);
     int accepted = accept_token(row, token);
-    if (accepted < 0) return;
-    if (!accepted) {
-        row->chain = ILLEGAL;
-        tag(link, slot, row, index, index);
-        return;
+    if (accepted > 0) {
+        follow_forced(row, row->committed + index - 1, token);
+        row->walked = index;
+        fill(link, slot, row, index, index);
     }
-    follow_forced(row, row->committed + index - 1, token);
-    row->walked = index;
-    fill(link, slot, row, index, index);
+    if (accepted > 0 && !faulted(row)) return;
+    row->chain = faulted(row) ? FAULT : ILLEGAL; /* the draft that it failed behind is judged all the same, by the mask before it */
+    tag(link, slot, row, index, index);
 }
 
 /* one node */

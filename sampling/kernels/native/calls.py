@@ -12,7 +12,7 @@ from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.native.loader import address, fields, prepared_call
 from stepgraph.sampling.kernels.register import Run
 
-VERSION = 1  # of the structs and of what is made of them
+VERSION = 2  # of the structs and of what is made of them
 NARROW = {torch.float32: 0, torch.bfloat16: 1}
 
 

@@ -23,7 +23,7 @@ INLINED int64_t leading(const chain_call *call, int64_t row) {
     int64_t held = 0;
     for (; held < call->count && held < call->draft_count[row]; held++) {
         int64_t next = status[held + 1];
-        bool legal = status[held] == STATUS_OK && next != STATUS_NONE && next < STATUS_ILLEGAL;
+        bool legal = status[held] == STATUS_OK && next != STATUS_NONE && next != STATUS_ILLEGAL;
         if (!legal || !finite[held] || sampled[held] != drafts[held]) break;
     }
     return held;

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { CHOICES_VERSION = 1, WORD = 32 };
+enum { CHOICES_VERSION = 2, WORD = 32 };
 
 typedef struct {
     const void *logits;                /* [batch, places, width], float32, or bfloat16 where `narrow` is 1 */

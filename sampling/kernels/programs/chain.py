@@ -56,7 +56,7 @@ def accept_chain(
         proposed = tl.load(drafts + row * (positions - 1) + place, mask=before_last, other=-1)
         follows = tl.load(status + row * positions + place + 1, mask=before_last, other=_NONE)
         holds = before_last & (tokens == proposed) & sound & (state == _OK) & (place < tl.load(draft_count + row))
-        holds = holds & (follows != _NONE) & (follows < _ILLEGAL)
+        holds = holds & (follows != _NONE) & (follows != _ILLEGAL)
         held = tl.min(tl.where(holds, POSITIONS, place), 0).to(tl.int64)
     last = tl.sum(tl.where(place == held, state, 0), 0)
     last_sound = tl.sum(tl.where((place == held) & sound, 1, 0), 0) != 0

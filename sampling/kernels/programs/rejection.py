@@ -68,7 +68,7 @@ def rejection_candidates(
     state = tl.load(status + row * (count + 1) + place, mask=inside, other=_NONE)
     follows = tl.load(status + row * (count + 1) + place + 1, mask=inside, other=_NONE)
     holds = (coin(own_seed, first + place, _ACCEPT) * offered < likely) & sound & (place < offers) & inside
-    holds = holds & (state == _OK) & (follows != _NONE) & (follows < _ILLEGAL)
+    holds = holds & (state == _OK) & (follows != _NONE) & (follows != _ILLEGAL)
     held = tl.min(tl.where(holds, PLACES, place), 0).to(tl.int64)
     if tl.program_id(1) == 0:
         tl.store(accepted + row, held)
