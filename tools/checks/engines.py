@@ -1,22 +1,17 @@
-"""Checks of whole engines: every drafter, hundreds of rounds, both libraries, what steps wait for, what closing gives back, the GIL."""
+"""Checks of whole engines: every drafter, hundreds of rounds, both libraries, what steps wait for, what closing gives back."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_void_p
 from dataclasses import replace
 
 import torch
 
-from stepgraph.graphs import GraphKey, StaticBuffers, current_flow
-from stepgraph.graphs.driver import HostCallback, HostErrors
 from stepgraph.runtime import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
@@ -26,9 +21,6 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, advance
-from stepgraph.sampling.grammar.native import Unavailable, load
-from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
 from tests.oracles import accepts, greedy
 from tools.checks.context import (
     CONSTRAINTS,
@@ -37,17 +29,13 @@ from tools.checks.context import (
     VOCABULARY,
     Context,
     Figures,
-    Skipped,
     outcome,
     random_asks,
     serve,
     toy_target,
 )
 from tools.checks.shapes import TINY, fill, pair_of
-from tools.checks.states import ROWS, RoundBench
-from tools.checks.timing import Stamp
 
-HOLD_SECONDS = 0.2
 MARKED = tuple(Constraint.regex("[a-c]{1,9}x?", library).after("b") for library in ("xgrammar", "llguidance"))
 
 
@@ -263,55 +251,3 @@ def _free(context: Context) -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
-
-
-def native_nodes_need_no_gil(context: Context) -> Figures:
-    """A launched round ends while another thread holds the GIL; one with Python host nodes does not. On the tape: its host nodes."""
-    try:
-        load()
-    except Unavailable as missing:
-        raise Skipped(f"no native link: {missing}") from None
-    ended = {link: _ends_under_the_gil(context, link) for link in ("native", "python")}
-    assert ended["native"], "a native host node waited for the GIL"
-    assert not ended["python"], "the control: a Python host node needs the GIL"
-    return {"seconds_held": HOLD_SECONDS, **ended}
-
-
-def _ends_under_the_gil(context: Context, link: str) -> bool:
-    with context.backend(asynchronous=True) as backend:
-        bench = RoundBench(backend, 3, host_link=link)
-        bench.randomise(1)
-        bench.announce(ROWS)
-        if context.rehearsal:
-            return _nodes_end(bench.host)
-        stamp, step = Stamp(), bench.round.step(GraphKey(ROWS, True))
-
-        def stamped(buffers: StaticBuffers) -> None:
-            step(buffers)
-            current_flow().host_node("stamp", stamp)
-
-        recorded = backend.capture(stamped, bench.buffers)
-        recorded.replay()
-        backend.synchronize()
-        bench.announce(ROWS)
-        keeping = ctypes.PyDLL(None)  # which keeps the GIL across its calls
-        recorded.replay()
-        held_until = time.monotonic() + HOLD_SECONDS
-        keeping.usleep(int(HOLD_SECONDS * 1e6))
-        backend.synchronize()
-        return stamp.finished < held_until
-
-
-def _nodes_end(host: HostLink) -> bool:
-    """The same for a round's host nodes alone, in a thread of C's own: the tape's threads are Python's."""
-    node = HostCallback("round", host.node([BEGIN, COMMIT, *(advance(index) for index in range(1, 4)), END]), HostErrors())
-    calls, thread = (CallStruct * 2)(), ctypes.c_ulong()
-    calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
-    calls[1].function, calls[1].data = node.address, node.data
-    listed = CallListStruct(calls, 2)
-    keeping = ctypes.PyDLL(None)
-    assert keeping.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
-    held_until = time.monotonic() + HOLD_SECONDS
-    keeping.usleep(int(HOLD_SECONDS * 1e6))
-    assert ctypes.CDLL(None).pthread_join(thread, None) == 0
-    return bool(calls[1].finished < held_until)
