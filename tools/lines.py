@@ -31,7 +31,7 @@ CORE_BUDGET = 11_200
 # Of the sampling kernels, 350 lines are masked choices and acceptance in C for the CPU, and what loads it.
 PARTS = {
     "graphs/attention_kernels": 800,
-    "graphs/cpu_kernels": 1000,
+    "graphs/cpu_kernels": 1050,
     "sampling/kernels": 2350,
     "sampling/grammar": 7450,
     "runtime/commands": 1700,
