@@ -22,9 +22,9 @@ from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
 from tools import soak
 from tools.soaking import acts, checking
 from tools.soaking.asking import Asks
-from tools.soaking.figures import PROCESS, resident_bytes
+from tools.soaking.figures import PROCESS, resident_bytes, sample
 from tools.soaking.kinds import KINDS, Kind
-from tools.soaking.report import report
+from tools.soaking.report import lines, report
 from tools.soaking.running import Plan, Soak
 from tools.soaking.trend import MIB, fit
 
@@ -218,6 +218,16 @@ def test_a_line_tells_growth_from_waves(rise: float, flat: bool) -> None:
     trend = fit([10.0 * place for place in range(40)], [*waves(rise)], slack=10.0, share=0.0)
     assert trend is not None and trend.flat == flat
     assert trend.per_hour == pytest.approx(360 * rise, abs=4 * trend.error_per_hour) and trend.growth == pytest.approx(39 * rise, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "flat"), [([9 * place for place in range(40)], False), ([min(9 * place, 180) for place in range(40)], True)]
+)
+def test_what_fills_once_is_no_leak_and_what_goes_on_is(counts: list[int], flat: bool) -> None:
+    base = sample(0.0, (), settled=True)
+    samples = [replace(base, seconds=10.0 * place, types={"stepgraph.Kept": count}) for place, count in enumerate(counts)]
+    assert lines(samples, 0.0)["objects: stepgraph.Kept"].flat == flat
+    assert not lines([replace(each, resident_bytes=MIB * each.types["stepgraph.Kept"]) for each in samples], 0.0)["resident_bytes"].flat
 
 
 def test_too_few_points_tell_nothing() -> None:

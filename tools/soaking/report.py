@@ -92,8 +92,9 @@ def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
             if None not in values and (trend := fit([each.seconds for each in those], values, slack, share)):
                 found[told] = trend
     for name in sorted({name for each in warm for name in each.types}):
-        if trend := fit([each.seconds for each in warm], [each.types.get(name, 0) for each in warm], *OF_A_TYPE):
-            found[f"objects: {name}"] = trend
+        both = [fit([each.seconds for each in those], [each.types.get(name, 0) for each in those], *OF_A_TYPE) for those in (warm, late)]
+        if told_by := [trend for trend in both if trend]:  # rings and caches of new engines fill once: what leaks rises in both
+            found[f"objects: {name}"] = min(told_by, key=lambda trend: trend.growth)
     return found
 
 
