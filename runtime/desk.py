@@ -20,6 +20,10 @@ from stepgraph.sampling.grammar.grammar_cache import Claim
 from stepgraph.sampling.grammar.limits import named
 
 
+def id_of(job: Job | int) -> int:
+    return job.id if isinstance(job, Job) else job
+
+
 class Desk:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
@@ -66,13 +70,13 @@ class Desk:
         elif waiting.claim is not None:
             waiting.claim.release()
 
-    def ask_cancel(self, job_id: int) -> bool:
+    def ask_cancel(self, asked: Job | int) -> bool:
         with self.lock:
-            job = self.jobs.get(job_id)
-            if job is None or job.finished:
+            job = self.jobs.get(id_of(asked))
+            if job is None or job.finished or (isinstance(asked, Job) and asked is not job):  # another engine's has an id of this one's
                 return False
-            self._cancelled[job_id] = job
-            claim = self._claims.get(job_id)
+            self._cancelled[job.id] = job
+            claim = self._claims.get(job.id)
         if claim and not claim.done:
             claim.release()  # at once: a compile that nobody else waits for ends here
         return True

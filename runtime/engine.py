@@ -178,7 +178,7 @@ class Engine:
 
     def cancel(self, job: Job | int) -> bool:
         """End a job. True where it was still running; False where it had ended or is not known. Safe at any time."""
-        asked = self._desk.ask_cancel(job.id if isinstance(job, Job) else job)
+        asked = self._desk.ask_cancel(job)
         self._bell.ring()
         return asked
 
@@ -234,7 +234,7 @@ class Engine:
             try:
                 self.step()
             except RuntimeError:
-                if not job.finished:  # else: another thread closed the engine, and the job says so
+                if self.cancel(job):  # else: another thread closed the engine, and the job says so
                     raise
         return job
 

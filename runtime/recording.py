@@ -27,7 +27,7 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.desk import Desk
+from stepgraph.runtime.desk import Desk, id_of
 from stepgraph.runtime.drafters import only_looks_up
 from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.runtime.grammars import Waiting
@@ -130,10 +130,10 @@ class RecordedDesk(Desk):
                 self._recorder.write("refused", job=waiting.job.id)
             raise
 
-    def ask_cancel(self, job_id: int) -> bool:
-        asked = super().ask_cancel(job_id)
-        self._recorder.write("cancel", step=self._steps, job=job_id, running=asked)
-        return asked
+    def ask_cancel(self, asked: Job | int) -> bool:
+        running = super().ask_cancel(asked)
+        self._recorder.write("cancel", step=self._steps, job=id_of(asked), running=running)
+        return running
 
     def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
         self._steps += 1  # every step begins with this

@@ -47,13 +47,18 @@ def fail(why: int, message: bytes) -> int:
     return -1
 
 
-def break_fill(row: MatcherRow, message: str) -> None:
+def break_fill(row: MatcherRow, message: str, behind: int = 0) -> None:
+    """Every mask fails but the next ones, so many."""
+    left = iter(range(behind))
     if isinstance(row, NativeRow):
-        plant(row, "fill", lambda real, *arguments: fail(arguments[-1], message.encode()))
+        plant(row, "fill", lambda real, *told: fail(told[-1], message.encode()) if next(left, None) is None else real(*told))
         return
+    real = row.matcher.fill_next_token_bitmask
 
-    def explode(*_: Any) -> Any:
-        raise RuntimeError(message)
+    def explode(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError(message)
+        return real(*arguments)
 
     row.matcher.fill_next_token_bitmask = explode  # type: ignore[method-assign, assignment]
 

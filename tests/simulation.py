@@ -73,6 +73,8 @@ class Simulation:
 
     def run(self, seed: int) -> list[Entry]:
         self.delays.start(seed)
+        prefixes = self.engine._desk.rows._prefixes
+        prefixes._evict(len(prefixes._idle))  # what schedules before this one left, which would be found
         turns: list[Entry | None] = []
         before = self.engine.stats()
         for action in plan(seed):
@@ -128,6 +130,7 @@ class Simulation:
     def _plant(self, turns: list[Entry | None], which: int, fault: str) -> None:
         """On one of those whose matchers work; where none is, nothing happens."""
         by_job = {entry.job.id: entry for entry in turns if entry}
+        self.engine.backend.event().wait()  # else threads settle which host nodes see it, and not the seed
         working = [seat for seat in self.engine._desk.rows if seat.joined and seat.matcher and not by_job[seat.job.id].fault]
         if not working:
             return
@@ -137,7 +140,7 @@ class Simulation:
         entry.fault = fault
         counts_fuel = isinstance(seat.matcher, NativeRow) or isinstance(seat.matcher.matcher, XGrammarMatcher)
         if fault == "fill" or (fault == "fuel" and not counts_fuel):
-            break_fill(seat.matcher, "planted")
+            break_fill(seat.matcher, "planted", which)
         elif fault == "fuel":
             take_fuel(seat.matcher)
         else:

@@ -62,6 +62,18 @@ def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(mon
         assert not slept_on and job.finish_reason == FinishReason.CANCELLED
 
 
+def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job() -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+                engine.generate([1], max_new_tokens=60)
+            assert (await serving.generate([2], max_new_tokens=4).result()).tokens == plain([2], 4).tokens
+
+    with make_engine(SETUP) as engine:
+        run(main())
+        assert dict(engine.stats().finished)[FinishReason.CANCELLED] == 1
+
+
 @pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("inf"), 1e300])
 def test_no_time_to_sleep_is_refused_by_name(seconds: float) -> None:
     with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, want a number of seconds from 0"):
