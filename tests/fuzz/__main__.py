@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import subprocess
@@ -26,7 +27,7 @@ from tests.fuzz.values import Value, written
 from tests.fuzz.watch import limit_memory
 
 MEMORY = 3 << 30  # that a door may take on top of what it has when it is ready
-STILL = 120.0  # seconds on one input
+STILL = 300.0  # seconds on one input, or until the first
 _BOX = 1 << 20
 
 
@@ -41,8 +42,14 @@ class BlackBox:
         text = f"{number}\n{written(given)}".encode()[: _BOX - 1]
         self._memory[: len(text) + 1] = text + b"\0"
 
-    def noted(self) -> str:
-        return self._memory[:].split(b"\0")[0].decode()
+    def noted(self) -> tuple[int, str]:
+        """The number of the input, and the input."""
+        number, _, given = self._memory[:].split(b"\0")[0].decode().partition("\n")
+        return int(number or 0), given
+
+    @property
+    def number(self) -> bytes:
+        return self._memory[:20].split(b"\n")[0]
 
 
 def child(options: argparse.Namespace) -> int:
@@ -52,7 +59,7 @@ def child(options: argparse.Namespace) -> int:
     os.chdir(home)
     door = DOORS[options.door]()
     limit_memory(MEMORY)
-    report = fuzz(door, options.inputs, options.seed, box.note)
+    report = fuzz(door, options.inputs, options.seed, box.note, options.seconds)
     door.close()
     left = os.listdir(home)
     assert not left, f"something was written: {left}"
@@ -60,27 +67,39 @@ def child(options: argparse.Namespace) -> int:
     return 0
 
 
-def watched(name: str, inputs: int, seed: int) -> dict[str, Any]:
+def watched(name: str, inputs: int, seed: int, seconds: float) -> dict[str, Any]:
     """The report of a door; of one that ended or hangs, the input that it was busy with is the find."""
     with tempfile.TemporaryDirectory() as folder:
         box, result = Path(folder) / "box", Path(folder) / "report"
         box.write_bytes(bytes(_BOX))
         reader = BlackBox(box)
-        command = [sys.executable, "-m", "tests.fuzz", "--door", name, "--inputs", str(inputs), "--seed", str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            "--door",
+            name,
+            "--inputs",
+            str(inputs),
+            "--seed",
+            str(seed),
+            "--seconds",
+            str(seconds),
+        ]
         process = subprocess.Popen([*command, "--json", str(result), "--box", str(box)])
-        seen, since = "", time.monotonic()
+        seen, since = b"", time.monotonic()
         while process.poll() is None:
-            time.sleep(0.2)
-            now = reader.noted()
+            time.sleep(0.5)
+            now = reader.number
             seen, since = (now, time.monotonic()) if now != seen else (seen, since)
-            if now and time.monotonic() - since > STILL:
+            if time.monotonic() - since > STILL:
                 process.kill()
                 process.wait()
         if result.exists():
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
             return found
-        number, _, given = reader.noted().partition("\n")
-        report = asdict(Report(name, inputs=int(number or 0)))
+        number, given = reader.noted()
+        report = asdict(Report(name, inputs=number))
         what = f"the process ended with {process.returncode}"
         return report | {"finds": [{"door": name, "what": what, "given": json.loads(given or "null"), "told": ""}]}
 
@@ -90,6 +109,7 @@ def main() -> int:
     parser.add_argument("--door", choices=[*DOORS], action="append", help="which (default: all)")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="by the clock, for each door (default: as many as it takes)")
     parser.add_argument("--json", help="where to write the reports")
     parser.add_argument("--box", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -99,7 +119,7 @@ def main() -> int:
     reports = []
     for name in options.door or DOORS:
         begun = time.monotonic()
-        report = watched(name, options.inputs, options.seed)
+        report = watched(name, options.inputs, options.seed, options.seconds)
         reports.append(report)
         report["clock_seconds"] = round(time.monotonic() - begun, 1)
         print({field: value for field, value in report.items() if field != "finds"}, len(report["finds"]), "finds", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 import traceback
@@ -97,8 +98,10 @@ def _badly_refused(door: Door, error: Exception) -> str:
     return "" if door.named.match(said) else f"a refusal that names nothing: {said:.300}"
 
 
-def fuzz(door: Door, inputs: int, seed: int = 0, before: Callable[[int, Value], None] | None = None) -> Report:
-    """So many inputs, the seeds first. `before` is told of each one before it is tried."""
+def fuzz(
+    door: Door, inputs: int, seed: int = 0, before: Callable[[int, Value], None] | None = None, clock_seconds: float = math.inf
+) -> Report:
+    """So many inputs, the seeds first, or as many as there is time for. `before` is told of each one before it is tried."""
     for seed_value in door.seeds:  # what is imported or made at the first use is nobody's doing
         with contextlib.suppress(door.refusal):
             door.prepare(seed_value)
@@ -107,7 +110,8 @@ def fuzz(door: Door, inputs: int, seed: int = 0, before: Callable[[int, Value], 
     mutator = Mutator(random, door.words, door.hostile)
     report, corpus, kinds = Report(door.name), list(door.seeds), dict[str, int]()
     start = time.process_time()
-    while report.inputs < inputs:
+    end = time.monotonic() + clock_seconds
+    while report.inputs < inputs and time.monotonic() < end:
         given = door.seeds[report.inputs] if report.inputs < len(door.seeds) else mutator.mutated(corpus)
         if before:
             before(report.inputs, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -67,8 +68,8 @@ class SamplingDoor(Door):
         again = replace(taken)
         assert again == taken and hash(again) == hash(taken), "what was taken is not what is asked again"
         assert taken.plain == (taken.beyond_argmax == "") and set(taken.biases) == {*taken.logit_bias, *taken.bad_token_ids}
-        numbers = [getattr(taken, field.name) for field in fields(taken)]
-        assert all(number == number for number in numbers), "NaN was taken"
+        numbers = [value for field in fields(taken) if isinstance(value := getattr(taken, field.name), float)]
+        assert all(map(math.isfinite, [*numbers, *taken.logit_bias.values()])), "a number that is none was taken"
 
 
 class ConstraintDoor(Door):
