@@ -16,6 +16,7 @@ from tools import gpu_check
 from tools.checks.catalogue import Entry
 
 NAMES = ("exits", "answers", "hangs", "loses_the_device", "is_a_new_worker", "is_interrupted", "answers")
+ENDINGS = {"is_interrupted": signal.SIGTERM, "is_killed": signal.SIGKILL}
 FACTS = {name: "" for name in ("driver", "cuda", "platform", "commit")} | {
     "mode": "rehearsal",
     "device": "none",
@@ -40,9 +41,9 @@ def answer(request: dict[str, Any], answered: int) -> dict[str, Any]:
         os._exit(7)
     if name == "hangs":
         time.sleep(60)
-    if name == "is_interrupted":
-        os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(60)
+    if name in ENDINGS:
+        os.kill(os.getppid(), ENDINGS[name])
+        time.sleep(60 if name == "is_interrupted" else 0)
     passed = name != "is_a_new_worker" or answered == 0
     row = {"name": name, "verdict": "passed" if passed else "failed", "error": "" if passed else "it is the old one"}
     return {**row, "seconds": 0.0, "budget": 1.0, "figures": {}, "device_lost": name == "loses_the_device"}
@@ -62,4 +63,5 @@ if __name__ == "__main__":
         serve(int(sys.argv[2]))
     else:
         options = gpu_check.parse(["--rehearse", "--out", sys.argv[1]])
-        sys.exit(gpu_check.run(options, [Impatient(name, "none", 1.0) for name in NAMES], [sys.executable, __file__, "--worker"]))
+        asked = [Impatient(name, "none", 1.0) for name in sys.argv[2:] or NAMES]
+        sys.exit(gpu_check.run(options, asked, [sys.executable, __file__, "--worker"]))

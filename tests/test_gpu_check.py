@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,13 @@ def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path
     assert document["checks"][0]["error"] == "the worker ended with exit code 7"
     assert document["passed"] is False and result.returncode == 1
     assert json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8")) == document
+
+
+def test_what_was_found_until_the_run_is_killed_is_kept(tmp_path: Path) -> None:
+    assert run("tests/broken_worker.py", str(tmp_path), "answers", "exits", "is_killed").returncode == -signal.SIGKILL
+    document = json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    assert [(check["name"], check["verdict"]) for check in document["checks"]] == [("answers", "passed"), ("exits", "crashed")]
 
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
