@@ -84,7 +84,7 @@ def refusal(error: ValueError, prompt: str = "messages") -> HttpError:
 
 def _known(given: dict[str, Any], known: set[str]) -> dict[str, Any]:
     for given_name, value in given.items():
-        name = given_name[:100]
+        name = given_name[:100] or "''"
         if given_name in known:
             continue
         if name not in _ASKS_NOTHING:
