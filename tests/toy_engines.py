@@ -82,7 +82,7 @@ class Setup:
     draft_masks: bool = True
     drafter: str = "fair"
     max_rows: int = 4
-    buckets: tuple[int, ...] | None = None  # None: batches of one, and all rows; a capture each
+    buckets: tuple[int, ...] | None = None  # None: powers of two and all rows; a capture each
     num_pages: int = 36
     rounds_in_flight: int = 2
     asynchronous: bool = True
@@ -104,7 +104,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
         max_length=96,
         page_size=8,
         num_pages=setup.num_pages,
-        buckets=setup.buckets or tuple(sorted({1, setup.max_rows})),
+        buckets=setup.buckets,
         rounds_in_flight=setup.rounds_in_flight,
         prefill_chunk=setup.prefill_chunk,
         draft_masks=setup.draft_masks,
