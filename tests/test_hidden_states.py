@@ -220,7 +220,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     ("damage", "message"),
     [
         ({"shards": [{"file": "../x.safetensors", "texts": 1}]}, "want the plain name of a file"),
-        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "text 1: "),
+        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "holds 4 tensors, want those of 9 texts"),
         ({"feature_size": 7}, r"features of text 0 have shape \(9, 6\), want \(9, 7\)"),
         ({"shards": 3}, "not iterable"),
         ({"hidden_sizes": 3}, "hidden_sizes"),

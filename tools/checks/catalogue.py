@@ -64,7 +64,7 @@ CATALOGUE = (
     *_entries("timing", gil_hold=3, figures=5),
     *_entries("latency", host_node_latency=3, conditional_node_cost=2),
     *_entries("floors", kernels_against_floor=12),
-    *_entries("numbers", constrained_rounds=85, captured_against_eager=25, mask_time_is_hidden=18),
+    *_entries("numbers", constrained_rounds=80, captured_against_eager=25, mask_time_is_hidden=18),
     *_entries("others", against_hand_written_loop=25),
     *_entries("others", patience=BUILDS, against_transformers=30),
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15),
