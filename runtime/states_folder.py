@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.sampling.exits import end_at_exit
+from stepgraph.sampling.shown import said
 
 if sys.platform != "win32":
     import fcntl
@@ -249,7 +250,7 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}, want what save_hidden_states writes") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {said(error)}") from None
     return layout, shards
 
 
@@ -277,4 +278,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {said(error)}") from None

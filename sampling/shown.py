@@ -13,6 +13,12 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST else f"{text[:MOST]}..."
 
 
+def said(error: BaseException) -> str:
+    """What a library says of a file, which may repeat all of it."""
+    text = str(error)
+    return text if len(text) <= 5 * MOST else f"{text[: 5 * MOST]}..."
+
+
 def called(name: object) -> str:
     """The name of a field that came with a value, as a part of its path."""
     return name[:MOST] if isinstance(name, str) else shown(name)
