@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flag("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
     add_flag("--prompt", metavar="TEXT", help="ask this instead")
     add_flag("--schema", metavar="FILE|JSON", help="a JSON schema that the answer to --prompt obeys")
-    add_flag("--max-new-tokens", type=int, default=96, metavar="N", help="of an answer (default: %(default)s)")
+    add_flag("--max-new-tokens", type=int, default=128, metavar="N", help="of an answer (default: %(default)s)")
     add_flag("--repeats", type=int, default=3, metavar="N", help="how often each variant answers (default: %(default)s)")
     add_flag("--threads", type=int, metavar="N", help=THREADS)
     add_flag("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
