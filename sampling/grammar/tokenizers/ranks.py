@@ -35,6 +35,8 @@ def from_ranks(
             raise ValueError(f"{where}: got the token {token!r:.60}, want bytes")
         table.add(rank, token)
     for name, token_id in (special_tokens or {}).items():
+        if not isinstance(name, str) or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"{where}: got the special token {name!r:.60}, want a text without halves of surrogate pairs")
         if is_int(token_id) and token_id in table.tokens and token_id not in table.control.values():
             raise ValueError(f"{where}: special token {name!r:.60} has the id {token_id}, which is that of {table.tokens[token_id]!r:.60}")
         table.add_control(token_id, name)
