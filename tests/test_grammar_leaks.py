@@ -54,6 +54,7 @@ def serve(engine: Engine, numbers: range) -> None:
         while engine.has_work:
             engine.step()
         assert all(job.finish_reason == FinishReason.LENGTH for job in jobs), [job.error for job in jobs if job.error]
+    engine.generate([1], max_new_tokens=40)  # rounds without matchers: the last ones of those that had some are still in hand
 
 
 def check_flat(engine: Engine, settling: int, more: int, growth: int) -> None:
@@ -64,7 +65,7 @@ def check_flat(engine: Engine, settling: int, more: int, growth: int) -> None:
     stats = engine.stats().grammars
     assert stats.misses == settling + more + AHEAD and stats.running == stats.failures == 0
     assert stats.nbytes <= CACHE_BYTES and stats.grammars + stats.dropped == stats.misses
-    assert live_matchers() <= matchers + ROWS, "more than the last round may still have in hand"
+    assert live_matchers() <= matchers
     assert resident_bytes() - resident <= growth
 
 
