@@ -115,6 +115,7 @@ def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint], c
         bytecodes[0] += event == "opcode"
         return trace
 
+    before = threading.gettrace()  # whoever measures coverage goes on afterwards
     threading.settrace(trace)  # of threads that begin from now on: the tape's
     try:
         engine = make_engine(Setup(k=3, host_link=host_link), check_masks=check_masks)
@@ -123,7 +124,7 @@ def bytecodes_in_host_nodes(host_link: str, constraints: Sequence[Constraint], c
             pass
         engine.close()
     finally:
-        threading.settrace(None)
+        threading.settrace(before)
     for place, (job, constraint) in enumerate(zip(jobs, constraints, strict=True)):
         assert job.tokens == plain([place], 8, constraint).tokens, job.error
     assert calls[0] == engine.backend.stats.host_nodes
