@@ -10,6 +10,7 @@ from typing import Any, cast
 import jsonschema
 import llguidance
 import pytest
+import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
@@ -226,6 +227,33 @@ def test_a_step_that_takes_too_long_is_the_last_one() -> None:
         slow.compile(Constraint.regex("a+"))
 
 
+LARKS = [  # what is refused elsewhere, and what is not, where it is neither
+    ('start: "%json {" /%jsonn<[1]>/ # %json { ~ <[1]> stop=\n', "%json {%jsonn<1>"),
+    ("start: T // ~\nT: /(?s:.*)/ & ~/a/", "b"),
+    ('start: T ~ 2..3\nT: "x"', "xxx"),
+    ('%llguidance {\n"no_forcing": false}\nstart: %json\n {"type": "integer"} "!"', "12!"),
+    ('start: a "b"\na[suffix="c"]: /[a-z]*/', "aaacb"),
+    ('start: a "b"\na[lazy, capture]: /[a-z]*c/', "aaacb"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), LARKS)
+def test_a_lark_grammar_is_read_as_the_library_reads_it(grammar: str, text: str) -> None:
+    """And what it allows does not depend on what was taken back."""
+    compiled = COMPILER.compile(Constraint.lark(grammar))
+    assert takes(compiled, text)
+    matcher, fresh = compiled.matcher(), compiled.matcher()
+    masks = torch.zeros(2, BYTES.mask_words, dtype=torch.int32)
+    for char in text.encode():
+        for token in text.encode():
+            matcher.fill_next_token_bitmask(masks, 0)
+            if matcher.accept_token(token):
+                matcher.rollback(1)
+        assert matcher.fill_next_token_bitmask(masks, 0) == fresh.fill_next_token_bitmask(masks, 1)
+        assert torch.equal(masks[0], masks[1])
+        assert matcher.accept_token(char) and fresh.accept_token(char)
+
+
 def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
     text = '%llguidance {"no_forcing": false}\nstart: "x" %json {"type": "object", "properties": {"%json": {"type": "integer"}}}'
     compiled = COMPILER.compile(Constraint.lark(text))
@@ -233,7 +261,15 @@ def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
     for text, message in [
         ('start: %json {"not": {}}', "#: not: is not enforced"),
         ("start: %json {", "what follows %json is not JSON"),
-        ('%llguidance [1]\nstart: "a"', "its %llguidance line is not a JSON object"),
+        ('start: %json {"type": "null", "type": "null"}', "what follows %json is not JSON .the key 'type' appears twice"),
+        ('%llguidance [1]\nstart: "a"', "its %llguidance line is not one JSON object"),
+        ('%llguidance {}\n%llguidance {}\nstart: "a"', "its %llguidance line is not one JSON object"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows what is no text"),
+        ("start: <[1]>", r"#: <\[1\]>: names tokens"),
+        ("start: T\nT: ~/a/", "#: ~: allows what is no text"),
+        ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: does not hold"),
+        ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: does not hold"),
+        ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is none"),
         ("start: b", "unknown name"),
     ]:
         with pytest.raises(ValueError, match=f"constraint lark: cannot be compiled: .*{message}"):

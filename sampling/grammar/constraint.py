@@ -132,7 +132,10 @@ class Constraint:
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """A text of the grammar, in the Lark notation of llguidance: `start: "a" | "b" start`. For llguidance."""
+        """A text of the grammar, in the Lark notation of llguidance: `start: "a" | "b" start`. For llguidance.
+
+        Refused are tokens by name or number, `stop=` and `max_tokens=`, which cannot be taken back with drafts (`suffix=` can),
+        and `~` that does not stand behind `&`, as it allows bytes that are no text."""
         if not isinstance(grammar, str) or not grammar.strip():
             raise ValueError(f"Constraint.lark.grammar: got {shown(grammar)}, want a string that is not blank")
         return cls("lark", grammar)
@@ -164,15 +167,27 @@ class Constraint:
 
 def _canonical(value: Any, name: str) -> str:
     """JSON text of a value or of another text of it. Property order is part of a constraint, so the keys are not sorted."""
-    if isinstance(value, str) and len(value) > MAX_GIVEN_CHARS:
-        raise ValueError(f"{name}: got {len(value)} characters, want at most {MAX_GIVEN_CHARS}")
     try:
-        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-        parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constants)
-        _check_text("a string in it", json.dumps(parsed, ensure_ascii=False))
-        return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # 1e999 was read as infinity
+        text = value if isinstance(value, str) else _text_of(value)
+        if len(text) <= MAX_GIVEN_CHARS:
+            parsed = json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constants)
+            _check_text("a string in it", json.dumps(parsed, ensure_ascii=False))
+            return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # 1e999 was read as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), want a JSON object") from error
+    chars = f"{len(text)} characters" if text is value else f"more than {MAX_GIVEN_CHARS} characters of JSON"
+    raise ValueError(f"{name}: got {chars}, want at most {MAX_GIVEN_CHARS}")
+
+
+def _text_of(value: Any) -> str:
+    """JSON text, and not much more of it than may be: a small value that stands in many places is long as text."""
+    pieces, chars = list[str](), 0
+    for piece in json.JSONEncoder(allow_nan=False).iterencode(value):
+        pieces.append(piece)
+        chars += len(piece)
+        if chars > MAX_GIVEN_CHARS:
+            break
+    return "".join(pieces)
 
 
 def _check_text(name: str, text: str) -> None:
@@ -182,12 +197,14 @@ def _check_text(name: str, text: str) -> None:
         raise ValueError(f"{name}: got half of a surrogate pair at position {error.start}, want text") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json: an object whose keys are all different."""
     if len(dict(pairs)) < len(pairs):
         repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {shown(repeated)} appears twice")
     return dict(pairs)
 
 
-def _no_constants(name: str) -> None:
+def no_constants(name: str) -> None:
+    """For json: no NaN, no Infinity."""
     raise ValueError(f"{name} is not a JSON value")

@@ -8,17 +8,18 @@ import re
 from dataclasses import dataclass, fields
 
 from stepgraph.sampling.grammar.constraint import MAX_PAYLOAD_CHARS, Constraint
+from stepgraph.sampling.grammar.lark import PIECE
 from stepgraph.sampling.grammar.vocabulary import is_int
 from stepgraph.sampling.shown import shown
 
 MIB = 1 << 20
 
-_STRING, _CLASS, _REGEX = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]", r"/(?:[^/\\\n]|\\.)+/"
+_STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
 # What brackets are told apart from, and the brackets. A regular expression inside a grammar has brackets of its own.
 _PIECES = {
     "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
     "ebnf": re.compile(rf"{_STRING}|{_CLASS}|[()]", re.DOTALL),
-    "lark": re.compile(rf"{_STRING}|{_REGEX}|[()\[\]]", re.DOTALL),
+    "lark": PIECE,
 }
 
 FUEL = {
@@ -120,5 +121,5 @@ def _deepest(kind: str, text: str) -> int:
     for found in _PIECES[kind].finditer(text):
         piece = found.group()
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(piece, 0)
-        deepest = max(deepest, depth + (_deepest("regex", piece[1:-1]) if piece[0] == "/" else 0))
+        deepest = max(deepest, depth + (_deepest("regex", piece[1:-1]) if found.lastgroup == "regex" else 0))
     return deepest

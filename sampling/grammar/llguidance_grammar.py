@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import llguidance
 
 from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.lark import checked_lark, head
 from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher, SharedStart
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
@@ -25,11 +26,8 @@ from stepgraph.sampling.grammar.worker_process import CompileWorker
 # Nor what its lexer learns as masks are made, which is in no account: `GrammarLimits.lexer_states` alone bounds it.
 BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
-_OPTIONS = re.compile(r"^%llguidance\b(.*)$", re.MULTILINE)
 _NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
-_SCHEMA = re.compile(r"%json\s*")
-# Where bytes are forced, the library would allow one tokenization of them only, by a tokenizer that it calls under the GIL.
-_HEAD = '%llguidance {"no_forcing": true}\n'
+_HEAD = head({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ def lark_of(constraint: Constraint) -> str:
     """The constraint in the library's language; RefusedError where it would not be enforced."""
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
-        return _checked_lark(payload)
+        return checked_lark(payload)
     if kind == "ebnf":
         refuse("#", "ebnf", "is xgrammar's notation; llguidance wants lark")
     if kind == "regex":
@@ -108,30 +106,6 @@ def lark_of(constraint: Constraint) -> str:
         return _tagged(tag_groups(payload), constraint.any_whitespace)
     schema = {"type": "object"} if kind == "json_object" else json.loads(payload)
     return f"{_HEAD}start: %json {llguidance_schema(schema, constraint.any_whitespace)}\n"
-
-
-def _checked_lark(grammar: str) -> str:
-    """The grammar under the options that are needed here, with its JSON schemas checked as all others are."""
-    if "\0" in grammar:
-        refuse("#", "lark", "holds a NUL character; write \\x00 in a regular expression")
-    options = _OPTIONS.search(grammar)
-    try:
-        told = json.loads(options[1]) if options else {}
-        head = f"%llguidance {json.dumps({**told, 'no_forcing': True})}\n"
-    except (ValueError, TypeError) as error:
-        refuse("#", "lark", f"its %llguidance line is not a JSON object ({error})")
-    pieces, start = [head], 0
-    rest = _OPTIONS.sub("", grammar)
-    for place in _SCHEMA.finditer(rest):
-        if place.start() < start:
-            continue  # inside a schema
-        try:
-            schema, end = json.JSONDecoder().raw_decode(rest, place.end())
-        except ValueError as error:
-            refuse("#", "lark", f"what follows %json is not JSON ({error})")
-        pieces += [rest[start : place.end()], llguidance_schema(schema, any_whitespace=False)]
-        start = end
-    return "".join([*pieces, rest[start:]])
 
 
 def _tagged(groups: Sequence[TagGroup], any_whitespace: bool) -> str:

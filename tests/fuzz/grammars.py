@@ -164,11 +164,12 @@ class LarkDoor(GrammarDoor):
         'start: "(" start ")" | "x"',
         "start: /[a-z]+/ NUMBER\nNUMBER: /[0-9]{1,3}/",
         'start: %json {"type": "integer"} "!"',
-        'start: a ("," a)*\na: "x"{2,3} | B?\nB: "q" & /[a-q]/ | ~/./',
+        'start: a ("," a)*\na: "x"{2,3} | B?\nB: "q" & /[a-q]/ & ~/./',
         '%llguidance {"no_forcing": true}\nstart: T\nT: /a/i "b"i',
         'start: head /\\n/ rest\nhead[lazy]: /.*!/\nrest: "a"+',
         '%ignore / +/\nstart: "a" "b"',
         'start: %regex {"substring_words": "a b c"}',
+        'start: a b "c"\na[suffix="q"]: /[a-z]*/\nb[stop="x", max_tokens=3]: /[a-z]*/',
     )
 
     def constraint(self, given: Value) -> Constraint | None:
