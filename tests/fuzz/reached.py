@@ -12,7 +12,7 @@ from typing import Any
 
 import stepgraph
 
-_ROOT = Path(stepgraph.__file__).resolve().parent
+_ROOT = Path(stepgraph.__file__).parent  # not resolved: code objects know the path that they were imported by
 _OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serving"))
 
 
