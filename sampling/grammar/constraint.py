@@ -167,27 +167,32 @@ class Constraint:
 
 def _canonical(value: Any, name: str) -> str:
     """JSON text of a value or of another text of it. Property order is part of a constraint, so the keys are not sorted."""
+    chars = _least_chars(value)
     try:
-        text = value if isinstance(value, str) else _text_of(value)
-        if len(text) <= MAX_GIVEN_CHARS:
+        if chars <= MAX_GIVEN_CHARS:
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
             parsed = json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constants)
             _check_text("a string in it", json.dumps(parsed, ensure_ascii=False))
             return json.dumps(parsed, separators=(",", ":"), allow_nan=False)  # 1e999 was read as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name}: got a schema that is not JSON ({error}), want a JSON object") from error
-    chars = f"{len(text)} characters" if text is value else f"more than {MAX_GIVEN_CHARS} characters of JSON"
-    raise ValueError(f"{name}: got {chars}, want at most {MAX_GIVEN_CHARS}")
+    raise ValueError(f"{name}: got {chars} characters{'' if isinstance(value, str) else ' or more'}, want at most {MAX_GIVEN_CHARS}")
 
 
-def _text_of(value: Any) -> str:
-    """JSON text, and not much more of it than may be: a small value that stands in many places is long as text."""
-    pieces, chars = list[str](), 0
-    for piece in json.JSONEncoder(allow_nan=False).iterencode(value):
-        pieces.append(piece)
-        chars += len(piece)
-        if chars > MAX_GIVEN_CHARS:
-            break
-    return "".join(pieces)
+def _least_chars(value: Any) -> int:
+    """Of a text; of JSON text, counted until there are too many: a small value that stands in many places is long as text."""
+    if isinstance(value, str):
+        return len(value)
+    parts, chars = [value], 0
+    while parts and chars <= MAX_GIVEN_CHARS:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.keys()
+            parts += part.values()
+        elif isinstance(part, (list, tuple)):
+            parts += part
+        chars += 1 + (len(part) if isinstance(part, (str, dict, list, tuple)) else part.bit_length() // 4 if isinstance(part, int) else 0)
+    return chars
 
 
 def _check_text(name: str, text: str) -> None:

@@ -64,4 +64,5 @@ class Reached:
             if frame.f_lineno in left:
                 left.discard(frame.f_lineno)
                 self.lines += 1
+                frame.f_trace_lines = bool(left)  # a loop whose lines were all reached is as fast as ever
         return self._line
