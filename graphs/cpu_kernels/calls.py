@@ -205,7 +205,8 @@ def shift_entries(
 
 def angles(library: CDLL, positions: Tensor, frequencies: Tensor, cosines: Tensor, sines: Tensor) -> Run | None:
     tensors = (positions, frequencies, cosines, sines)
-    if not _fits(cosines, sines) or not _places(positions) or frequencies.dtype is not torch.float32:
+    dense = all(each.is_contiguous() for each in tensors)
+    if not _fits(cosines, sines) or not _places(positions) or not dense or frequencies.dtype is not torch.float32:
         return None
     shape = (len(positions), len(frequencies), NARROW[cosines.dtype])
     return prepared_call(library.stepgraph_angles, AngleCall(*map(address, tensors), *shape), tensors)
