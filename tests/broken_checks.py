@@ -18,6 +18,15 @@ def breaks(context: Context) -> Figures:
     raise AssertionError("3 bytes differ")
 
 
+def breaks_in_part(context: Context) -> Figures:
+    """Fails in one part of three, and in none of the others."""
+    for place in range(3):
+        with context.part(f"part {place}"):
+            assert place != 1, "3 bytes differ"
+            context.found[f"part {place}"] = context.fits("the next one")
+    return context.found
+
+
 def lacks(context: Context) -> Figures:
     """Cannot be made here."""
     raise Skipped("no such thing here")
@@ -41,5 +50,5 @@ def dies(context: Context) -> Figures:
 
 
 if __name__ == "__main__":
-    names = ("breaks", "lacks", "means_nothing", "works", "dies")
+    names = ("breaks", "breaks_in_part", "lacks", "means_nothing", "works", "dies")
     sys.exit(gpu_check.main(sys.argv[1:], [Entry(name, "tests.broken_checks", 4.0) for name in names]))

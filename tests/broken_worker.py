@@ -23,6 +23,7 @@ FACTS = {name: "" for name in ("driver", "cuda", "platform", "commit")} | {
     "device_bytes": 0,
     "python": "3.x",
     "processors": 1,
+    "host_link": "native",
     "versions": {name: "" for name in ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")},
     "date": "2026-11-20T08:00:00+00:00",
 }
@@ -46,7 +47,7 @@ def answer(request: dict[str, Any], answered: int) -> dict[str, Any]:
         time.sleep(60 if name == "is_interrupted" else 0)
     passed = name != "is_a_new_worker" or answered == 0
     row = {"name": name, "verdict": "passed" if passed else "failed", "error": "" if passed else "it is the old one"}
-    return {**row, "seconds": 0.0, "budget": 1.0, "figures": {}, "device_lost": name == "loses_the_device"}
+    return {**row, "seconds": 0.0, "budget": request["budget"], "figures": {}, "device_lost": name == "loses_the_device"}
 
 
 def serve(answers: int) -> None:

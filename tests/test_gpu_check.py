@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,13 @@ import jsonschema
 import pytest
 import torch
 
-from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE
+from stepgraph.sampling.grammar.native import NativeLibrary
+from tools.checks import link
+from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, Entry
 from tools.checks.context import Context
 from tools.checks.document import compose, file_name, save
 from tools.checks.goals import GOALS, Goal, judge
+from tools.checks.supervisor import SPENT, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = json.loads((ROOT / "tools" / "results" / "gpu_check.schema.json").read_text(encoding="utf-8"))
@@ -61,11 +65,12 @@ def test_whatever_a_check_raises_or_returns_the_others_run(tmp_path: Path) -> No
     result = run("-m", "tests.broken_checks", "--rehearse", "--out", str(tmp_path))
     document = document_of(result)
     assert result.returncode == 1 and document["passed"] is False
-    assert [check["verdict"] for check in document["checks"]] == ["failed", "skipped", "failed", "passed", "crashed"]
+    assert [check["verdict"] for check in document["checks"]] == ["failed", "failed", "skipped", "failed", "passed", "crashed"]
     errors = [check["error"] for check in document["checks"]]
-    assert errors[:2] == ["AssertionError: 3 bytes differ", "no such thing here"]
-    assert errors[2].startswith("figures that are no JSON") and errors[4] == "the worker was ended by SIGSEGV"
-    assert document["checks"][3]["figures"] == {"count": 7}
+    assert errors[:3] == ["AssertionError: 3 bytes differ", "part 1: AssertionError: 3 bytes differ", "no such thing here"]
+    assert errors[3].startswith("figures that are no JSON") and errors[5] == "the worker was ended by SIGSEGV"
+    assert document["checks"][1]["figures"] == {"part 0": True, "part 2": True}, "what the other parts found is kept"
+    assert document["checks"][4]["figures"] == {"count": 7}
     assert "a check's own words" not in result.stdout
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text(encoding="utf-8")) == document
@@ -95,6 +100,40 @@ def test_what_was_found_until_the_run_is_killed_is_kept(tmp_path: Path) -> None:
     document = json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(SCHEMA).validate(document)
     assert [(check["name"], check["verdict"]) for check in document["checks"]] == [("answers", "passed"), ("exits", "crashed")]
+
+
+def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
+    """And at the end of the run whatever has not answered is ended: a run of eight minutes has eight."""
+    supervisor = Supervisor([sys.executable, "tests/broken_worker.py", "--worker"], True, False)
+    entries = [Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")]
+    try:
+        told = list(rows(supervisor, entries, 3.0))
+    finally:
+        supervisor.end()
+    assert [row["verdict"] for row in told] == ["passed", "not run", "not run"]
+    assert 0.9 < told[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
+    assert [row["error"] for row in told[1:]] == [f"{SPENT} before it ended", SPENT]
+
+
+def test_a_part_for_which_no_budget_is_left_is_told_as_cut() -> None:
+    spent = Context(rehearsal=False, quick=True, budget=1e-9)
+    assert [spent.fits("one"), Context(rehearsal=True, quick=True, budget=1e-9).fits("two")] == [False, True]
+    assert spent.cut == ["one"]
+
+
+def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installation, as on a host that only runs the checks; what comes of it is the library that an installation has."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    for path in link.FOLDER.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setenv("CC", "false")
+    assert link.compile_link(tmp_path).endswith("/false: ") and not list(tmp_path.glob("_link*"))
+    monkeypatch.delenv("CC")
+    assert link.compile_link(tmp_path) == ""
+    assert NativeLibrary(tmp_path / "_link.so").node_address
+    before = (tmp_path / "_link.so").stat().st_mtime_ns
+    assert link.compile_link(tmp_path) == "" and (tmp_path / "_link.so").stat().st_mtime_ns == before, "once"
 
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
@@ -129,6 +168,10 @@ def test_goals_are_met_missed_or_not_run() -> None:
     }  # fmt: skip
     assert judge(most, [], False)["reason"] == "its check was not asked for"
     assert judge(least, [row], True)["verdict"] == "not run"
+    failed = {**row, "verdict": "failed", "error": "half of it"}
+    told = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
+    assert {name: (each["verdict"], each["found"]) for name, each in told.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
+    assert told["share"]["reason"] == "its check failed: half of it", "what it did not come to may have been worse"
 
 
 def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:

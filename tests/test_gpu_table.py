@@ -29,7 +29,7 @@ def document(device: str = "NVIDIA H200", date: str = "2026-11-21", **changes: A
         "python": "3.12.1",
         "commit": "0123456789ab",
     }
-    facts |= {"platform": "Linux x86_64", "processors": 16, "versions": versions, "date": f"{date}T01:02:03+00:00"}
+    facts |= {"platform": "Linux x86_64", "processors": 16, "host_link": "native", "versions": versions, "date": f"{date}T01:02:03+00:00"}
     over = {"schema": {"median": 1.004}, "recursive": {"median": 1.012}}
     cell = {"over_free": over, "variants": {"free": {"p50_us": 1234.5}}}
     rounds = {"1B batch 1 K=3": cell, "cut": [], "1B": {"p50": 1.012, "noise": 0.02, "p99": 1.08, "noise_p99": 0.01}}
@@ -72,7 +72,7 @@ def test_without_a_document_it_says_so(tmp_path: Path) -> None:
 def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Path) -> None:
     keep(tmp_path, "old", document(date="2026-11-20"))
     keep(tmp_path, "new", document())
-    keep(tmp_path, "b", document(device="NVIDIA B200"))
+    keep(tmp_path, "b", document(device="NVIDIA B200", host_link="python: no compiler"))
     told = section(tmp_path)
     assert "old.json" not in told and told.index("NVIDIA B200") < told.index("NVIDIA H200")
     assert "**NVIDIA H200**, driver 580.1, CUDA 13.0, Python 3.12.1, torch 2.11, triton 3.6, xgrammar 0.2.8, llguidance 1.9.1" in told
@@ -80,6 +80,7 @@ def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Pa
         "2026-11-21, commit 0123456789ab ([tools/results/new.json](tools/results/new.json)): 2 of 3 checks passed; gil_hold timed out."
         in told
     )
+    assert told.count("host link") == told.count("gil_hold timed out; host link python: no compiler.") == 1
     assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in told
     assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in told
     assert "**not run**: its check was not asked for" in told

@@ -53,10 +53,11 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{package} {document['versions'][package]}" for package in NAMED)
     bad = [f"{check['name']} {check['verdict']}" for check in document["checks"] if check["verdict"] in BAD]
     passed = sum(check["verdict"] == "passed" for check in document["checks"])
+    link = "" if document["host_link"] == "native" else f"; host link {document['host_link']}"
     yield (
         f"**{document['device']}**, driver {document['driver']}, CUDA {document['cuda']}, Python {document['python']}, {versions}; "
         f"{document['date'][:10]}, commit {document['commit']} ([tools/results/{name}](tools/results/{name})): "
-        f"{passed} of {len(document['checks'])} checks passed{'; ' + ', '.join(bad) if bad else ''}."
+        f"{passed} of {len(document['checks'])} checks passed{'; ' + ', '.join(bad) if bad else ''}{link}."
     )
     yield ""
     yield from _table(("goal", "wanted", "found", ""), (_goal(goal) for goal in document["goals"]))

@@ -7,9 +7,12 @@ import functools
 import math
 import random
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -47,12 +50,19 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """`rehearsal` runs the same code on the tape. `budget`: seconds that the check may take."""
+    """`rehearsal` runs the same code on the tape. `budget`: seconds that the check may take. `folder`: for pictures, if any.
+
+    What a check puts into `found` is told even where it fails in the end; what goes wrong in a `part` of it stops no other part.
+    """
 
     rehearsal: bool
     quick: bool
     budget: float = math.inf
+    folder: Path | None = None
     begun: float = field(default_factory=time.monotonic)
+    found: Figures = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +82,24 @@ class Context:
     def spent(self) -> float:
         """Of the budget."""
         return (time.monotonic() - self.begun) / self.budget
+
+    def fits(self, name: str) -> bool:
+        """Whether a part of a check may begin; one for which no budget is left is told of as cut."""
+        if self.rehearsal or self.spent <= 1:
+            return True
+        self.cut.append(name)
+        return False
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """An error in here fails the check at its end."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception as failure:
+            traceback.print_exc(file=sys.stderr)
+            self.failed.append(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
 
     @contextlib.contextmanager
     def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:

@@ -37,7 +37,7 @@ GOALS = (
     ),
     Goal("1B: captured / eager tokens per second", "captured_against_eager", ("1B", "batch 1", "ratio", "median"), 2.5),
     Goal("8B: captured / eager tokens per second", "captured_against_eager", ("8B", "batch 1", "ratio", "median"), 1.65),
-    Goal("share of host mask time hidden", "mask_time_is_hidden", ("share_hidden",), 0.99),
+    Goal("share of host mask time hidden", "mask_time_is_hidden", ("share_hidden",), 0.99, False, ("noise",)),
     Goal("idle gap between rounds, us", "idle_between_rounds", ("gap_us", "median"), 5.0, True),
     Goal("1B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("1B", "share"), 0.78),
     Goal("8B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("8B", "share"), 0.88),
@@ -56,6 +56,8 @@ def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dic
         reason = row["error"] or f"its check has no such figure: {row['verdict']}"
     elif rehearsal:
         reason = "a rehearsal says nothing of a GPU"
+    elif row["verdict"] != "passed" and goal.met(found, noise):  # what it did not come to measure may be worse
+        reason = f"its check {row['verdict']}: {row['error']}"
     else:
         verdict = "met" if goal.met(found, noise) else "missed"
         reason = "" if verdict == "met" else f"found {found:g}, wanted {goal.wanted}" + (f" of {noise:g}" if noise else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 from tools.checks.catalogue import Entry
 
 Row = dict[str, Any]
+SPENT = "the time of the run was used up"
 START_SECONDS = 180.0  # for torch to be imported, and for a context on the device
 
 
@@ -78,27 +80,31 @@ class Supervisor:
     command: Sequence[str]
     rehearsal: bool
     quick: bool
+    folder: str = ""  # for what checks draw
     worker: Worker | None = None
 
-    def describe(self) -> Row:
+    def describe(self, seconds: float = START_SECONDS) -> Row:
         """Where and with what the checks run. Starts the worker."""
         assert self.worker is None
         self.worker = Worker(self.command)
-        return self.worker.ask({"rehearsal": self.rehearsal}, START_SECONDS)
+        return self.worker.ask({"rehearsal": self.rehearsal}, seconds)
 
-    def run(self, entry: Entry) -> Row:
-        """One row of the report, whatever becomes of the worker."""
-        budget, limit = entry.budget(self.quick), entry.limit(self.quick, self.rehearsal)
-        request = {"name": entry.name, "module": entry.module, "budget": budget, "limit": limit}
+    def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
+        """One row of the report, whatever becomes of the worker. `share`: of the budget; at `deadline` the run ends, and this with it."""
+        budget = entry.budget(self.quick) * share
+        request = {"name": entry.name, "module": entry.module, "budget": budget, "folder": self.folder}
         begin = time.monotonic()
         try:
             if self.worker is None:
-                self.describe()
+                self.describe(min(START_SECONDS, deadline - begin))
                 begin = time.monotonic()
             assert self.worker is not None
-            row = self.worker.ask({**request, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
+            limit = min(entry.limit(self.quick, self.rehearsal), max(1.0, deadline - begin))
+            row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
         except Lost as lost:
             self.end()
+            if lost.verdict == "timed out" and time.monotonic() >= deadline:
+                return row_of(entry, "not run", f"{SPENT} before it ended", time.monotonic() - begin, budget)
             return row_of(entry, lost.verdict, str(lost), time.monotonic() - begin, budget)
         if row.pop("device_lost"):
             self.end()  # a context that had a fault on the device does nothing more
@@ -124,15 +130,16 @@ def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget:
 def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> Iterator[Row]:
     """A row for every entry: none is left out where time runs out or somebody interrupts."""
     deadline, interrupted = time.monotonic() + seconds, False
-    for entry in entries:
+    for place, entry in enumerate(entries):
+        begin = time.monotonic()
         if interrupted:
             yield row_of(entry, "not run", "the run was interrupted")
-        elif time.monotonic() > deadline:
-            yield row_of(entry, "not run", f"the {seconds:.0f} s of a run were used up")
+        elif begin >= deadline:
+            yield row_of(entry, "not run", SPENT)
         else:
-            begin = time.monotonic()
-            try:
-                row = supervisor.run(entry)
+            asked = sum(each.budget(supervisor.quick) for each in entries[place:])
+            try:  # where the first ones took longer than they should, the last ones, which are the numbers, share what is left
+                row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / asked))
             except KeyboardInterrupt:
                 interrupted = True
                 supervisor.end()

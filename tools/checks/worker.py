@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.sampling.grammar.native import Unavailable, load
 from tools.checks.context import Context, Skipped
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,16 +50,20 @@ def _as_json(answer: dict[str, Any]) -> str:
 def run_check(request: dict[str, Any]) -> dict[str, Any]:
     """An assertion or any other exception is a failure of this check alone."""
     begin, name = time.perf_counter(), request["name"]
-    figures: dict[str, object] = {}
+    folder = Path(request["folder"]) if request["folder"] else None
+    context = Context(request["rehearsal"], request["quick"], request["budget"], folder)
+    figures = context.found
     verdict, error = "passed", ""
     faulthandler.dump_traceback_later(request["limit"] * 0.9)  # where it hangs, if it does
     try:
         check = getattr(importlib.import_module(request["module"]), name)
-        figures = check(Context(rehearsal=request["rehearsal"], quick=request["quick"], budget=request["budget"]))
+        figures = check(context) | ({"cut": context.cut} if context.cut else {})
+        if context.failed:
+            verdict, error = "failed", "; ".join(context.failed)
     except Skipped as reason:
-        verdict, error = "skipped", str(reason)
+        verdict, error, figures = "skipped", str(reason), {}
     except Exception as failure:
-        verdict, error = "failed", f"{type(failure).__name__}: {failure}"
+        verdict, error = "failed", "; ".join([*context.failed, f"{type(failure).__name__}: {failure}"])
         traceback.print_exc(file=sys.stderr)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -102,10 +107,20 @@ def describe(rehearsal: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count() or 0,
+        "host_link": _host_link(),
         "versions": versions,
         "commit": _told("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _host_link() -> str:
+    """Why rounds are measured with host nodes in Python, or native: that they are not."""
+    try:
+        load()
+    except Unavailable as missing:
+        return f"python: {missing}"
+    return "native"
 
 
 def _told(*command: str) -> str:
