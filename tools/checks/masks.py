@@ -138,7 +138,7 @@ def masks_and_processors_equal_references(context: Context) -> Figures:
     for batch, places in itertools.product((1, 64), (1, 5, 9)):
         found[f"mask_status B={batch} N={places}"] = _check_tags(context, batch, places)
     for batch, vocabulary in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
-        if batch * vocabulary > (400_000 if context.rehearsal else 10_000_000):
+        if batch * vocabulary > (400_000 if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={vocabulary}"):
             continue
         for dtype, ruled in itertools.product((torch.float32, torch.bfloat16), (False, True)):
             case = make_case(batch, 4, vocabulary, dtype, ruled=ruled)
