@@ -12,7 +12,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.trace import Timeline
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tools.checks.cases import GRAMMARS
-from tools.checks.numbers import gaps_between_rounds
+from tools.checks.numbers import MOST_NOISE, Excess, gaps_between_rounds, hidden, worst_of
 from tools.checks.shapes import CONTROL_TOKENS, SHAPES, Pair, vocabulary_of
 
 META = torch.device("meta")
@@ -43,6 +43,17 @@ def test_gaps_are_what_lies_between_rounds_on_any_stream() -> None:
         span(3, 0, 1, "launcher", "launch"),
     )
     assert gaps_between_rounds(Timeline(spans)) == [3.0, 0.0]
+
+
+def test_a_grammar_that_makes_rounds_longer_is_no_noise_of_another_cell() -> None:
+    quiet, noisy = Excess(p50=1.03, noise=0.01, p99=1.1, noise_p99=0.02), Excess(p50=1.04, noise=0.2, p99=1.2, noise_p99=0.15)
+    assert worst_of([noisy, quiet]) == {"p50": 1.03, "noise": 0.01, "p99": 1.1, "noise_p99": 0.02}
+
+
+def test_matchers_are_hidden_as_far_as_rounds_are_not_longer_for_them() -> None:
+    assert hidden([101.0, 111.0, 121.0], [100.0, 110.0, 120.0], 50.0) == {"exposed_us": 1.0, "share_hidden": 0.98, "noise": 0.0}
+    assert hidden([99.0, 100.0], [100.0, 101.0], 50.0)["share_hidden"] == 1.0, "a round that is shorter by chance"
+    assert hidden([160.0, 260.0], [100.0, 100.0], 50.0) == {"exposed_us": 110.0, "share_hidden": 0.0, "noise": MOST_NOISE}
 
 
 @pytest.mark.soak

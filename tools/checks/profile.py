@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,26 +18,29 @@ from tools.profiling.spans import Profile
 from tools.profiling.timeline import save_picture
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PICTURE = ROOT / "tools" / "results" / "profile-of-the-bench.png"
+PICTURE = "profile-of-the-bench"
 
 
 def profile_of_the_bench(context: Context) -> Figures:
-    """Where the time of the bench's rounds goes: the report of nsys_report.py, and on a GPU a picture in tools/results/."""
+    """Where the time of the bench's rounds goes: the report of nsys_report.py, and a picture beside the document."""
     rounds = (20, 40) if not context.quick else (4, 9)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench"
         with_nsys = not context.rehearsal and nsys_profile.uses_nsys("auto", "nsys")
         profile = _under_nsys(out, rounds) if with_nsys else _by_itself(out, rounds)
+    # told even where stages could not be named, and that is all that would say why
+    context.found["spans"] = dict(Counter(f"{span.stream}: {span.name}" for span in profile.spans if span.kind != "launch"))
     report = figures.document(profile)
+    context.found.update(report)
+    if context.folder is not None and importlib.util.find_spec("matplotlib") is not None:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        save_picture(profile, context.folder / f"{PICTURE}{'-rehearsal' if context.rehearsal else ''}.png")
     names = {stage["name"] for stage in report["stages"]}
     assert {"target_verify", "accept", "draft_prefill"} <= names, f"stages {sorted(names)}; {report['notes']}"
     assert report["rounds"]["count"] == rounds[1] - rounds[0] + 1, report["rounds"]
     hosts = report["host_nodes"]
     assert [node["name"] for node in hosts["nodes"]][:2] == ["head", "commit"], f"{hosts}; {report['notes']}"
-    if not context.rehearsal and importlib.util.find_spec("matplotlib") is not None:
-        PICTURE.parent.mkdir(exist_ok=True)
-        save_picture(profile, PICTURE)
-    return report
+    return context.found
 
 
 def _under_nsys(out: Path, rounds: tuple[int, int]) -> Profile:
