@@ -105,6 +105,17 @@ def test_transformers_says_what_the_engine_says_in_every_mode_that_needs_no_comp
         generator.generate(PROMPTS[0], 12, mode="fast")
 
 
+@pytest.mark.soak
+@torch.no_grad()
+def test_compiled_transformers_says_the_same() -> None:
+    """Inductor takes the better part of a minute; the checks on a GPU run the same call."""
+    pair = pair_of(TINY, torch.device("cpu"))
+    generator = same_weights(pair.target, pair.vocabulary)
+    compiled_, static = (generator.generate(PROMPTS[0], 12, mode=mode, ends=False).tokens for mode in ("compiled", "static"))
+    assert compiled_ == static
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
+
+
 def test_what_is_not_installed_is_told_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_available() == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else name)

@@ -65,6 +65,7 @@ class Generator:
         self, prompt: Sequence[int], new_tokens: int, grammar: Any = None, mode: str = "dynamic", assistant: Any = None, ends: bool = True
     ) -> Timed:
         """`ends`: a stop token ends the text; else it has `new_tokens` tokens. Of the caches the dynamic one is the fastest on a CPU."""
+        from transformers import CompileConfig
         from xgrammar.contrib.hf import LogitsProcessor
 
         if mode not in MODES:
@@ -73,6 +74,9 @@ class Generator:
         options: dict[str, Any] = {} if ends else {"min_new_tokens": new_tokens}
         if mode in ("static", "compiled"):
             options |= {"cache_implementation": "static", "disable_compile": mode == "static"}
+        if mode == "compiled":
+            options["compile_config"] = CompileConfig()
+            options["compile_config"]._compile_all_devices = True  # else a CPU, where this is tested, would go on without
         if mode == "assisted":
             options["assistant_model"] = assistant
         else:
