@@ -29,13 +29,14 @@ def wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of a wheel for any Python, one for the host's alone, a model in three parts, and a library."""
+    """A bundle of wheels for any Python, one for the host's alone, a model in three parts, and a library."""
     wheel(tmp_path / "index", "everywhere")
     wheel(tmp_path / "index", "there", "cp312-abi3-manylinux_2_28_x86_64")
-    (tmp_path / "wheels.txt").write_text("# two\neverywhere==1.0\nthere==1.0  # only there\n")
+    wheel(tmp_path / "index", "flashinfer_python")
+    (tmp_path / "wheels.txt").write_text("# three\neverywhere==1.0\nthere==1.0  # only there\nflashinfer-python==1.0\n")
     (tmp_path / "model.gguf").write_bytes(bytes(range(256)) * 10)
-    (tmp_path / "prebuilt").mkdir()
-    (tmp_path / "prebuilt" / "page.so").write_bytes(b"\x7fELF")
+    (tmp_path / "prebuilt" / "0.6.6" / "page").mkdir(parents=True)
+    (tmp_path / "prebuilt" / "0.6.6" / "page" / "page.so").write_bytes(b"\x7fELF")
     monkeypatch.setattr(bundle, "PART_BYTES", 1000)
     out = tmp_path / "bundle"
     # a wheel is larger than these parts; only models are cut
@@ -50,6 +51,8 @@ def test_what_is_packed_is_installed(packed: Path, tmp_path: Path, monkeypatch: 
     manifest = json.loads((packed / "manifest.json").read_text())
     assert [name for name in manifest["files"] if name.endswith(".whl")] == [
         "wheels/everywhere-1.0-py3-none-any.whl",
+        "wheels/flashinfer_jit_cache-1.0-py3-none-linux_x86_64.whl",
+        "wheels/flashinfer_python-1.0-py3-none-any.whl",
         "wheels/there-1.0-cp312-abi3-manylinux_2_28_x86_64.whl",
     ]
     assert manifest["joined"]["model.gguf"]["parts"] == [f"parts/model.gguf.{number:03d}" for number in range(3)]
@@ -66,6 +69,11 @@ def test_what_is_packed_is_installed(packed: Path, tmp_path: Path, monkeypatch: 
     assert gpu_pack.main([f"--install={packed}"]) == 0
     assert "everywhere" in (tmp_path / "site" / "everywhere.py").read_text()
     assert (packed / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
+    # as FlashInfer asks: the version is its own, and a program lies in a folder of its name
+    asked = "import flashinfer_jit_cache as it; print(it.__version__, it.get_jit_cache_dir())"
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    version, folder = subprocess.run([sys.executable, "-c", asked], env=site, capture_output=True, text=True, check=True).stdout.split()
+    assert version == "1.0" and (Path(folder) / "page" / "page.so").read_bytes() == b"\x7fELF"
 
 
 def test_a_changed_a_missing_and_a_short_file_are_named_and_nothing_is_installed(
@@ -74,24 +82,26 @@ def test_a_changed_a_missing_and_a_short_file_are_named_and_nothing_is_installed
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "site"))
     part = packed / "parts" / "model.gguf.001"
     part.write_bytes(b"x" + part.read_bytes()[1:])
-    (packed / "libraries" / "page.so").unlink()
+    (packed / "wheels" / "everywhere-1.0-py3-none-any.whl").unlink()
     (packed / "parts" / "model.gguf.002").write_bytes(b"")
     assert gpu_pack.main([f"--install={packed}"]) == 1
     told = capsys.readouterr().err
     assert "parts/model.gguf.001: other bytes than were packed" in told
-    assert "libraries/page.so: missing" in told
+    assert "wheels/everywhere-1.0-py3-none-any.whl: missing" in told
     assert "parts/model.gguf.002: got 0 bytes, want 560" in told
     assert not (tmp_path / "site").exists() and not (packed / "model.gguf").exists()
 
 
 def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wheels.txt").write_text("torch>=2\n")
+    (tmp_path / "none.txt").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for arguments, wanted in (
         ([f"--wheels={tmp_path / 'wheels.txt'}"], "wheels.txt:1: got 'torch>=2', want name==version"),
         ([f"--model={tmp_path / 'none.gguf'}"], "none.gguf, want a file that is there"),
         ([f"--libraries={tmp_path / 'none'}"], "none, want a folder that is there"),
+        ([f"--wheels={tmp_path / 'none.txt'}", f"--libraries={tmp_path / 'full'}"], "got 0 .so files and 0 flashinfer-python to pack"),
     ):
         assert gpu_pack.main([f"--out={tmp_path / 'bundle'}", *arguments]) == 1
         assert wanted in capsys.readouterr().err

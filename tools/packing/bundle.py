@@ -1,4 +1,4 @@
-"""What goes into a bundle: wheels by name and version, large files in parts, libraries as they are, and a manifest of all of it."""
+"""What goes into a bundle: wheels by name and version, prebuilt libraries as one more, large files in parts, a manifest of all of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,58 @@ def cut(path: Path, name: str, bundle: Path) -> dict[str, Any]:
     return {"parts": parts, "bytes": path.stat().st_size, "sha256": unpack.digest(path)}
 
 
+# FlashInfer looks into a package of this name before it builds anything; in its workspace it would build all again, since the
+# commands there name the folders of the machine that built.
+PREBUILT = "flashinfer_jit_cache"
+PREBUILT_MODULE = """\"\"\"Programs of FlashInfer that were built elsewhere.\"\"\"
+
+from pathlib import Path
+
+__version__ = {version!r}
+
+
+def get_jit_cache_dir():
+    return str(Path(__file__).parent / "programs")
+"""
+
+
+def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path:
+    """The libraries that a workspace of FlashInfer holds, as the package where FlashInfer of the version that is packed finds them."""
+    versions = [line.split("==")[1] for line in wanted if line.split("==")[0] == "flashinfer-python"]
+    found = sorted(libraries.rglob("*.so"))
+    if not found or not versions:
+        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, want some, and one")
+    path, told = folder / f"{PREBUILT}-{versions[0]}-py3-none-linux_x86_64.whl", f"{PREBUILT}-{versions[0]}.dist-info"
+    texts = {
+        f"{PREBUILT}/__init__.py": PREBUILT_MODULE.format(version=versions[0]),
+        f"{told}/METADATA": f"Metadata-Version: 2.1\nName: {PREBUILT.replace('_', '-')}\nVersion: {versions[0]}\n",
+        f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: gpu_pack\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
+    }
+    files = {f"{PREBUILT}/programs/{library.stem}/{library.name}": library for library in found}
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, library in files.items():
+            archive.write(library, name)
+        for name, text in texts.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{told}/RECORD", "".join(f"{name},,\n" for name in (*files, *texts, f"{told}/RECORD")))
+    return path
+
+
 def make(
     bundle: Path, wanted: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
 ) -> dict[str, Any]:
     """Fills an empty folder, and returns its manifest."""
     if bundle.exists() and any(bundle.iterdir()):
         raise ValueError(f"--out: got {bundle}, which is not empty, want a new folder")
+    if libraries is not None:
+        prebuilt_wheel(libraries, wanted, bundle / "wheels")
     download(wanted, bundle / "wheels", python, options)
     wheels = sorted((bundle / "wheels").iterdir())
     large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
     if large:
         raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, want such as can be carried whole")
     joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
-    if libraries is not None:
-        shutil.copytree(libraries, bundle / "libraries")
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}
     manifest = {"python": python, "wanted": list(wanted), "files": files, "joined": joined}

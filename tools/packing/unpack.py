@@ -2,7 +2,7 @@
 
     python install.py                       beside the manifest
     python install.py --check               looks, and installs nothing
-    python install.py --into FOLDER         where the model and the prebuilt libraries go (default: beside the manifest)
+    python install.py --into FOLDER         where the model goes (default: beside the manifest)
 
 Needs nothing but Python and pip.
 """
@@ -78,21 +78,13 @@ def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]
         done.append(f"installed {len(wheels)} wheels")
     for name, told in manifest["joined"].items():
         done.append(f"joined {join(bundle, name, told, into)}")
-    for name in manifest["files"]:
-        if name.startswith("libraries/"):
-            target = into / name
-            if target.resolve() != (bundle / name).resolve():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(bundle / name, target)
-    if any(name.startswith("libraries/") for name in manifest["files"]):
-        done.append(f"prebuilt libraries: export FLASHINFER_WORKSPACE_BASE={(into / 'libraries').resolve()}")
     return done
 
 
 def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="look at every file, install nothing")
-    parser.add_argument("--into", type=Path, help="where the model and the libraries go (default: the bundle)")
+    parser.add_argument("--into", type=Path, help="where the model goes (default: the bundle)")
     options = parser.parse_args(arguments)
     bundle = bundle or Path(__file__).resolve().parent
     try:
