@@ -111,6 +111,13 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "got no manifest.json" in capsys.readouterr().err
 
 
+def test_what_the_host_has_is_not_packed(tmp_path: Path) -> None:
+    (tmp_path / "there.txt").write_text("Typing_Extensions==4.1\nnumpy\npip @ file:///x\n\n")
+    wanted = ["numpy==2.4.6", "typing-extensions==4.16.0", "xgrammar==0.2.8"]
+    assert bundle.without(wanted, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
+    assert bundle.without(wanted, None) == wanted
+
+
 def test_the_wheels_are_those_that_this_project_pins() -> None:
     """What the tests run with is what the host gets."""
     wanted = dict(line.split("==") for line in bundle.pinned(bundle.WHEELS))

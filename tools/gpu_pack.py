@@ -2,6 +2,7 @@
 
     python tools/gpu_pack.py --out bundle                          wheels for Python 3.12 on Linux, the demonstration's model in parts
     python tools/gpu_pack.py --out bundle --libraries prebuilt     and FlashInfer's prebuilt libraries, from a folder
+    python tools/gpu_pack.py --out bundle --has there.txt          without the packages that the host's `pip list --format=freeze` names
     python tools/gpu_pack.py --install bundle                      there: what `python bundle/install.py` does
 
 The host is taken to have torch, triton and pip. Wheels are those of tools/packing/wheels.txt, and nothing that they depend on.
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--out", type=Path, metavar="FOLDER", help="prepare a bundle there; must be new or empty")
     what.add_argument("--install", type=Path, metavar="FOLDER", help="check a bundle and install it")
     parser.add_argument("--wheels", type=Path, default=bundle.WHEELS, metavar="FILE", help="name==version lines (default: %(default)s)")
+    parser.add_argument("--has", type=Path, metavar="FILE", help="packages that the host has, a name or name==version a line: not packed")
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="of the host (default: %(default)s)")
     parser.add_argument("--index", metavar="FOLDER", help="take wheels from this folder, and from no index")
     parser.add_argument("--libraries", type=Path, metavar="FOLDER", help="FlashInfer's prebuilt libraries, as its workspace holds them")
@@ -45,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.install:
         return unpack.main([], options.install)
     try:
-        for name in ("libraries", "model"):
+        for name in ("libraries", "model", "has"):
             path = getattr(options, name)
             if path is not None and not (path.is_dir() if name == "libraries" else path.is_file()):
                 raise ValueError(f"--{name}: got {path}, want {'a folder' if name == 'libraries' else 'a file'} that is there")
         sources = ["--no-index", "--find-links", options.index] if options.index else []
         model = options.model or demo_model()
-        manifest = bundle.make(options.out, bundle.pinned(options.wheels), options.python, sources, model, options.libraries)
+        wanted = bundle.without(bundle.pinned(options.wheels), options.has)
+        manifest = bundle.make(options.out, wanted, options.python, sources, model, options.libraries)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"gpu_pack: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,17 @@ def pinned(path: Path) -> list[str]:
             raise ValueError(f"{path}:{number}: got {text!r}, want name==version")
         found += [text] if text else []
     return found
+
+
+def without(wanted: Sequence[str], has: Path | None) -> list[str]:
+    """What is not in that list, whatever version is: what a host's other packages were tried with stays there."""
+    lines = [] if has is None else has.read_text(encoding="utf-8").splitlines()
+    there = {_plain(line) for line in lines}
+    return [line for line in wanted if _plain(line) not in there]
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[=@\s]", line.strip())[0]).lower()
 
 
 def download(wanted: Sequence[str], folder: Path, python: str, options: Sequence[str]) -> None:
