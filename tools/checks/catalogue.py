@@ -56,7 +56,7 @@ CATALOGUE = (
     *_entries("llama", llama_decodes_alike=6),
     *_entries("traces", stages_are_told=3, timeline_tells_every_round=5),
     *_entries("profile", profile_of_the_bench=10),
-    *_entries("engines", every_drafter_replays_as_eager=10, hundreds_of_rounds_replay_as_eager=10, both_libraries_match_oracle=6),
+    *_entries("engines", every_drafter_replays_as_eager=14, hundreds_of_rounds_replay_as_eager=10, both_libraries_match_oracle=6),
     *_entries("engines", steps_wait_for_nothing=4, closing_gives_everything_back=6),
     *_entries("gil", native_nodes_need_no_gil=3),
     *_entries("law", sampled_texts_have_the_targets_law=8),

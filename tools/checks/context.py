@@ -121,7 +121,7 @@ class Context:
         library: BackendChoice = "auto",
         buckets: bool = False,
     ) -> Iterator[Engine]:
-        """A captured engine over the toy pair. A rehearsal captures the largest batch only, unless `buckets` asks for all of them."""
+        """A captured engine over the toy pair, for the largest batch only unless `buckets` asks for all: captures are what takes long."""
         with self.backend(asynchronous=True) as backend:
             engine = Engine(
                 toy_target(self.device),
@@ -138,7 +138,7 @@ class Context:
                     eager=eager,
                     grammar_backend=library,
                     filters="auto" if self.rehearsal else "triton",  # FlashInfer has a check of its own, and may have to be built
-                    buckets=(rows,) if self.rehearsal and not buckets else None,
+                    buckets=None if buckets else (rows,),
                     compile_isolation="process" if library == "auto" else "none",
                 ),
                 backend=backend,

@@ -84,9 +84,11 @@ def _says_it_again(job: Job) -> list[int]:
 
 def every_drafter_replays_as_eager(context: Context) -> Figures:
     """Captured engines say what eager ones do, token for token, and leave the same caches: EAGLE-3, MTP, models, look-up, functions."""
-    found: Figures = {}
+    found = context.found
     kinds = (False,) if context.rehearsal else (False, True)
-    for (name, target, drafter, changes), sampled in itertools.product(list(_drafters(context)), kinds):
+    for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(_drafters(context))):
+        if sampled and not context.fits(f"{name}, sampled keys"):
+            continue
         told = []
         for eager in (False, True):
             with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
