@@ -52,7 +52,7 @@ class Constraint:
     marker: str | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ConstraintKind):
+        if not isinstance(self.kind, str) or self.kind not in get_args(ConstraintKind):
             raise ValueError(f"Constraint.kind: got {shown(self.kind)}, want one of {', '.join(get_args(ConstraintKind))}")
         if not isinstance(self.payload, str):
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, want str")
@@ -65,7 +65,7 @@ class Constraint:
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for constraints with JSON in them only")
         checked_backend("Constraint.backend", self.backend)
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
-        if self.marker is not None and (not self.marker or not (of_ids or isinstance(self.marker, str))):
+        if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {shown(self.marker)}, want a text or token ids, at least one")
         if len(self.marker or ()) > MAX_MARKER:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, want at most {MAX_MARKER}")

@@ -15,6 +15,7 @@ from stepgraph.sampling.grammar.mask_row import checked_row
 from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.shown import shown
 
 Words = npt.NDArray[np.int32]
 
@@ -165,7 +166,7 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
     """ValueError for ids that can be no part of one."""
     for token_id in () if isinstance(marker, str) else marker:
         if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
-            raise ValueError(f"Constraint.marker: got id {token_id}, want ids below {len(vocabulary.tokens)} that are no stop tokens")
+            raise ValueError(f"Constraint.marker: got id {shown(token_id)}, want ids below {len(vocabulary.tokens)} that are no stop tokens")
 
 
 def _shorter(symbols: list[int]) -> Words:
