@@ -166,7 +166,7 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
     """ValueError for ids that can be no part of one."""
     for token_id in () if isinstance(marker, str) else marker:
         if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
-            raise ValueError(f"Constraint.marker: got id {shown(token_id)}, want ids below {len(vocabulary.tokens)} that are no stop tokens")
+            raise ValueError(f"Constraint.marker: got id {shown(token_id)}, want one below {len(vocabulary.tokens)}, no stop token")
 
 
 def _shorter(symbols: list[int]) -> Words:
