@@ -113,6 +113,7 @@ def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
     assert [row["verdict"] for row in told] == ["passed", "not run", "not run"]
     assert 0.9 < told[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
     assert [row["error"] for row in told[1:]] == [f"{SPENT} before it ended", SPENT]
+    assert told[1]["seconds"] < 10.0, "its own limit is a minute"
 
 
 def test_a_part_for_which_no_budget_is_left_is_told_as_cut() -> None:
