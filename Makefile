@@ -54,7 +54,7 @@ coverage: $(VENV)/.ready-dev
 	$(BIN)/coverage report
 
 soak: $(VENV)/.ready-test
-	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak -n $(WORKERS) --dist worksteal $(ARGS)
 	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
 models: $(VENV)/.ready-test $(VENV)/.model
