@@ -32,7 +32,7 @@ HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(
 
 export OMP_NUM_THREADS ?= 1
 # Processes that share the tests; each has one torch thread. More than four gain little and cost a torch each.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
+WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 MINUTES ?= 5
 
 .PHONY: demo test coverage lint soak bench models clean format

@@ -35,6 +35,7 @@ from stepgraph.runtime.hidden_states import HiddenStates
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.rows import Seat, Sharing
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.shown import shown
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
@@ -51,9 +52,9 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or self.path == "":
-            raise ValueError(f"Recording.path: got {self.path!r}, want the path of a file")
+            raise ValueError(f"Recording.path: got {shown(self.path)}, want the path of a file")
         if not is_int(self.max_bytes) or self.max_bytes < 1:
-            raise ValueError(f"Recording.max_bytes: got {self.max_bytes!r}, want a whole number >= 1")
+            raise ValueError(f"Recording.max_bytes: got {shown(self.max_bytes)}, want a whole number >= 1")
 
 
 class Recorder:

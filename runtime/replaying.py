@@ -24,6 +24,7 @@ from stepgraph.sampling.grammar.constraint import Constraint
 from stepgraph.sampling.grammar.limits import GrammarLimits
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.shown import called, said, shown
 
 
 @dataclass
@@ -150,7 +151,9 @@ class _Reader:
                 happened = json.loads(line)
                 self._take(happened)
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise ValueError(f"{self._path}:{number}: {type(error).__name__}: {error}, want a line that a recorder wrote") from None
+                raise ValueError(
+                    f"{self._path}:{number}: {type(error).__name__}: {said(error)}, want a line that a recorder wrote"
+                ) from None
         return Run(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
 
     def _take(self, happened: Mapping[str, Any]) -> None:
@@ -171,7 +174,7 @@ class _Reader:
         elif kind == "full":
             self._ending = "it was as long as Recording.max_bytes allows"
         elif kind not in ("end", "cancel"):
-            raise ValueError(f"kind: got {kind!r}")
+            raise ValueError(f"kind: got {shown(kind)}")
 
 
 class _Schedule:
@@ -282,8 +285,11 @@ def _check_prints(run: Run, models: Mapping[str, Mapping[str, Any]], vocabulary:
         if there != here:
             raise ValueError(f"{run.path}: {name}: got {_named(here)}, want {_named(there)}, with which it was recorded")
     if run.header.get("vocabulary") != vocabulary:
-        raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, want {run.header.get('vocabulary')}, with which it was recorded")
+        there = shown(run.header.get("vocabulary"))
+        raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, want {there}, with which it was recorded")
 
 
 def _named(found: Mapping[str, Any] | None) -> str:
-    return "none" if found is None else f"{found['class']} of {found['tensors']} tensors, fingerprint {found['fingerprint']}"
+    if found is None:
+        return "none"
+    return f"{called(found['class'])} of {called(found['tensors'])} tensors, fingerprint {called(found['fingerprint'])}"

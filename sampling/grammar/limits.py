@@ -69,14 +69,14 @@ class GrammarLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (not is_int(value) or value < 1):
-                raise ValueError(f"GrammarLimits.{field.name}: got {value!r}, want an int >= 1")
+                raise ValueError(f"GrammarLimits.{field.name}: got {shown(value)}, want an int >= 1")
             real = isinstance(value, (int, float)) and not isinstance(value, bool)
             if field.type == "float" and not (real and 0 < value < math.inf):
-                raise ValueError(f"GrammarLimits.{field.name}: got {value!r}, want a number > 0")
+                raise ValueError(f"GrammarLimits.{field.name}: got {shown(value)}, want a number > 0")
         if self.max_chars > MAX_PAYLOAD_CHARS:
             raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, want at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
-            raise ValueError(f"GrammarLimits.compile_seconds: got {self.compile_seconds!r}, want at most 3600")
+            raise ValueError(f"GrammarLimits.compile_seconds: got {shown(self.compile_seconds)}, want at most 3600")
 
     @property
     def fuel(self) -> dict[str, int]:

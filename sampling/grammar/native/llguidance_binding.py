@@ -182,8 +182,8 @@ class LLGuidanceNativeGrammar:
     """
 
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
-        assert "\0" not in lark, "the library would read less than all of it"
         """ValueError in the library's words where the grammar is none."""
+        assert "\0" not in lark, "the library would read less than all of it"
         self.tokenizer, self._api, api = tokenizer, tokenizer.api, tokenizer.api
         self._lessons = 0
         # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
