@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from stepgraph.runtime.models.gguf_front import check_front
 from stepgraph.runtime.models.pretrained import open_checkpoint
 from tests.families import Cached, judge, refused_when_damaged
 
@@ -130,6 +132,44 @@ def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     broken.write_bytes(content.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"))
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj.weight is missing"):
         open_checkpoint(broken)
+
+
+FRONT = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"  # one entry, whose value comes next
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (struct.pack("<IIQ", 9, 4, 1 << 60), "values of arrays, want at most"),
+        (struct.pack("<IIQ", 9, 4, 1000), "it ends at byte 49, within what begins at 49"),
+        (struct.pack("<IIQQ", 9, 8, 1000, 1) + b"b", "it ends at byte 58, within what begins at 58"),
+        (struct.pack("<IIQI", 9, 9, 1, 9), "an array of kind 9"),
+        (struct.pack("<IQ", 8, 1 << 63), "it ends at byte 45, within what begins at 45"),
+        (struct.pack("<I", 77), "a value of kind 77"),
+    ],
+)
+def test_lengths_are_held_against_the_file(tmp_path: Path, value: bytes, wanted: str) -> None:
+    """Before the package reads on and on."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(FRONT + value)
+    with pytest.raises(ValueError, match=f"model.gguf: no whole GGUF file: .*{wanted}"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("order", gguf.GGUFEndian)
+def test_the_front_of_a_whole_file_is_walked_to_its_end(tmp_path: Path, order: gguf.GGUFEndian) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=order)
+    writer.add_token_list(["a", "b\u00e9"])
+    writer.add_array("scores", [0.5, 1.5])
+    writer.add_bool("flag", True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    check_front(tmp_path / "model.gguf")
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=f"it ends at byte {len(content) - 1}"):
+        check_front(tmp_path / "cut.gguf")
 
 
 @pytest.mark.parametrize(

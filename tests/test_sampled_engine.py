@@ -77,8 +77,11 @@ def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: 
     """How likely the texts of so many seeds are under the law."""
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
-    asks = [replace(sampling, seed=seed) for seed in range(seeds)]
-    jobs = [engine.submit(PROMPT, constraint=grammar, sampling=ask, max_new_tokens=8) for ask in asks]
+    jobs = []
+    for seed in range(seeds):
+        jobs.append(engine.submit(PROMPT, constraint=grammar, sampling=replace(sampling, seed=seed), max_new_tokens=8))
+        while engine.stats().waiting >= 1000:  # the queue is not as long as that
+            engine.step()
     for _ in engine.stream():
         pass
     counts = Counter(tuple(job.tokens) for job in jobs)

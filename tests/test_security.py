@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
+from stepgraph.runtime.models.gguf_front import MOST_VALUES
 from stepgraph.runtime.models.llama_config import _MOST_PARAMETERS, read_config
+from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.recording import Recording
 from stepgraph.runtime.states_folder import MOST_INDEX_BYTES, SavedStates
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
@@ -44,6 +47,7 @@ FIXED = {
     "bytes of a JSON file of a model": MOST_JSON_BYTES,
     "parameters that a config may claim": float(f"{_MOST_PARAMETERS:.1e}"),
     "ids of a tokenizer": MOST_IDS,
+    "tensors, fields and values of arrays of a GGUF file": MOST_VALUES,
     "bytes of an index of hidden states": MOST_INDEX_BYTES,
 }
 OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
@@ -61,7 +65,7 @@ def test_a_limit_is_what_the_table_says(what: str, name: str, default: str) -> N
 def test_the_table_is_whole() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
-    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 31
+    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 32
     held = re.findall(r"^def test_promise_(\d+)_", (ROOT / "tests" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "a promise without a check, or the other way round"
 
@@ -111,6 +115,12 @@ def large(path: Path, size: int) -> Path:
     return path
 
 
+def full_gguf(path: Path) -> None:
+    """Says at once that it has more tensors than may be."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MOST_VALUES + 1, 0))
+    open_checkpoint(path)
+
+
 def wide_tokenizer(path: Path) -> None:
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MOST_IDS}}, "decoder": {"type": "ByteLevel"}}))
     Vocabulary.from_tokenizer_json(path)
@@ -128,6 +138,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, want at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"want one from 0 to {MOST_IDS - 1}"),
+    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"want at most {MOST_VALUES}"),
     "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepgraph.runtime.models.gguf_front import check_front
 from stepgraph.runtime.models.weights import Stored
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -51,6 +52,7 @@ class GgufSource:
         except ModuleNotFoundError:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
         try:
+            check_front(path)
             reader = gguf.GGUFReader(path)
             self._fields = dict(reader.fields)
             self._tensors = {_rename(tensor.name, path): tensor for tensor in reader.tensors}
@@ -66,7 +68,10 @@ class GgufSource:
     def field(self, name: str) -> Any:
         """A metadata entry, or None."""
         found = self._fields.get(name)
-        return None if found is None else found.contents()
+        try:
+            return None if found is None else found.contents()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self._path}: {name}: got bytes that are no UTF-8 ({error.reason}), want text") from None
 
     def read(self, name: str) -> Tensor:
         import gguf
