@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 import threading
@@ -59,7 +60,9 @@ class Running:
                 if end:
                     wire.shutdown(socket.SHUT_WR)
                 return b"".join(iter(lambda: wire.recv(65536), b""))
-            except ConnectionError:  # it closed before it had read all of it
+            except OSError as error:  # it closed before it had read all of it
+                if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                    raise
                 return b""
 
     def statuses(self, *pieces: bytes, end: bool = True) -> list[int]:
