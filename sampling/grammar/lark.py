@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from stepgraph.sampling.grammar.constraint import no_constants, unique_keys
 from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
@@ -44,7 +43,7 @@ def checked_lark(grammar: str) -> str:
     if "\0" in grammar:
         refuse("#", "lark", "holds a NUL character; write \\x00 in a regular expression")
     options: dict[str, object] | None = None
-    written, seen, place = list[str](), list[str](), 0
+    written, before, place = list[str](), "", 0
     while found := PIECE.match(grammar, place):
         kind, piece, place = found.lastgroup, found.group(), found.end()
         if kind == "json":
@@ -55,20 +54,20 @@ def checked_lark(grammar: str) -> str:
                 piece += llguidance_schema(value, any_whitespace=False) if piece == "%json" else grammar[place:end]
             place = end
         elif kind != "blank":
-            _check(piece, seen, bool(_REPEATS.match(grammar, found.start())))
-            seen = [*seen[-1:], piece]
+            _check(piece, before, bool(_REPEATS.match(grammar, found.start())))
+            before = piece
         written.append(piece)
     return head(options or {}) + "".join(written)
 
 
-def _check(piece: str, before: Sequence[str], repeats: bool) -> None:
-    """What a piece means, by the two in front of it."""
+def _check(piece: str, before: str, repeats: bool) -> None:
+    """What a piece means, by the one in front of it."""
     if piece[0] == "<" and len(piece) > 1:
         refuse("#", piece[:40], "names tokens; a grammar here is one of text")
-    if piece == "~" and not repeats and before[-1:] != ["&"]:
+    if piece == "~" and not repeats and before != "&":
         refuse("#", "~", "allows what is no text, unless it stands behind what it is taken from: /(?s:.*)/ & ~NAME")
-    if piece == "=" and before and before[-1] in _REFUSED:
-        refuse("#", f"{before[-1]}=", _REFUSED[before[-1]])
+    if piece == "=" and before in _REFUSED:
+        refuse("#", f"{before}=", _REFUSED[before])
 
 
 def _value(grammar: str, place: int, keyword: str) -> tuple[object, int]:
