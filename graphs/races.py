@@ -47,6 +47,8 @@ def region_of(tensor: Tensor) -> Region | None:
     if tensor.numel() == 0:
         return None
     item = tensor.element_size()
+    if tensor.is_contiguous():
+        return Region(int(tensor.storage_offset()) * item, (tensor.numel(),), (item,), item)
     dims = [(int(size), stride * item) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride != 0]
     return Region(int(tensor.storage_offset()) * item, tuple(size for size, _ in dims), tuple(stride for _, stride in dims), item)
 

@@ -168,11 +168,11 @@ class TapeBackend:
         self._drain()
         self.raise_pending()
         begin = time.perf_counter()
-        recorder = _record(step, buffers, generators)
+        recorder = _record(step, buffers, generators, check == "twice")
         if check == "twice":
             if between is not None:
                 between()
-            again = record_perturbed(functools.partial(_record, step, buffers, generators), buffers)
+            again = record_perturbed(functools.partial(_record, step, buffers, generators, True), buffers)
             difference = first_difference(recorder.nodes, again.nodes)
             if difference is not None:
                 raise difference
@@ -288,8 +288,8 @@ def _refuse_while_recording(what: str) -> None:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
 
 
-def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recorder:
-    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes))
+def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool) -> Recorder:
+    recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), compared)
     _local.recording = recorder
     try:
         recorder.record_step(step)

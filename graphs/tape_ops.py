@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from stepgraph.graphs.tape_rules import bound, tensors_in
+from stepgraph.graphs.signatures import bound, signature, tensors_in
 from stepgraph.sampling.kernels import register
 
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
@@ -20,6 +20,7 @@ _FILLS = {
     "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::scalar_tensor", "aten::arange",
 }  # fmt: skip
 _LAYOUT = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # settled by the recorded output
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POISON_INT = 0x5B  # as every byte: huge in any wider integer, so it is out of range as an index
 
 
@@ -33,16 +34,17 @@ class Repeat(NamedTuple):
 def repeat(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object, fresh: Sequence[Tensor]) -> Repeat:
     """How to repeat a call whose recorded `result` must be rewritten in place; `fresh` are its newly made tensors."""
     name = func._schema.name
-    if name in _EMPTY or (not fresh and not func._schema.is_mutable and any(True for _ in tensors_in(result))):
+    mutable = signature(func).mutable
+    if name in _EMPTY or (not fresh and not mutable and tensors_in(result)):
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if not fresh:  # it mutates its arguments, or only asserts something
         return Repeat(kind, (None if kwargs else register.settled(func, args)) or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
-    call = None if func._schema.is_mutable else _through_out(func, args, kwargs, result)
-    seeded = torch.Tag.nondeterministic_seeded in func.tags  # the second draw differs from the first
-    if call is not None and _repeats_exactly(call, fresh, compare=not seeded):
+    call = None if mutable else _through_out(func, args, kwargs, result)
+    # Of a seeded one the second draw differs from the first.
+    if call is not None and _repeats_exactly(call, fresh, compare=not signature(func).seeded):
         return Repeat(kind, call)
     return Repeat("copied", functools.partial(_run_and_copy, func, tuple(args), dict(kwargs), result))
 
@@ -55,14 +57,10 @@ def _through_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     results = [result] if len(outs) == 1 else list(result) if isinstance(result, (tuple, list)) else []
     if len(results) != len(outs) or any(value is None for value in results):
         return None
-    values = bound(func, args, kwargs)
-    positional = [values[a.name] for a in func._schema.arguments if not a.kwarg_only and _accepts(overload, a.name)]
-    named = {a.name: values[a.name] for a in func._schema.arguments if a.kwarg_only and _accepts(overload, a.name)}
-    return functools.partial(overload, *positional, **named, **dict(zip(outs, results, strict=True)))
-
-
-def _accepts(func: OpOverload, name: str) -> bool:
-    return any(argument.name == name for argument in func._schema.arguments)
+    taken, first = signature(overload).defaults, signature(func).positional
+    values = {name: value for name, value in bound(func, args, kwargs).items() if name in taken}
+    positional = [values.pop(name) for name in first if name in taken]
+    return functools.partial(overload, *positional, **values, **dict(zip(outs, results, strict=True)))
 
 
 @functools.cache
@@ -71,8 +69,8 @@ def out_overload(func: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
     packet = func._overloadpacket
     for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
-        outs = tuple(a.name for a in candidate._schema.arguments if a.is_out)
-        if outs and len(outs) == len(func._schema.returns) and _same_inputs(func, candidate):
+        outs = signature(candidate).outs
+        if outs and len(outs) == signature(func).returns and _same_inputs(func, candidate):
             return candidate, outs
     return None
 
@@ -105,7 +103,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal shape, dtype and bytes; NaNs of equal bits are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bytes(a), _bytes(b))
+    bits = None if a.is_complex() else _BITS.get(a.element_size())
+    return torch.equal(_bytes(a), _bytes(b)) if bits is None else torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import MAIN, CaptureError, Mark, Step, use_flow
 from stepgraph.graphs.marks import STEP
 from stepgraph.graphs.races import WHOLE, Access, Clock, RaceChecker, region_of
+from stepgraph.graphs.signatures import bound, signature, tensors_in, written
 from stepgraph.graphs.tape_ops import repeat, whole
-from stepgraph.graphs.tape_rules import Memory, Rules, Site, bound, call_site, fail, generator_key, tensors_in, written
+from stepgraph.graphs.tape_rules import Memory, Rules, Site, call_site, fail, generator_key
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
 
@@ -36,7 +37,7 @@ class TapeMark:
     capture: object
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """One entry of the recording."""
 
@@ -60,8 +61,11 @@ class Node:
 class Recorder(TorchDispatchMode):
     """One capture: sees operations as a dispatch mode, and marks and host nodes as the step's flow."""
 
-    def __init__(self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool]) -> None:
+    def __init__(
+        self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool], compared: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.compared = compared  # with another recording of the step, by its leaves
         self.memory = Memory(buffers, foreign)
         self.rules = Rules(self.memory, generators)
         self.races = RaceChecker(MAIN)
@@ -83,7 +87,7 @@ class Recorder(TorchDispatchMode):
                 raise self._failure
             loose = self.races.unjoined()
             if loose is not None:
-                raise CaptureError("unjoined-fork", f"the main stream does not wait for {loose}", *self._site_of(loose))
+                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", self._site_of(loose))
         finally:
             torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
@@ -125,21 +129,26 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         with self.working():
             self._join_or_fail(func._schema.name)
-            self.rules.check_operation(func, args, kwargs)
-            targets = written(func, args, kwargs)
+            inputs, targets = tensors_in([args, kwargs]), written(func, args, kwargs)
+            self.rules.check_operation(func, args, kwargs, inputs, targets)
             for tensor in targets:
                 self._save(tensor)
-            if any(argument.is_out for argument in func._schema.arguments):
+            if signature(func).outs:
                 _check_out(func, args, kwargs)
             result = func(*args, **kwargs)
-            self._add_operation(func, args, kwargs, result, targets)
+            self._add_operation(func, args, kwargs, result, inputs, targets)
             return result
 
     def _add_operation(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object, targets: Sequence[Tensor]
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: object,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
     ) -> None:
         name, site = func._schema.name.removeprefix("aten::"), call_site()
-        inputs = list(tensors_in([args, kwargs]))
         if func._schema.name == "aten::lift_fresh":
             for tensor in tensors_in(result):
                 self.memory.literals[storage_key(tensor)] = tensor
@@ -148,7 +157,7 @@ class Recorder(TorchDispatchMode):
             return
         known = {storage_key(tensor) for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(result) if storage_key(tensor) not in known]
-        leaves = tuple(self._leaves([bound(func, args, kwargs)]))
+        leaves = tuple(self._leaves(bound(func, args, kwargs))) if self.compared else ()
         for tensor in fresh:
             self.memory.made.setdefault(storage_key(tensor), (tensor, f"the result {len(self.memory.made)} of {name} ({site})"))
         kind, call = repeat(func, args, kwargs, result, fresh)
@@ -157,9 +166,10 @@ class Recorder(TorchDispatchMode):
         if call is not None:
             reads = [tensor for tensor in inputs if not any(tensor is target for target in targets)]
             self._account(node, reads, [*targets, *fresh])
-            if torch.Tag.nondeterministic_seeded in func.tags and bound(func, args, kwargs).get("dropout_p") != 0:
+            if signature(func).seeded and bound(func, args, kwargs).get("dropout_p") != 0:
                 generator = bound(func, args, kwargs).get("generator") or torch.default_generator
-                self._access(node, generator_key(generator), "a random generator", Access(node.actor, node.stream, node.clock, WHOLE, True))
+                access = Access(node.actor, node.stream, node.clock, WHOLE, True)
+                self._access(node, generator_key(generator), access, "a random generator")
 
     def _leaves(self, value: object) -> Iterator[Leaf]:
         if isinstance(value, Tensor):
@@ -187,17 +197,19 @@ class Recorder(TorchDispatchMode):
             raise fail("stream-outside-capture", message)
 
     def _account(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        node.clock = self.races.begin(node.actor, node.stream)
+        actor = node.actor
+        node.clock = self.races.begin(actor, node.stream)
         for tensors, write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 region = region_of(tensor)
                 if region is not None:
-                    access = Access(node.actor, node.stream, node.clock, region, write)
-                    self._access(node, storage_key(tensor), self.memory.name(tensor), access)
+                    access = Access(actor, node.stream, node.clock, region, write)
+                    self._access(node, storage_key(tensor), access, tensor)
 
-    def _access(self, node: Node, key: int, name: str, access: Access) -> None:
+    def _access(self, node: Node, key: int, access: Access, what: Tensor | str) -> None:
         other = self.races.access(key, access)
         if other is not None:
+            name = what if isinstance(what, str) else self.memory.name(what)
             verbs = "writes" if other.write else "reads", "writes" if access.write else "reads"
             message = f"{other.actor} {verbs[0]} {name}, and {access.actor} {verbs[1]} it: nothing orders the two"
             raise fail("race", message, node.site)
@@ -276,7 +288,7 @@ class _FunctionGuard(TorchFunctionMode):
 
 
 def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and isinstance(kwargs.get(a.name), Tensor)}
+    outs = {name: kwargs[name] for name in signature(func).outs if isinstance(kwargs.get(name), Tensor)}
     trial = {name: tensor.new_empty(0) for name, tensor in outs.items()}  # empty tensors are resized without a warning
     func(*args, **{**kwargs, **trial})
     for name, tensor in outs.items():

@@ -10,7 +10,7 @@ import contextlib
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import CaptureError
+from stepgraph.graphs.signatures import bound, signature, tensors_in
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
@@ -59,7 +60,6 @@ class Site(NamedTuple):
 
     file: str
     line: int
-    source: str
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -71,50 +71,18 @@ def call_site() -> Site:
     while frame is not None:
         file = frame.f_code.co_filename
         if file not in _SKIPPED_FILES and not file.startswith(_TORCH) and not file.startswith("<frozen"):
-            return Site(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+            return Site(file, frame.f_lineno)
         frame = frame.f_back
-    return Site("", 0, "")
+    return Site("", 0)
 
 
 def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
-    return CaptureError(rule, message, *(site or call_site()))
+    file, line = site or call_site()
+    return CaptureError(rule, message, file, line, linecache.getline(file, line).strip())
 
 
 def generator_key(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]  # Python wrappers of one generator differ
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in the (nested) arguments or results of an operation."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their schema names, with defaults filled in."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in func._schema.arguments}
-
-
-def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that the operation writes, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    values = bound(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [tensor for name in names for tensor in tensors_in(values[name])]
-
-
-def is_view(func: OpOverload) -> bool:
-    returns = func._schema.returns
-    return not func._schema.is_mutable and any(r.alias_info is not None for r in returns)
 
 
 class Memory:
@@ -127,10 +95,10 @@ class Memory:
         self._foreign = foreign
 
     def kind(self, tensor: Tensor) -> Kind:
-        key = storage_key(tensor)
         owner = self.buffers.owner_of(tensor)
         if owner is not None:
             return owner[1]
+        key = storage_key(tensor)
         if key in self.made:
             return "made"
         if key in self.literals:
@@ -175,8 +143,10 @@ class Rules:
         if moves and self.memory.kind(args[0]) == "pinned":
             raise fail("mixed-residence", f"{self.memory.name(args[0])}.to(device) allocates; copy_ it into a device buffer instead")
 
-    def check_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Judge an operation before it runs."""
+    def check_operation(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> None:
+        """Judge an operation before it runs; `inputs` are its tensors, `targets` those that it writes."""
         name = func._schema.name
         if name == "aten::lift_fresh":
             self._check_lift(args[0])
@@ -187,19 +157,22 @@ class Rules:
             raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
         self._check_shape(func, args, kwargs)
         self._check_generator(func, args, kwargs)
-        self._check_inputs(func, args, kwargs)
+        pinned = self._check_inputs(name, inputs, targets)
         if torch.Tag.inplace_view in func.tags:
             raise fail("inplace-view", f"{name} changes the shape or the address of a tensor in place; use a view instead")
-        self._check_residence(func, args, kwargs)
+        if pinned and not signature(func).view:
+            self._check_residence(func, args, kwargs, pinned)
 
     def _check_lift(self, value: Tensor) -> None:
         if not (self.scalar_store and value.dim() == 0):
             raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory that a graph cannot hold")
 
     def _check_shape(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        name = func._schema.name
+        name, dynamic = func._schema.name, torch.Tag.dynamic_output_shape in func.tags
+        if not dynamic and name not in _INDEX_PUT:
+            return
         values = bound(func, args, kwargs)
-        if torch.Tag.dynamic_output_shape in func.tags and (name != "aten::index" or _has_mask(values["indices"])):
+        if dynamic and (name != "aten::index" or _has_mask(values["indices"])):
             raise fail("dynamic-shape", f"{name} has a result whose shape depends on values; use a mask and torch.where")
         if name in _INDEX_PUT and _has_mask(values["indices"]):
             fill = self.memory.kind(values["values"]) == "literal" and not values["accumulate"]
@@ -207,7 +180,7 @@ class Rules:
                 raise fail("dynamic-shape", f"{name} with a bool mask counts the mask on the host; use torch.where or masked_fill_")
 
     def _check_generator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not signature(func).seeded:
             return
         values = bound(func, args, kwargs)
         if values.get("dropout_p") == 0:
@@ -217,9 +190,10 @@ class Rules:
             which = "the default generator" if generator is torch.default_generator else "its generator"
             raise fail("generator", f"{func._schema.name} draws from {which}, which is not among capture(generators=...)")
 
-    def _check_inputs(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        name = func._schema.name
-        for tensor in tensors_in([args, kwargs]):
+    def _check_inputs(self, name: str, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """Those in pinned memory, for which there is more to check."""
+        pinned = list[Tensor]()
+        for tensor in inputs:
             if tensor.layout is not torch.strided:
                 raise fail("unregistered-input", f"{name} uses a {tensor.layout} tensor; keep it inside a torch.library.custom_op")
             if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
@@ -230,15 +204,15 @@ class Rules:
             if kind == "unknown":
                 what = f"a tensor {tuple(tensor.shape)} {tensor.dtype} that is neither a buffer nor a constant of this step"
                 raise fail("unregistered-input", f"{name} uses {what}; a model's own are its parameters and registered buffers")
-        for tensor in written(func, args, kwargs):
+            if kind == "pinned":
+                pinned.append(tensor)
+        for tensor in targets:
             if self.memory.kind(tensor) == "constant":
                 raise fail("constant-write", f"{name} writes the constant {self.memory.name(tensor)}; make it a buffer")
+        return pinned
 
-    def _check_residence(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_residence(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], pinned: Sequence[Tensor]) -> None:
         name = func._schema.name
-        pinned = [tensor for tensor in tensors_in([args, kwargs]) if self.memory.kind(tensor) == "pinned"]
-        if not pinned or is_view(func):
-            return
         if name != "aten::copy_" or len(pinned) == 2:
             raise fail("mixed-residence", f"{name} computes on pinned {self.memory.name(pinned[0])}; only copy_ to or from the device may")
         values = bound(func, args, kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -11,3 +13,18 @@ torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_finish() -> None:
+    _let_be()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or item.path != nextitem.path:
+        _let_be()
+
+
+def _let_be() -> None:
+    """What is alive stays to the end: modules, and engines that several tests share. The collector need not look at them again."""
+    gc.collect()
+    gc.freeze()

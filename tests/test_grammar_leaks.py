@@ -100,7 +100,7 @@ LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_planted_leak_is_found(engine: Engine, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LEAKS[leak](monkeypatch)
     with pytest.raises(AssertionError):
-        check_flat(engine, 5, 20, growth=1 << 40)
+        check_flat(engine, 5, 15, growth=1 << 40)
 
 
 @pytest.mark.soak

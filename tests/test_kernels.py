@@ -46,6 +46,14 @@ def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> Non
 
 
 @needs_triton
+@pytest.mark.soak
+@pytest.mark.parametrize("suite", ["choice.py", "filters.py", "masks.py"])
+def test_they_equal_them_in_every_pair_of_parameters(suite: str) -> None:
+    result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/interpreted/{suite}", interpret=True)
+    assert "skipped" not in result and " passed" in result
+
+
+@needs_triton
 def test_every_program_compiles_ahead_of_time_without_a_spill() -> None:
     table = json.loads(run("tools.aot_kernels", interpret=False).splitlines()[-1])
     assert {entry["arch"] for entry in table} == {80, 90, 100}

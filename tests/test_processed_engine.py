@@ -93,7 +93,7 @@ def run_batch(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(batch=batches)
 def test_greedy_requests_equal_a_plain_loop(setup: Setup, batch: list[tuple[Any, ...]]) -> None:
     run_batch(setup, batch)

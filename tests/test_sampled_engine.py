@@ -16,6 +16,7 @@ from stepgraph.sampling import processors
 from stepgraph.sampling.processors import RowSettings
 from tests.chi_square import chi_square_p
 from tests.oracles import filtered, prefix_logits, processed
+from tests.pairs import pairs
 from tests.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
 
 PROMPT = [5, 6]
@@ -104,8 +105,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("setup", CROWDS, ids=str)
+@pytest.mark.parametrize(("setup", "name"), pairs(CROWDS, list(LAWS)), ids=str)
 def test_texts_follow_the_targets_own_law(setup: Setup, name: str) -> None:
     assert law_p(shared_engine(setup), *LAWS[name]) > 1e-9
 

@@ -110,4 +110,4 @@ def test_what_is_taken_is_enforced_for_long(backend: BackendChoice) -> None:
 def test_the_judge_finds_what_a_guard_held_back(backend: BackendChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_schema, "_combines", lambda node: False)
     monkeypatch.setattr(schema, "_disjoint", lambda left, right: True)
-    assert any(faults(backend, seed, 250)[1] for seed in range(30))
+    assert any(faults(backend, seed, 250)[1] for seed in range(18, 48))  # one seed in six finds it, 18 among them

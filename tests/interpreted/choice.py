@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from stepgraph.sampling.kernels import chain, choice
 from stepgraph.sampling.kernels.programs import chain as chain_programs
 from stepgraph.sampling.kernels.programs import choice as choice_programs
 from stepgraph.sampling.rng import Purpose
+from tests.pairs import pairs
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 WIDTHS = [1, 31, 32, 33, 1000, 4097, 32_768, 131_071, 131_072, 151_669, 151_936, 262_144]
@@ -70,8 +71,7 @@ def random_masks(rows: int, positions: int, width: int, density: float, seed: in
     return bitmask.pack(allowed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_masked_argmax_at_every_width(width: int, dtype: torch.dtype) -> None:
     rows, ruled = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
     for density in (0.5, 3 / width):
@@ -215,7 +215,6 @@ def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:
 STATUSES = [MaskStatus.OK] * 6 + [status for status in MaskStatus if status != MaskStatus.OK]
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data(), k=st.integers(0, 8))
 def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
     """The cases of test_acceptance.py."""
@@ -235,7 +234,7 @@ def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
     compare_chains(row[0], finite, row[1], one[0], row[2], row[3], one[1], known=known)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3, 4, 8])
+@pytest.mark.parametrize("k", [0, 3, 8])
 def test_chain_accept_of_a_batch(k: int) -> None:
     made = torch.Generator().manual_seed(k)
     batch = 120

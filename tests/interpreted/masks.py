@@ -15,6 +15,7 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import Processed, Ruling, masks, processors
 from stepgraph.sampling.kernels.programs import masks as mask_programs
 from stepgraph.sampling.kernels.programs import processors as processor_programs
+from tests.pairs import pairs
 from tools.checks.masks import Case, make_case, tag_inputs
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
@@ -46,9 +47,9 @@ def test_process_at_every_width(width: int, dtype: torch.dtype) -> None:
     compare(make_case(4, 1, width, dtype, ruled=False, first=2))
 
 
-@pytest.mark.parametrize("tile", [64, 256, 512])
-@pytest.mark.parametrize(("first", "positions"), [(0, 4), (0, 1), (3, 1), (1, 2)])
-def test_process_over_many_tiles_at_every_place(first: int, positions: int, tile: int) -> None:
+@pytest.mark.parametrize(("tile", "places"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
+def test_process_over_many_tiles_at_every_place(tile: int, places: tuple[int, int]) -> None:
+    first, positions = places
     for ruled in (True, False):
         compare(make_case(4, positions, tile + 5, torch.bfloat16, ruled=ruled, first=first, seed=tile), tile=tile)
 
