@@ -24,6 +24,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _let_be()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or the interpreter ends without them, and some of their owners complain
+
+
 def _let_be() -> None:
     """What is alive stays to the end: modules, and engines that several tests share. The collector need not look at them again."""
     gc.collect()

@@ -130,3 +130,5 @@ def test_bits_are_compared_in_one_shape_and_type() -> None:
     zero = torch.zeros(2)
     assert same_bits(zero, zero.clone()) and not same_bits(zero, -zero)
     assert not same_bits(zero, zero[None]) and not same_bits(zero, zero.int()), "though the bytes are equal"
+    for wide in (torch.zeros(2, dtype=torch.complex64), torch.zeros(3, 2, dtype=torch.complex128).mT):
+        assert same_bits(wide, wide.clone()) and not same_bits(wide, -wide)
