@@ -19,6 +19,7 @@ from stepgraph.runtime import Engine, StepEvent
 from stepgraph.runtime.desk import Desk
 from stepgraph.runtime.prefixes import PrefixCache
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
+from tests.toy_engines import Setup, make_engine
 from tools import soak
 from tools.soaking import acts, checking
 from tools.soaking.asking import Asks
@@ -237,3 +238,17 @@ def test_what_fills_once_is_no_leak_and_what_goes_on_is(counts: list[int], flat:
 def test_too_few_points_tell_nothing() -> None:
     assert fit([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 0.0) is None
     assert fit([1.0] * 5, [1.0] * 5, 0.0, 0.0) is None
+
+
+@told_by_the_system
+def test_a_process_to_compile_in_is_an_engines_or_a_stray_and_its_files_are_its_own() -> None:
+    def told(*engines: Engine) -> list[int]:
+        found = sample(0.0, engines, settled=False)
+        return [found.files or 0, found.children or 0, found.strays or 0]
+
+    before = told()
+    with make_engine(Setup(k=0, eager=True, compile_isolation="process")) as engine:
+        files, children, strays = before
+        assert told(engine) == [files, children + 1, strays]
+        assert told() == [files, children + 1, strays + 1]
+    assert told() == before

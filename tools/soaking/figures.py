@@ -20,6 +20,7 @@ from stepgraph.runtime import Engine
 from stepgraph.runtime.stats import EngineStats
 
 PROCESS = Path("/proc/self")
+OF_A_CHILD = 2  # files that this process has open for it
 COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # whose objects are counted
 
 
@@ -33,8 +34,9 @@ class Sample:
     device_bytes: int | None  # that torch has from the device
     threads: int | None  # the system's, also those that Python does not know
     python_threads: int
-    files: int | None
+    files: int | None  # open; but for the socket and the file of every child
     children: int | None  # processes: compile workers
+    strays: int | None  # children that no engine has
     engines: int
     rows: int
     waiting: int
@@ -54,7 +56,9 @@ def sample(seconds: float, engines: Iterable[Engine], settled: bool) -> Sample:
     two acts."""
     if settled:
         give_back()
+    engines = list(engines)
     stats = [engine.stats() for engine in engines]
+    processes, files = children(), _entries("fd")
     types, objects, tensors = live_objects() if settled else ({}, 0, 0)
     return Sample(
         seconds=round(seconds, 3),
@@ -63,8 +67,9 @@ def sample(seconds: float, engines: Iterable[Engine], settled: bool) -> Sample:
         device_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else None,
         threads=_entries("task"),
         python_threads=threading.active_count(),
-        files=_entries("fd"),
-        children=children(),
+        files=None if files is None else files - OF_A_CHILD * (processes or 0),
+        children=processes,
+        strays=None if processes is None else processes - sum(map(_workers, engines)),
         **_held(stats),
         objects=objects,
         tensors=tensors,
@@ -119,6 +124,11 @@ def _entries(folder: str) -> int | None:
         return len(os.listdir(PROCESS / folder))
     except OSError:
         return None
+
+
+def _workers(engine: Engine) -> int:
+    compiler = engine._grammars._compiler
+    return 0 if compiler is None else sum(worker.pid is not None for worker in tuple(compiler._workers))
 
 
 def _held(stats: list[EngineStats]) -> dict[str, int]:
