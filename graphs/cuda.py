@@ -23,6 +23,7 @@ from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.marks import MakeRange, Span
+from stepgraph.sampling.cuda_graphs import GraphPool
 
 POLL_SECONDS = 50e-6
 
@@ -34,6 +35,7 @@ class _Holdings:
         self._device = device
         self.driver: Driver = open_driver()
         self.streams = Streams(device)
+        self.pool = GraphPool(self.streams[MAIN])
         self.graves: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
         self._spare_events: list[int] = []
         self._released = False
@@ -63,6 +65,7 @@ class _Holdings:
             for stream in self.streams:
                 self.driver.stream_synchronize(stream.cuda_stream)
         self.bury()
+        self.pool.release()
         self._released = True
         for event in (self.order_event, *self._spare_events):
             self.give_event(event)
@@ -145,11 +148,9 @@ class CudaBackend:
         self._capturing = False
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
-            self._holdings = _Holdings(self.device)
-            self.driver = self._holdings.driver
-            self._main = self._holdings.streams[MAIN]
-            self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors, ranges)
-            self._order_event = self._holdings.order_event
+            self._holdings = held = _Holdings(self.device)
+            self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
+            self._recorder = CudaRecorder(held.driver, held.streams, held.pool, self.errors, ranges)
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread has the context
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()

@@ -17,7 +17,7 @@ from stepgraph.graphs.cuda_flow import CudaFlow, Streams, blame
 from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors
 from stepgraph.graphs.marks import Label, MakeRange, stage_runs
 from stepgraph.graphs.snapshot import Snapshot
-from stepgraph.sampling.cuda_graphs import capturing
+from stepgraph.sampling.cuda_graphs import GraphPool, capturing
 
 
 class Recording(NamedTuple):
@@ -37,9 +37,9 @@ class Recording(NamedTuple):
 class CudaRecorder:
     """Captures steps on one device into one memory pool."""
 
-    def __init__(self, device: torch.device, driver: Driver, streams: Streams, errors: HostErrors, ranges: MakeRange | None = None) -> None:
-        self._device, self._driver, self._streams, self._errors, self._ranges = device, driver, streams, errors, ranges
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, driver: Driver, streams: Streams, pool: GraphPool, errors: HostErrors, ranges: MakeRange | None = None) -> None:
+        self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
+        self._device = pool.stream.device
 
     def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> None:
         """Run the step once, on the streams that the capture will use, and undo what it did.
@@ -86,7 +86,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
-            with capturing(graph, self._streams[MAIN], self._pool, generators):
+            with capturing(graph, self._pool, generators):
                 try:
                     with use_flow(flow):
                         step(buffers)
@@ -95,11 +95,10 @@ class CudaRecorder:
                     with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
                         flow.join_all()
                     raise
-        except BaseException as error:
-            self._pool = torch.cuda.graph_pool_handle()
-            if isinstance(error, RuntimeError) and not isinstance(error, CaptureError):
-                raise as_capture_error(error) from error
+        except CaptureError:
             raise
+        except RuntimeError as error:
+            raise as_capture_error(error) from error
         finally:
             flow.close()
         return graph, flow.callbacks, flow.labels

@@ -1,0 +1,81 @@
+"""Memory of graphs: the pool of a backend, what it takes beforehand, and what stays of closed backends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs.cuda import CudaBackend
+
+pytestmark = pytest.mark.stub_cuda
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    made = CudaBackend()
+    yield made
+    made.close()
+
+
+def buffers() -> StaticBuffers:
+    return StaticBuffers([BufferSpec(name, (4,), torch.float32) for name in "xy"], DEVICE)
+
+
+def reserved() -> int:
+    """Bytes that torch holds and cannot give back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def softmax(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
+
+
+def synchronises(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x * 2)
+    buffers.x.sum().item()
+
+
+def refuses(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x * 2)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("refused")
+
+
+def test_a_backend_captures_again_after_all_its_graphs_were_dropped(backend: CudaBackend) -> None:
+    static = buffers()
+    first, second = backend.capture(softmax, static), backend.capture(softmax, static)
+    del first, second
+    for _ in range(3):
+        graph = backend.capture(softmax, static)
+        graph.replay()
+        assert graph.report.nodes == {"kernel": 2, "copy": 1}
+        del graph
+
+
+def test_a_backend_captures_after_first_captures_that_failed(backend: CudaBackend) -> None:
+    static = buffers()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            backend.capture(refuses, static)
+        with pytest.raises(CaptureError, match="cuda"):
+            backend.capture(synchronises, static)
+        backend.capture(softmax, static).replay()
+
+
+def test_memory_of_dropped_graphs_is_used_again_and_freed_with_the_backend() -> None:
+    static, before = buffers(), reserved()
+    backend = CudaBackend()
+    backend.capture(softmax, static)
+    held = reserved()
+    for _ in range(5):
+        backend.capture(softmax, static)
+    assert reserved() == held > before
+    backend.close()
+    assert reserved() == before
