@@ -80,9 +80,9 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
         graph.capture_end()
     except RuntimeError:
         _failed.append(graph)
-        with contextlib.suppress(RuntimeError):  # torch itself got this far
-            torch._C._cuda_endAllocateToPool(pool.stream.device_index, pool.handle)
-            torch._C._cuda_releasePool(pool.stream.device_index, pool.handle)
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):  # newer versions of torch took the first of these steps
+                undo(pool.stream.device_index, pool.handle)
         pool.renew(generators)  # the allocator of pinned memory still records into the old one
         raise
 

@@ -79,3 +79,22 @@ def test_memory_of_dropped_graphs_is_used_again_and_freed_with_the_backend() -> 
     assert reserved() == held > before
     backend.close()
     assert reserved() == before
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["torch leaves the pool recording", "torch ends the recording"])
+def test_memory_of_a_capture_that_failed_is_freed_with_the_backend(ended: bool) -> None:
+    """Newer versions of torch end the recording themselves where CUDA gives a capture up; with an older one the step here does it."""
+    static, before = buffers(), reserved()
+    backend = CudaBackend()
+
+    def step(buffers: StaticBuffers) -> None:
+        buffers.y.copy_(buffers.x * 2)
+        if ended and torch.cuda.is_current_stream_capturing():
+            torch._C._cuda_endAllocateToPool(DEVICE.index, backend._holdings.pool.handle)
+        buffers.x.sum().item()
+
+    with pytest.raises(CaptureError, match="cuda"):
+        backend.capture(step, static)
+    backend.capture(softmax, static).replay()
+    backend.close()
+    assert reserved() == before
