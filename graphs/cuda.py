@@ -23,7 +23,7 @@ from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.marks import MakeRange, Span
-from stepgraph.sampling.cuda_graphs import GraphPool
+from stepgraph.sampling.cuda_graphs import GraphPool, empty_cache
 
 POLL_SECONDS = 50e-6
 
@@ -167,22 +167,27 @@ class CudaBackend:
     ) -> CudaGraph:
         if not _same_device(buffers.device, self.device):
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, want them on {self.device}")
-        with torch.cuda.device(self.device), self.on_main("capture()"):
-            self._drain()
-            self.errors.raise_first()
-            self._capturing = True
-            try:
-                self._recorder.warm_up(step, buffers, generators)
-                recording = self._recorder.record(step, buffers, generators)
-                if check == "twice":
-                    if between is not None:
-                        between()
-                    self._compare(recording, self._recorder.record(step, buffers, generators))
-            finally:
-                self._capturing = False
+        with self._recording("capture()"):
+            self._recorder.warm_up(step, buffers, generators)
+            recording = self._recorder.record(step, buffers, generators)
+            if check == "twice":
+                if between is not None:
+                    between()
+                self._compare(recording, self._recorder.record(step, buffers, generators))
         graph = CudaGraph(self, recording, self._holdings.graves)
         self._graphs.add(graph)
         return graph
+
+    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+        pool = GraphPool(self._main)
+        recorder = CudaRecorder(self.driver, self._holdings.streams, pool, self.errors)
+        with self._recording("measure()"):
+            recorder.warm_up(step, buffers, ())
+            recording = recorder.record(step, buffers, ())
+        recording.free()
+        pool.release()
+        empty_cache()
+        return recording.report.nbytes
 
     def run(self, function: Callable[[], object]) -> None:
         with self.on_main("run()"), torch.no_grad():
@@ -250,6 +255,17 @@ class CudaBackend:
     def refuse_while_capturing(self, what: str) -> None:
         if self._capturing:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+
+    @contextlib.contextmanager
+    def _recording(self, what: str) -> Iterator[None]:
+        with torch.cuda.device(self.device), self.on_main(what):
+            self._drain()
+            self.errors.raise_first()
+            self._capturing = True
+            try:
+                yield
+            finally:
+                self._capturing = False
 
     def _compare(self, recording: Recording, again: Recording) -> None:
         found = difference(recording.nodes, again.nodes)

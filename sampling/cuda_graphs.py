@@ -73,6 +73,12 @@ def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
+def empty_cache() -> None:
+    """torch.cuda.empty_cache(), which fails while a capture is under way."""
+    with _one_at_a_time:
+        torch.cuda.empty_cache()
+
+
 def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
     """Where CUDA has given the capture up, undo what torch leaves: allocators that still record into the pool, and random
     generators that still believe in a capture (a capture that succeeds puts these right)."""

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs.capture import Step
 from stepgraph.graphs.cuda import CudaBackend
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.shapes import GraphKey
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -98,3 +102,23 @@ def test_memory_of_a_capture_that_failed_is_freed_with_the_backend(ended: bool) 
     backend.capture(softmax, static).replay()
     backend.close()
     assert reserved() == before
+
+
+def test_memory_of_graphs_is_estimated_before_they_are_captured(backend: CudaBackend) -> None:
+    static, before, largest = buffers(), reserved(), 8 * 20 * MIB
+
+    def step_of(key: GraphKey) -> Step:
+        def step(buffers: StaticBuffers) -> None:
+            blocks = [torch.empty(20 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(key.rows)]
+            blocks[0][:16].copy_(blocks[-1][16:32])
+            buffers.y.copy_(buffers.x)
+
+        return step
+
+    with pytest.raises(CaptureError, match=f"capture_bytes: got {largest:,}, want about {largest + static.nbytes:,}, "):
+        GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=largest).capture(greedy_only=True)
+    assert reserved() == before, "what was captured for the estimate is given back"
+    most = largest + 2 * MIB
+    report = GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=most).capture(greedy_only=True)
+    assert sum(one.nbytes for _, one in report.keys) == reserved() - before == largest
+    assert report.notes == (f"memory: about {largest + static.nbytes:,} of at most {most:,} bytes, static buffers included",)
