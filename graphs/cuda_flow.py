@@ -26,8 +26,6 @@ _MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path
 _OWN_NAMES = ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py")
 _OWN_FILES = (*(os.path.join(_HERE, name) for name in _OWN_NAMES), os.path.abspath(cuda_graphs.__file__))
 
-_taken_streams: set[int] = set()  # torch hands its streams out in turn; two backends on one stream would capture each other's work
-
 
 class Streams:
     """The streams of one backend, by name."""
@@ -38,20 +36,15 @@ class Streams:
 
     def __getitem__(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
-            for _ in range(32):
-                stream = torch.cuda.Stream(self._device)
-                if stream.cuda_stream not in _taken_streams:
-                    break
-            _taken_streams.add(stream.cuda_stream)
-            self._streams[name] = stream
+            self._streams[name] = cuda_graphs.take_stream(self._device)
         return self._streams[name]
 
     def __iter__(self) -> Iterator[torch.cuda.Stream]:
         return iter(tuple(self._streams.values()))
 
     def release(self) -> None:
-        _taken_streams.difference_update(stream.cuda_stream for stream in self._streams.values())
-        self._streams.clear()
+        while self._streams:
+            cuda_graphs.give_stream(self._streams.popitem()[1])
 
 
 class CudaMark(NamedTuple):
