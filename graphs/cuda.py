@@ -176,6 +176,8 @@ class CudaBackend:
                 self._compare(recording, self._recorder.record(step, buffers, generators))
         graph = CudaGraph(self, recording, self._holdings.graves)
         self._graphs.add(graph)
+        if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
+            self.driver.graph_upload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
         return graph
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:

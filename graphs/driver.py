@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventDestroy_v2": (c_void_p,),
     "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
+    "cuGraphUpload": (c_void_p, c_void_p),
     "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
     "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
@@ -165,6 +166,10 @@ class Driver:
     def launch_host(self, stream: int, callback: HostCallback) -> None:
         """Call `callback` in the order of `stream`; inside a capture this becomes a host node."""
         self._do("cuLaunchHostFunc", stream, callback.address, callback.data)
+
+    def graph_upload(self, graph_exec: int, stream: int) -> None:
+        """In the order of `stream`, do beforehand what the first launch of a cudaGraphExec_t would have to."""
+        self._do("cuGraphUpload", graph_exec, stream)
 
     def graph_nodes(self, graph: int) -> list[GraphNode]:
         """The nodes of a cudaGraph_t."""
