@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention import AttentionShape, attention, by_reference
 from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.sampling.cuda_graphs import replayed
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 Rounds = Callable[[], Attend | None]
@@ -74,7 +75,7 @@ def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: 
         def step(query: Tensor = query, inputs: ModelInput = inputs, window: int | None = window, output: Tensor = output) -> None:
             output.copy_(attention(query, probe.cache[0], probe.cache[1], inputs._replace(attend=rounds()), window))
 
-        replay = _recorded(step, device)
+        replay = replayed(step, device)
         for lengths in probe.rounds:
             probe.hold(lengths)
             replay()
@@ -91,18 +92,3 @@ def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: 
 
 def _window(window: int | None) -> str:
     return f" in a window of {window}" if window else ""
-
-
-def _recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """In a CUDA graph; on the CPU the step itself."""
-    if device.type != "cuda":
-        return step
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.device(device):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            step()
-    return graph.replay

@@ -140,6 +140,9 @@ class Backend(Protocol):
     ) -> Recorded:
         """Record `step` without any lasting effect on the buffers; CaptureError where it cannot be replayed."""
 
+    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+        """Bytes that a recording of `step` takes where it shares memory with no other. Nothing stays of it."""
+
     def run(self, function: Callable[[], object]) -> None:
         """Issue the operations of `function` on the main stream, after all that was launched before; does not block.
 

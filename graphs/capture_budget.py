@@ -45,7 +45,8 @@ class CaptureBudget:
 
     def expect(self, key: GraphKey) -> None:
         """CaptureError where one more graph would be one too many."""
-        more = round(self._fixed + self._per_row * key.rows)
+        pooled = self._taken - self._buffer_bytes if self._pooled else 0
+        more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
         if self._most is not None and self._taken + more > self._most:
             raise self._refusal(f"{key} would take about {more:,}, and {self._taken:,} are taken")
 

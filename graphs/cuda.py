@@ -23,6 +23,7 @@ from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.marks import MakeRange, Span
+from stepgraph.sampling.cuda_graphs import GraphPool, empty_cache
 
 POLL_SECONDS = 50e-6
 
@@ -34,6 +35,7 @@ class _Holdings:
         self._device = device
         self.driver: Driver = open_driver()
         self.streams = Streams(device)
+        self.pool = GraphPool(self.streams[MAIN])
         self.graves: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
         self._spare_events: list[int] = []
         self._released = False
@@ -63,6 +65,7 @@ class _Holdings:
             for stream in self.streams:
                 self.driver.stream_synchronize(stream.cuda_stream)
         self.bury()
+        self.pool.release()
         self._released = True
         for event in (self.order_event, *self._spare_events):
             self.give_event(event)
@@ -145,11 +148,9 @@ class CudaBackend:
         self._capturing = False
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
-            self._holdings = _Holdings(self.device)
-            self.driver = self._holdings.driver
-            self._main = self._holdings.streams[MAIN]
-            self._recorder = CudaRecorder(self.device, self.driver, self._holdings.streams, self.errors, ranges)
-            self._order_event = self._holdings.order_event
+            self._holdings = held = _Holdings(self.device)
+            self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
+            self._recorder = CudaRecorder(held.driver, held.streams, held.pool, self.errors, ranges)
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread has the context
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
@@ -166,22 +167,27 @@ class CudaBackend:
     ) -> CudaGraph:
         if not _same_device(buffers.device, self.device):
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, want them on {self.device}")
-        with torch.cuda.device(self.device), self.on_main("capture()"):
-            self._drain()
-            self.errors.raise_first()
-            self._capturing = True
-            try:
-                self._recorder.warm_up(step, buffers, generators)
-                recording = self._recorder.record(step, buffers, generators)
-                if check == "twice":
-                    if between is not None:
-                        between()
-                    self._compare(recording, self._recorder.record(step, buffers, generators))
-            finally:
-                self._capturing = False
+        with self._recording("capture()"):
+            self._recorder.warm_up(step, buffers, generators)
+            recording = self._recorder.record(step, buffers, generators)
+            if check == "twice":
+                if between is not None:
+                    between()
+                self._compare(recording, self._recorder.record(step, buffers, generators))
         graph = CudaGraph(self, recording, self._holdings.graves)
         self._graphs.add(graph)
         return graph
+
+    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+        pool = GraphPool(self._main)
+        recorder = CudaRecorder(self.driver, self._holdings.streams, pool, self.errors)
+        with self._recording("measure()"):
+            recorder.warm_up(step, buffers, ())
+            recording = recorder.record(step, buffers, ())
+        recording.free()
+        pool.release()
+        empty_cache()
+        return recording.report.nbytes
 
     def run(self, function: Callable[[], object]) -> None:
         with self.on_main("run()"), torch.no_grad():
@@ -249,6 +255,17 @@ class CudaBackend:
     def refuse_while_capturing(self, what: str) -> None:
         if self._capturing:
             raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+
+    @contextlib.contextmanager
+    def _recording(self, what: str) -> Iterator[None]:
+        with torch.cuda.device(self.device), self.on_main(what):
+            self._drain()
+            self.errors.raise_first()
+            self._capturing = True
+            try:
+                yield
+            finally:
+                self._capturing = False
 
     def _compare(self, recording: Recording, again: Recording) -> None:
         found = difference(recording.nodes, again.nodes)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,12 +17,7 @@ from stepgraph.graphs.cuda_flow import CudaFlow, Streams, blame
 from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors
 from stepgraph.graphs.marks import Label, MakeRange, stage_runs
 from stepgraph.graphs.snapshot import Snapshot
-
-# "thread_local": a capture fails for unsafe calls of its own thread only. Under "global" a cudaMalloc or an event query of
-# any thread of the process would break it, and an embedding server has such threads.
-_CAPTURE_MODE = "thread_local"
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
-_one_at_a_time = threading.Lock()  # torch allows one capture in a process
+from stepgraph.sampling.cuda_graphs import GraphPool, capturing
 
 
 class Recording(NamedTuple):
@@ -44,10 +37,9 @@ class Recording(NamedTuple):
 class CudaRecorder:
     """Captures steps on one device into one memory pool."""
 
-    def __init__(self, device: torch.device, driver: Driver, streams: Streams, errors: HostErrors, ranges: MakeRange | None = None) -> None:
-        self._device, self._driver, self._streams, self._errors, self._ranges = device, driver, streams, errors, ranges
-        self._pool = torch.cuda.graph_pool_handle()
-        self._scratch = torch.zeros(1, device=device)
+    def __init__(self, driver: Driver, streams: Streams, pool: GraphPool, errors: HostErrors, ranges: MakeRange | None = None) -> None:
+        self._driver, self._streams, self._pool, self._errors, self._ranges = driver, streams, pool, errors, ranges
+        self._device = pool.stream.device
 
     def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> None:
         """Run the step once, on the streams that the capture will use, and undo what it did.
@@ -72,8 +64,8 @@ class CudaRecorder:
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
-        with _one_at_a_time, _no_collection():
-            graph, callbacks, labels = self._capture(step, buffers, generators)
+        graph, callbacks, labels = self._capture(step, buffers, generators)
+        graph.instantiate()
         nodes = self._driver.graph_nodes(graph.raw_cuda_graph())
         report = RecordedReport(
             nodes=dict(Counter(node.kind for node in nodes)),
@@ -92,54 +84,24 @@ class CudaRecorder:
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback], list[Label]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in generators:
-            graph.register_generator_state(generator)
         flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
-        with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
-            failure: BaseException | None = None
-            try:
-                graph.capture_begin(pool=self._pool, capture_error_mode=_CAPTURE_MODE)
-                with use_flow(flow):
-                    step(buffers)
-                flow.label_nodes()
-            except BaseException as error:
-                failure = error
-                with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
-                    flow.join_all()
-            failure = self._end(graph, generators, failure)
-            flow.close()
-            if failure is None:
-                graph.instantiate()
-                return graph, flow.callbacks, flow.labels
-        _raise(failure)
-
-    def _end(
-        self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator], failure: BaseException | None
-    ) -> BaseException | None:
         try:
-            graph.capture_end()
+            with capturing(graph, self._pool, generators):
+                try:
+                    with use_flow(flow):
+                        step(buffers)
+                    flow.label_nodes()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
+                        flow.join_all()
+                    raise
+        except CaptureError:
+            raise
         except RuntimeError as error:
-            self._recover(graph, generators)
-            return failure or error
-        if failure is not None:
-            graph.reset()
-        return failure
-
-    def _recover(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
-        """Undo what torch leaves behind when CUDA gives a capture up: an allocator that still records into the pool, and
-        random generators that still believe in a capture (a capture that succeeds puts these right)."""
-        _failed.append(graph)
-        with contextlib.suppress(RuntimeError):  # torch itself got this far
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            torch._C._cuda_releasePool(self._device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
-        cure = torch.cuda.CUDAGraph()
-        for generator in generators:
-            cure.register_generator_state(generator)
-        cure.capture_begin(capture_error_mode=_CAPTURE_MODE)
-        self._scratch.zero_()
-        cure.capture_end()
-        cure.reset()
+            raise as_capture_error(error) from error
+        finally:
+            flow.close()
+        return graph, flow.callbacks, flow.labels
 
 
 def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:
@@ -156,21 +118,3 @@ def as_capture_error(error: RuntimeError) -> CaptureError:
     """The warm-up ran, so what torch or CUDA raises in the capture itself is about capturing."""
     text, frames = str(error).split("\n", 1)[0], list(traceback.walk_tb(error.__traceback__))
     return CaptureError("unjoined-fork" if "unjoined" in text else "cuda", text, *blame(reversed(frames)))
-
-
-def _raise(failure: BaseException) -> NoReturn:
-    if isinstance(failure, RuntimeError) and not isinstance(failure, CaptureError):
-        raise as_capture_error(failure) from failure
-    raise failure
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during a capture could free graphs and events in the midst of it."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

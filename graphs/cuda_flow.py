@@ -19,10 +19,12 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, CaptureError, Mark
 from stepgraph.graphs.driver import Driver, HostCallback, HostErrors
 from stepgraph.graphs.marks import STEP, Label, MakeRange
+from stepgraph.sampling import cuda_graphs
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(contextlib.__file__) + os.sep + "contextlib.py")
-_OWN_FILES = tuple(os.path.join(_HERE, name) for name in ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py"))
+_OWN_NAMES = ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py")
+_OWN_FILES = (*(os.path.join(_HERE, name) for name in _OWN_NAMES), os.path.abspath(cuda_graphs.__file__))
 
 _taken_streams: set[int] = set()  # torch hands its streams out in turn; two backends on one stream would capture each other's work
 

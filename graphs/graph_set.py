@@ -5,8 +5,9 @@ Knows keys and recordings; knows nothing of requests.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -137,21 +138,20 @@ class GraphSet:
 
     def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
         budget.expect(key)
-        try:
+        with _in_memory(key):
             found = self._backend.capture(self._step_of(key), self._buffers)
-        except Exception as error:
-            if not _is_memory(error):
-                raise
-            raise CaptureError("memory", f"{key} takes more than there is ({error}); lower {LESS}") from error
         budget.book(key, found.report.nbytes)
         return found
 
+    def _measure(self, key: GraphKey) -> tuple[int, int]:
+        with _in_memory(key):
+            return key.rows, self._backend.measure(self._step_of(key), self._buffers)
+
     def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
-        """Record the smallest keys of the kind that takes most, for what they take; they are let go of again."""
+        """From the smallest keys of the kind that takes most."""
         probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
-        with_room = CaptureBudget(None, 0, pooled=False)
         try:
-            budget.learn([(key.rows, self._record(key, with_room).report.nbytes) for key in probes])
+            budget.learn([self._measure(key) for key in probes])
         except CaptureError:
             if self._on_failure == "raise":
                 raise
@@ -167,9 +167,15 @@ def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | 
     return min((other for other in recorded if (other.constrained, other.sampled) == kind and other.rows > key.rows), default=None)
 
 
-def _is_memory(error: Exception) -> bool:
-    """torch's CPU allocator has no exception of its own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+@contextlib.contextmanager
+def _in_memory(key: GraphKey) -> Iterator[None]:
+    """CaptureError where memory runs out, for which torch's CPU allocator has no exception of its own."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise CaptureError("memory", f"{key} takes more than there is ({error}); lower {LESS}") from error
+        raise
 
 
 class EagerStep:

@@ -178,6 +178,9 @@ class TapeBackend:
                 raise difference
         return Tape(self, recorder, time.perf_counter() - begin)
 
+    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+        return self.capture(step, buffers).report.nbytes
+
     def run(self, function: Callable[[], object]) -> None:
         tracer = self.tracer
         self.launch(function if tracer is None else tracer.outside(function), "run()")

@@ -143,6 +143,21 @@ def test_a_graph_that_takes_more_than_was_estimated_is_dropped() -> None:
     budget.book(key, 600)
 
 
+def test_graphs_that_fit_into_the_pool_of_a_larger_one_take_no_more() -> None:
+    budget = CaptureBudget(700, 400, pooled=True)
+    budget.learn([(1, 100), (2, 150)])
+    for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
+        budget.expect(key)
+        budget.book(key, nbytes)
+    with pytest.raises(CaptureError, match=r"rows=8 free greedy would take about 200, and 650 are taken"):
+        budget.expect(GraphKey(8, False))
+    alone = CaptureBudget(700, 400, pooled=False)
+    alone.learn([(1, 100), (2, 150)])
+    alone.book(GraphKey(4, False), 250)
+    with pytest.raises(CaptureError, match=r"rows=2 free greedy would take about 150, and 650 are taken"):
+        alone.expect(GraphKey(2, False))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [

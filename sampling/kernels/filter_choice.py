@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import sampler
+from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.kernels.register import has_triton
 
 WISHES = ("auto", "flashinfer", "triton", "torch")
@@ -113,12 +114,11 @@ def differs(run: Filter, device: torch.device) -> str:
 def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
     """Whether `run`, captured once, gives on replay what it gives outside, also for settings that changed since."""
     logits, params = probes(device)[-1]
-    probs, graph = torch.empty(logits.shape, device=device), torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        run(logits, params, probs)
+    probs = torch.empty(logits.shape, device=device)
+    replay = replayed(lambda: run(logits, params, probs), device)
     for _ in range(2):
         params.copy_(params.roll(1, 0))
-        graph.replay()
+        replay()
         if not torch.equal(probs > 0, sampler.distribution(logits, params) > 0):
             return "its replay in a CUDA graph keeps other tokens than the reference"
     return ""

@@ -1,0 +1,106 @@
+"""What every capture into a CUDA graph has in common: one at a time in a process, a memory pool, and the way back from one that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+# "thread_local": a capture fails for unsafe calls of its own thread only. Under "global" a cudaMalloc or an event query of
+# any thread of the process would break it, and an embedding server has such threads.
+_MODE = "thread_local"
+_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
+_one_at_a_time = threading.RLock()  # torch allows one capture in a process
+
+
+class GraphPool:
+    """Memory of graphs captured on `stream`. A graph of one node is reset last: torch captures into no pool that lost all graphs."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.renew()
+
+    def renew(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """Begin another pool; the present one ends with its last graph."""
+        self._keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
+        for generator in generators:
+            self._keeper.register_generator_state(generator)
+        with _alone(self.stream):
+            self._keeper.capture_begin(capture_error_mode=_MODE)
+            scratch.zero_()
+            self._keeper.capture_end()
+
+    @property
+    def handle(self) -> torch.cuda._POOL_HANDLE:
+        return self._keeper.pool()
+
+    def release(self) -> None:
+        self._keeper.reset()
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Capture what the block issues into `graph`. Where the block or the capture fails, torch can capture again."""
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with _alone(pool.stream):
+        try:
+            graph.capture_begin(pool=pool.handle, capture_error_mode=_MODE)
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error is the one to raise
+                _end(graph, pool, generators)
+                graph.reset()
+            raise
+        _end(graph, pool, generators)
+
+
+def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Run `step` once and capture it, on a stream of its own: what replays it. On the CPU, `step` itself."""
+    if device.type != "cuda":
+        return step
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.device(device):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        with capturing(graph, GraphPool(stream)):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
+def empty_cache() -> None:
+    """torch.cuda.empty_cache(), which fails while a capture is under way."""
+    with _one_at_a_time:
+        torch.cuda.empty_cache()
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
+    """Where CUDA has given the capture up, undo what torch leaves: allocators that still record into the pool, and random
+    generators that still believe in a capture (a capture that succeeds puts these right)."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        _failed.append(graph)
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):  # newer versions of torch took the first of these steps
+                undo(pool.stream.device_index, pool.handle)
+        pool.renew(generators)  # the allocator of pinned memory still records into the old one
+        raise
+
+
+@contextlib.contextmanager
+def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
+    """On `stream`, without another capture, and without a collection, which could free graphs and events in the midst of this one."""
+    with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad():
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()

@@ -1,0 +1,108 @@
+"""Captures beside other work: threads that allocate, captures that fail, and other captures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs.cuda import CudaBackend
+from stepgraph.sampling.cuda_graphs import replayed
+from stepgraph.sampling.kernels.filter_choice import breaks_in_a_graph
+
+pytestmark = pytest.mark.stub_cuda
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    made = CudaBackend()
+    yield made
+    made.close()
+
+
+def buffers() -> StaticBuffers:
+    return StaticBuffers([BufferSpec(name, (4,), torch.float32) for name in "xy"], DEVICE)
+
+
+def add(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x + 1)
+
+
+def synchronises(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x * 2)
+    buffers.x.sum().item()
+
+
+def in_a_thread(function: Callable[[], object]) -> list[BaseException]:
+    """Run `function` in a thread of its own, to the end: what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+class Allocating:
+    """A step during which another thread, as of an engine that serves, takes memory that torch has not cached."""
+
+    def __init__(self) -> None:
+        self.raised: list[BaseException] = []
+        self.x = torch.zeros(4, device=DEVICE)
+
+    def __call__(self, *_: object) -> None:
+        taken = 64 * MIB
+        self.raised += in_a_thread(lambda: torch.empty(taken + torch.cuda.memory_reserved(), dtype=torch.uint8, device=DEVICE))
+        self.x.add_(1)
+
+
+@pytest.mark.parametrize("probe", [replayed, breaks_in_a_graph])
+def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Callable[..., object]) -> None:
+    step = Allocating()
+    probe(step, DEVICE)
+    assert not step.raised
+
+
+def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> None:
+    probing, captured, calls = threading.Event(), threading.Event(), list[bool]()
+
+    def probe_step() -> None:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            captured.set()
+        else:
+            probing.set()
+
+    def step(buffers: StaticBuffers) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            thread.start()
+            assert probing.wait(60)
+            assert not captured.wait(0.5), "two captures at once"
+        add(buffers)
+
+    thread = threading.Thread(target=lambda: replayed(probe_step, DEVICE))
+    backend.capture(step, buffers())
+    thread.join()
+    assert calls == [False, True]
+
+
+def test_a_probe_that_cannot_be_captured_leaves_torch_able_to_capture(backend: CudaBackend) -> None:
+    x = torch.zeros(4, device=DEVICE)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        replayed(lambda: x.sum().item(), DEVICE)
+    replayed(lambda: x.add_(1), DEVICE)()
+    assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}
+    with pytest.raises(CaptureError, match="cuda"):
+        backend.capture(synchronises, buffers())
+    assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}

@@ -1,0 +1,124 @@
+"""Memory of graphs: the pool of a backend, what it takes beforehand, and what stays of closed backends."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs.capture import Step
+from stepgraph.graphs.cuda import CudaBackend
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.shapes import GraphKey
+
+pytestmark = pytest.mark.stub_cuda
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    made = CudaBackend()
+    yield made
+    made.close()
+
+
+def buffers() -> StaticBuffers:
+    return StaticBuffers([BufferSpec(name, (4,), torch.float32) for name in "xy"], DEVICE)
+
+
+def reserved() -> int:
+    """Bytes that torch holds and cannot give back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def softmax(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
+
+
+def synchronises(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x * 2)
+    buffers.x.sum().item()
+
+
+def refuses(buffers: StaticBuffers) -> None:
+    buffers.y.copy_(buffers.x * 2)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("refused")
+
+
+def test_a_backend_captures_again_after_all_its_graphs_were_dropped(backend: CudaBackend) -> None:
+    static = buffers()
+    first, second = backend.capture(softmax, static), backend.capture(softmax, static)
+    del first, second
+    for _ in range(3):
+        graph = backend.capture(softmax, static)
+        graph.replay()
+        assert graph.report.nodes == {"kernel": 2, "copy": 1}
+        del graph
+
+
+def test_a_backend_captures_after_first_captures_that_failed(backend: CudaBackend) -> None:
+    static = buffers()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refused"):
+            backend.capture(refuses, static)
+        with pytest.raises(CaptureError, match="cuda"):
+            backend.capture(synchronises, static)
+        backend.capture(softmax, static).replay()
+
+
+def test_memory_of_dropped_graphs_is_used_again_and_freed_with_the_backend() -> None:
+    static, before = buffers(), reserved()
+    backend = CudaBackend()
+    backend.capture(softmax, static)
+    held = reserved()
+    for _ in range(5):
+        backend.capture(softmax, static)
+    assert reserved() == held > before
+    backend.close()
+    assert reserved() == before
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["torch leaves the pool recording", "torch ends the recording"])
+def test_memory_of_a_capture_that_failed_is_freed_with_the_backend(ended: bool) -> None:
+    """Newer versions of torch end the recording themselves where CUDA gives a capture up; with an older one the step here does it."""
+    static, before = buffers(), reserved()
+    backend = CudaBackend()
+
+    def step(buffers: StaticBuffers) -> None:
+        buffers.y.copy_(buffers.x * 2)
+        if ended and torch.cuda.is_current_stream_capturing():
+            torch._C._cuda_endAllocateToPool(DEVICE.index, backend._holdings.pool.handle)
+        buffers.x.sum().item()
+
+    with pytest.raises(CaptureError, match="cuda"):
+        backend.capture(step, static)
+    backend.capture(softmax, static).replay()
+    backend.close()
+    assert reserved() == before
+
+
+def test_memory_of_graphs_is_estimated_before_they_are_captured(backend: CudaBackend) -> None:
+    static, before, largest = buffers(), reserved(), 8 * 20 * MIB
+
+    def step_of(key: GraphKey) -> Step:
+        def step(buffers: StaticBuffers) -> None:
+            blocks = [torch.empty(20 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(key.rows)]
+            blocks[0][:16].copy_(blocks[-1][16:32])
+            buffers.y.copy_(buffers.x)
+
+        return step
+
+    with pytest.raises(CaptureError, match=f"capture_bytes: got {largest:,}, want about {largest + static.nbytes:,}, "):
+        GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=largest).capture(greedy_only=True)
+    assert reserved() == before, "what was captured for the estimate is given back"
+    most = largest + 2 * MIB
+    report = GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=most).capture(greedy_only=True)
+    assert sum(one.nbytes for _, one in report.keys) == reserved() - before == largest
+    assert report.notes == (f"memory: about {largest + static.nbytes:,} of at most {most:,} bytes, static buffers included",)
