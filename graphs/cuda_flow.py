@@ -27,24 +27,19 @@ _OWN_NAMES = ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "captur
 _OWN_FILES = (*(os.path.join(_HERE, name) for name in _OWN_NAMES), os.path.abspath(cuda_graphs.__file__))
 
 
-class Streams:
-    """The streams of one backend, by name."""
+class Streams(dict[str, torch.cuda.Stream]):
+    """The streams of one backend, by name; one that is missing is taken."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def __getitem__(self, name: str) -> torch.cuda.Stream:
-        if name not in self._streams:
-            self._streams[name] = cuda_graphs.take_stream(self._device)
-        return self._streams[name]
-
-    def __iter__(self) -> Iterator[torch.cuda.Stream]:
-        return iter(tuple(self._streams.values()))
+    def __missing__(self, name: str) -> torch.cuda.Stream:
+        return self.setdefault(name, cuda_graphs.take_stream(self._device))
 
     def release(self) -> None:
-        while self._streams:
-            cuda_graphs.give_stream(self._streams.popitem()[1])
+        while self:
+            cuda_graphs.give_stream(self.popitem()[1])
 
 
 class CudaMark(NamedTuple):

@@ -26,14 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
-    "cuStreamGetCaptureInfo_v2": (
-        c_void_p,
-        POINTER(c_int),
-        POINTER(c_uint64),
-        POINTER(c_void_p),
-        POINTER(c_void_p),
-        POINTER(c_size_t),
-    ),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, POINTER(c_int), POINTER(c_uint64), POINTER(c_void_p), POINTER(c_void_p), POINTER(c_size_t)),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -48,20 +41,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType, under the names that the tape uses where it has them
-    "kernel",
-    "copy",
-    "fill",
-    "host",
-    "graph",
-    "empty",
-    "wait",
-    "record",
-    "semaphore-signal",
-    "semaphore-wait",
-    "alloc",
-    "free",
-    "memory-operations",
-    "conditional",
+    *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
+    *("alloc", "free", "memory-operations", "conditional"),
 )
 
 

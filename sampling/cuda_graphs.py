@@ -80,7 +80,7 @@ def give_stream(stream: torch.cuda.Stream) -> None:
     _free_streams[stream.device_index].append(stream)
 
 
-def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Run `step` once and capture it, on a stream of its own: what replays it. On the CPU, `step` itself."""
     if device.type != "cuda":
         return step
