@@ -6,8 +6,13 @@ import gc
 import os
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
+
+from tests.stub_cuda.preload import preload_where_needed
+
+preload_where_needed()  # before anything imports torch
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
