@@ -67,6 +67,8 @@ def test_a_package_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch
 
 # Without a GPU a launch ends before it needs a compiler, so this probe calls the function that builds launchers.
 BUILD = """
+from tests.stub_cuda.preload import preload_where_needed
+preload_where_needed()
 from triton.runtime.build import compile_module_from_src
 from stepgraph.sampling.kernels.programs import probe
 from tests.test_triton_probe import CUDA, check_choices, register
