@@ -103,18 +103,17 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned)
     except Exception as error:  # whatever a compiler, a loader or a driver may raise
-        told = str(error).strip().splitlines() or ["no reason given"]
-        return _Candidate(f"{type(error).__name__}: {told[0]}"[:200])
+        return _Candidate(register.reason(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
-    """Why triton or flashinfer cannot serve these models, as far as that can be said without running it."""
+    """Why triton or flashinfer cannot serve these models, as far as that can be said without running its attention."""
     if device.type != "cuda":
         return f"it is for CUDA devices, not for {device.type}"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'stepgraph[cuda]'"
-    if name == "triton" and not register.has_triton():
-        return "triton is not installed"
+    if name == "triton" and (why := register.why_no_triton(device)):
+        return why
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"it needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, and this GPU has {'.'.join(map(str, capability))}"

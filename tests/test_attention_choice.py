@@ -119,14 +119,14 @@ def test_the_probe_finds_wrong_prompts() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
     """As if there were one, with or without these packages; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(register, "has_triton", lambda: triton)
+    monkeypatch.setattr(register, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
 
 
 @pytest.mark.parametrize(
     ("wanted", "shape", "machine", "told"),
     [
-        ("triton", SHAPE, {"triton": False}, "triton is not installed"),
+        ("triton", SHAPE, {"triton": False}, "planted for cuda"),
         ("triton", SHAPE, {"capability": (7, 5)}, "it needs compute capability 8.0, and this GPU has 7.5"),
         ("triton", SHAPE._replace(dtype=torch.float32), {}, "it is for bfloat16 and float16, not for float32"),
         ("triton", SHAPE._replace(size=320), {}, "its heads are of up to 256 numbers, not of 320"),

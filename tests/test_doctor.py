@@ -117,3 +117,15 @@ def test_a_library_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, caps
     lines = looked(capsys)
     assert "a CPU build" in lines["torch's CUDA"]
     assert f"no answer within {doctor.PROBE_SECONDS} s" in lines["self-test"]
+
+
+@pytest.mark.parametrize("why", ["", "RuntimeError: Failed to find C compiler."])
+def test_a_gpu_on_which_triton_cannot_launch_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
+) -> None:
+    build = {"answer": {"cuda": "13.0", "devices": ["a GPU"], "threads": 1, "threads_told": ""}}
+    monkeypatch.setattr(doctor, "ask_a_process", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": {"answer": why}})
+    assert cli.main(["doctor", "--json"]) == 0, "it is not required"
+    (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
+    assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))
+    assert found["lost"] == "on a GPU the kernels run as plain torch" and "a C compiler: apt-get install gcc" in found["mend"]

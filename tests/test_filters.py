@@ -15,7 +15,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import filter_choice, filters
+from stepgraph.sampling.kernels import filter_choice, filters, register
 from stepgraph.sampling.rng import Purpose
 
 PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
@@ -91,7 +91,9 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
 
 @pytest.fixture
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is chosen, and Triton programs can run."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
+    monkeypatch.setattr(register, "why_no_triton", lambda device: "")
 
 
 @pytest.mark.usefixtures("_forgetful")
@@ -104,13 +106,12 @@ class TestChoice:
     def test_flashinfer_that_is_missing_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
         monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.programs.flashinfer_filters", raising=False)
-        monkeypatch.setattr(filter_choice, "has_triton", lambda: True)
         choice = kernels.choose_filters("cuda:0")
         assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
         assert filter_choice.programs_for(torch.device("cuda:0")) == "filters"
         assert filter_choice.programs_for(torch.device("cuda:1")) == "filters", "where nobody asked"
-        monkeypatch.setattr(filter_choice, "has_triton", lambda: False)
-        assert str(kernels.choose_filters("cuda:0")).endswith("no triton: triton is not installed")
+        monkeypatch.setattr(register, "why_no_triton", lambda device: f"planted for {device}")
+        assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
         assert filter_choice.programs_for(torch.device("cuda:0")) == "", "the reference"
 
     def test_flashinfer_that_fails_its_probe_is_passed_over(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernels.implementation("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
     assert kernels.implementation("cpu") == "torch reference (in C: planted)"
-    monkeypatch.setattr(register, "has_triton", lambda: False)
-    assert kernels.implementation("cuda") == "torch reference (triton is not installed)"
-    monkeypatch.setattr(register, "has_triton", lambda: True)
+    monkeypatch.setattr(register, "why_no_triton", lambda device: f"planted for {device}")
+    assert kernels.implementation("cuda") == "torch reference (planted for cuda)"
+    monkeypatch.setattr(register, "why_no_triton", lambda device: "")
     assert kernels.implementation("cuda:0") == "triton"

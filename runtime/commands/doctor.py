@@ -108,7 +108,8 @@ def _installed() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    yield program("C compiler", compiler, "an installation is without the three parts in C", "apt-get install gcc")
+    lost = "an installation is without the three parts in C, and on a GPU the kernels run as plain torch"
+    yield program("C compiler", compiler, lost, "apt-get install gcc")
     for name, (lost, mend) in PROGRAMS.items():
         yield program(name, name, lost, mend)
     told = _output(["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"])
@@ -121,6 +122,11 @@ def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     yield _torch(answers["torch_build"])
     for probe, (name, lost) in NATIVE.items():
         yield _reason(name, answers[probe], lost, build_command(SOURCES))
+    if answers["torch_build"].get("answer", {}).get("devices"):
+        why = answers["triton_launch"].get("error") or answers["triton_launch"]["answer"]
+        lost, mend = OPTIONAL["triton"]
+        mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
+        yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
     yield _threads(answers["torch_build"], answers["native_layers"])
     for name in ("attention", "filters"):
         answer = answers[name]

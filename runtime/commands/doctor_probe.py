@@ -42,6 +42,15 @@ def native_choices() -> str:
     return why_not()
 
 
+def triton_launch() -> str:
+    """Why Triton programs cannot run on the first GPU; empty where they can, or without a GPU."""
+    import torch
+
+    from stepgraph.sampling.kernels.register import why_no_triton
+
+    return why_no_triton(torch.device("cuda:0")) if torch.cuda.is_available() else ""
+
+
 def attention() -> dict[str, str]:
     """Of a usual model in bfloat16. On a GPU flashinfer is built and tried out with the first capture, which takes minutes: not here."""
     import torch
@@ -89,7 +98,16 @@ def self_test() -> dict[str, Any]:
     return {"passed": legal and one_each, "told": told if legal and one_each else job.error or f"{text!r}, {job.finish_reason}"}
 
 
-PROBES: tuple[Callable[[], object], ...] = (torch_build, native_link, native_layers, native_choices, attention, filters, self_test)
+PROBES: tuple[Callable[[], object], ...] = (
+    torch_build,
+    native_link,
+    native_layers,
+    native_choices,
+    triton_launch,
+    attention,
+    filters,
+    self_test,
+)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ __all__ = [
 def implementation(device: torch.device | str) -> str:
     """What the kernels run as on `device`, for people to read."""
     if torch.device(device).type == "cuda":
-        return "triton" if register.has_triton() else "torch reference (triton is not installed)"
+        why = register.why_no_triton(torch.device(device))
+        return f"torch reference ({why})" if why else "triton"
     why = native.why_not()
     return f"torch reference (in C: {why})" if why else "C for masked choices, mask tags and acceptance, torch reference for the rest"

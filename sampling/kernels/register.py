@@ -1,6 +1,6 @@
 """One torch.library.custom_op per kernel: plain torch on the CPU, a Triton program on a GPU, the same results.
 
-The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton is missing, a GPU
+The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton cannot launch, a GPU
 runs the plain torch version too. Some have a native version for the CPU.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +20,24 @@ from torch._ops import OpOverload
 Run = Callable[[], object]
 Prepare = Callable[..., Run | None]  # an operation's arguments in, a call that does it again and again in their memory out
 _natives: dict[str, Prepare] = {}
+log = logging.getLogger(__name__)
 
 
 @functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def why_no_triton(device: torch.device) -> str:
+    """Why Triton programs cannot run on `device`; empty where they can. One is launched to find out: Triton needs a C compiler too."""
+    try:
+        importlib.import_module("stepgraph.sampling.kernels.programs.probe").launch(device)
+    except Exception as error:  # of Triton, the C compiler, the loader or the driver
+        log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, reason(error))
+        return reason(error)
+    return ""
+
+
+def reason(error: Exception) -> str:
+    """Type and first line, for a report."""
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def operation(
@@ -44,8 +57,8 @@ def operation(
         run()
 
     def on_cuda(first: torch.Tensor, *others: Any) -> None:
-        module = programs(first.device) if callable(programs) else programs if has_triton() else ""
-        if not module:
+        module = programs(first.device) if callable(programs) else programs
+        if not module or (not callable(programs) and why_no_triton(first.device)):
             return reference(first, *others)
         program = getattr(importlib.import_module(module if "." in module else f"stepgraph.sampling.kernels.programs.{module}"), name)
         with torch.cuda.device(first.device):

@@ -134,7 +134,7 @@ def tile_maxima(
 @triton.jit(do_not_specialize=["place"])
 def narrow(
     logits,  # [B, Q, >= width]
-    params,  # [B, >= 4] float32
+    row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
     state,  # [passes + 1, B * Q, 3] int64, line `place` written
     sums,  # [2, B * Q, tiles, 2 ** BITS] int64, half of them written
@@ -143,7 +143,7 @@ def narrow(
     width,
     row_stride,
     position_stride,
-    params_stride,
+    row_params_stride,
     PASSES: tl.constexpr,
     BITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -152,7 +152,7 @@ def narrow(
     """One digit of the least weight that stays: what each of its values would keep of one tile. TILES is a power of two >= tiles."""
     BINS: tl.constexpr = 1 << BITS
     line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
-    own = params + (line // positions) * params_stride
+    own = row_params + (line // positions) * row_params_stride
     low, held, total = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
     if tl.program_id(1) == 0:
         kept = state + (place.to(tl.int64) * lines + line) * _COLUMNS
@@ -181,7 +181,7 @@ def narrow(
 @triton.jit
 def keep(
     logits,  # [B, Q, >= width]
-    params,  # [B, >= 4] float32
+    row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
     state,  # [passes + 1, B * Q, 3] int64
     sums,  # [2, B * Q, tiles, 2 ** BITS] int64
@@ -194,7 +194,7 @@ def keep(
     width,
     row_stride,
     position_stride,
-    params_stride,
+    row_params_stride,
     probs_stride,
     HAS_IDS: tl.constexpr,
     DRAWS: tl.constexpr,
@@ -206,7 +206,7 @@ def keep(
 ):
     """The probabilities of one tile and, if DRAWS, the winner of its exponential race. A tile of which nothing stays is not read."""
     line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
-    own = params + (line // positions) * params_stride
+    own = row_params + (line // positions) * row_params_stride
     place = tl.full([], 2 * PASSES, tl.int32)
     low, held, _ = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
     found, temperature = _line_maximum(maxima, TILES), tl.load(own + _TEMPERATURE)

@@ -114,7 +114,7 @@ def process_tile(
     status,  # [B, Q] int64
     token_of,  # [width] int64, the target's token of each logit; not read unless HAS_IDS
     rows,  # [B] int64, where each row's settings are; not read unless HAS_ROWS
-    params,  # [R, columns] float32
+    row_params,  # [R, columns] float32
     bias_ids,  # [R, biases] int64
     biases,  # [R, biases] float32
     stop_ids,  # [R, stops] int64
@@ -168,7 +168,7 @@ def process_tile(
     tl.store(peak, tl.max(tl.max(_rank(values), 1), 0))
 
     home = _home(row, rows, HAS_ROWS)
-    place, asked = first + position, params + home * columns
+    place, asked = first + position, row_params + home * columns
     if tl.load(bias_ids + home * num_biases) >= 0:
         values = _biased(values, tokens, bias_ids + home * num_biases, biases + home * num_biases, num_biases, BIASES)
     if (tl.load(generated + row * generated_step) + place).to(tl.float32) < tl.load(asked + _LEAST):
