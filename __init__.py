@@ -1,3 +1,61 @@
-"""stepgraph: a decoding runtime for PyTorch that records a whole speculative round once and replays it."""
+"""stepgraph: a decoding runtime for PyTorch that records a whole speculative round once and replays it.
+
+The public names are imported on first use, so `import stepgraph` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.aio import AsyncEngine
+    from stepgraph.runtime.config import EngineConfig
+    from stepgraph.runtime.engine import Engine
+    from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, Origin, QueueFullError, StepEvent, TokenLogprob
+    from stepgraph.runtime.stats import EngineStats
+    from stepgraph.sampling.grammar.constraints.constraint import Constraint
+    from stepgraph.sampling.grammar.vocabulary import Vocabulary
+    from stepgraph.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = [
+    "AsyncEngine",
+    "Constraint",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineStats",
+    "FinishReason",
+    "Job",
+    "Origin",
+    "QueueFullError",
+    "SamplingParams",
+    "StepEvent",
+    "TokenLogprob",
+    "Vocabulary",
+]
+_MODULES = {
+    "AsyncEngine": "runtime.aio",
+    "Constraint": "sampling.grammar.constraints.constraint",
+    "Engine": "runtime.engine",
+    "EngineClosedError": "runtime.request",
+    "EngineConfig": "runtime.config",
+    "EngineStats": "runtime.stats",
+    "FinishReason": "runtime.request",
+    "Job": "runtime.request",
+    "Origin": "runtime.request",
+    "QueueFullError": "runtime.request",
+    "SamplingParams": "sampling.params",
+    "StepEvent": "runtime.request",
+    "TokenLogprob": "runtime.request",
+    "Vocabulary": "sampling.grammar.vocabulary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"stepgraph.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,10 +11,10 @@ import os
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = "sampling/grammar/native"
+SOURCES = "sampling/grammar/link/c"
 LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
-KERNELS = "graphs/cpu_kernels"
-CHOICES = "sampling/kernels/native"
+KERNELS = "graphs/layers/cpu"
+CHOICES = "sampling/kernels/cpu"
 
 
 class BuildBeside(build_ext):
@@ -32,7 +32,7 @@ setup(
     cmdclass={"build_ext": BuildBeside},
     ext_modules=[
         Extension(
-            "stepgraph.sampling.grammar.native._link",
+            "stepgraph.sampling.grammar.link._link",
             sources=[f"{SOURCES}/{name}.c" for name in (*LINK, "llguidance", "xgrammar")],
             depends=[f"{SOURCES}/{name}.h" for name in LINK],
             extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
@@ -40,7 +40,7 @@ setup(
             optional=True,
         ),
         Extension(
-            "stepgraph.graphs.cpu_kernels._kernels",
+            "stepgraph.graphs.layers.cpu._kernels",
             sources=[f"{KERNELS}/{name}.c" for name in ("attention", "places", "product", "product_dot", "tokens")],
             depends=[f"{KERNELS}/{name}.h" for name in ("kernels", "lanes", "product")],
             # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
@@ -52,7 +52,7 @@ setup(
             optional=True,
         ),
         Extension(
-            "stepgraph.sampling.kernels.native._choices",
+            "stepgraph.sampling.kernels.cpu._choices",
             sources=[f"{CHOICES}/{name}.c" for name in ("argmax", "chain")],
             depends=[f"{CHOICES}/choices.h"],
             extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fno-trapping-math"],

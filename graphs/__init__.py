@@ -8,13 +8,13 @@ from stepgraph.graphs.capture import (
     Recorded,
     RecordedReport,
     capture,
-    current_flow,
+    current_context,
     make_backend,
     run_eager,
 )
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
-from stepgraph.graphs.tape import TapeBackend
+from stepgraph.graphs.tape.backend import TapeBackend
 
 __all__ = [
     "Backend",
@@ -30,7 +30,7 @@ __all__ = [
     "StaticBuffers",
     "TapeBackend",
     "capture",
-    "current_flow",
+    "current_context",
     "make_backend",
     "run_eager",
 ]

@@ -1,7 +1,7 @@
 """The contract between a step and whatever records it: streams, marks, host nodes, capture, replay, statistics.
 
 A step is a plain function over static buffers. The same body runs eagerly, on the tape (CPU) and inside a CUDA graph;
-where it needs more than one stream it asks `current_flow()`, which is whatever runs or records the step just now.
+where it needs more than one stream it asks `current_context()`, which is whatever runs or records the step just now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.marks import MakeRange, Span, StageRun, nvtx_range
+from stepgraph.graphs.spans import MakeRange, Span, StageRun, nvtx_range
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -43,11 +43,11 @@ class HostNodeError(RuntimeError):
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in one stream that another stream can wait for."""
 
 
-class Flow(Protocol):
+class CaptureContext(Protocol):
     """What a step may ask for besides tensor operations. Order within a stream is the order of the calls."""
 
     def stream(self, name: str) -> AbstractContextManager[None]:
@@ -56,10 +56,10 @@ class Flow(Protocol):
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Name what follows, for profiles and timelines. Where stages nest, a node belongs to the innermost."""
 
-    def record(self) -> Mark:
+    def record(self) -> StreamEvent:
         """Mark the present point of the current stream."""
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: StreamEvent) -> None:
         """Hold the current stream until `mark` is reached."""
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -190,16 +190,16 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
-def current_flow() -> Flow:
+def current_context() -> CaptureContext:
     """The flow of the step that this thread is running or recording just now."""
-    flow: Flow | None = getattr(_local, "flow", None)
+    flow: CaptureContext | None = getattr(_local, "flow", None)
     if flow is None:
-        raise RuntimeError("current_flow(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
+        raise RuntimeError("current_context(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
     return flow
 
 
 @contextlib.contextmanager
-def use_flow(flow: Flow) -> Iterator[None]:
+def use_context(flow: CaptureContext) -> Iterator[None]:
     """Make `flow` the current one of this thread; for backends."""
     previous = getattr(_local, "flow", None)
     _local.flow = flow
@@ -209,7 +209,7 @@ def use_flow(flow: Flow) -> Iterator[None]:
         _local.flow = previous
 
 
-class EagerFlow:
+class EagerContext:
     """Runs everything at once, in the order of the calls: one stream, and a host node is a call."""
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
@@ -222,10 +222,10 @@ class EagerFlow:
     def stage(self, name: str) -> AbstractContextManager[None]:
         return _NOTHING if self._ranges is None else self._ranges(name)
 
-    def record(self) -> Mark:
+    def record(self) -> StreamEvent:
         return self
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: StreamEvent) -> None:
         pass
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -241,7 +241,7 @@ class EagerFlow:
 def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
     """Run a step once without recording it: the reference that every replay must equal bit for bit."""
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
-    with use_flow(EagerFlow(synchronize, ranges)):
+    with use_context(EagerContext(synchronize, ranges)):
         step(buffers)
 
 
@@ -256,11 +256,11 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool =
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "tape"
     if name == "tape":
-        from stepgraph.graphs.tape import TapeBackend
+        from stepgraph.graphs.tape.backend import TapeBackend
 
         return TapeBackend(asynchronous=asynchronous, ranges=ranges)
     if name == "cuda":
-        from stepgraph.graphs.cuda import CudaBackend
+        from stepgraph.graphs.cuda.backend import CudaBackend
 
         return CudaBackend(ordered=not asynchronous, ranges=ranges)
     raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")

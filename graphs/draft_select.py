@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import cpu_kernels
-from stepgraph.graphs.cpu_kernels import calls
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import Ruling, register
+from stepgraph.sampling.kernels import GrammarMask, operation
 
 
 class Settled(NamedTuple):
@@ -28,7 +28,7 @@ def settle_draft(
     step: int,
     found: Tensor | None = None,
     wanted: Tensor | None = None,
-    ruling: Ruling | None = None,
+    ruling: GrammarMask | None = None,
 ) -> Settled:
     """tokens [B] int64 and finite [B] bool: the model's choice, and whether it is one; alive [B] bool; limit [B]: drafts at most.
 
@@ -62,7 +62,7 @@ def settled(
     step: int,
     found: Tensor | None,
     wanted: Tensor | None,
-    ruling: Ruling | None,
+    ruling: GrammarMask | None,
 ) -> Settled:
     looked_up = forced = None
     rule = None if ruling is None else (ruling.masks[:, 0], ruling.ruled, ruling.status[:, 0])
@@ -91,14 +91,14 @@ def settle_draft_reference(
     looked_up: Tensor,
     forced: Tensor,
 ) -> None:
-    ruling = None if masks is None or ruled is None or status is None else Ruling(masks[:, None], None, ruled, status[:, None])
+    ruling = None if masks is None or ruled is None or status is None else GrammarMask(masks[:, None], None, ruled, status[:, None])
     choice = settled(tokens, finite, alive, limit, step, found, wanted, ruling)
     for to, each in zip((output, looked_up, forced), choice, strict=True):
         if each is not None:
             to.copy_(each)
 
 
-settle_draft_operation = register.operation(
+settle_draft_operation = operation.operation(
     "",
     "settle_draft",
     "(Tensor tokens, Tensor finite, Tensor alive, Tensor limit, int step, Tensor? found, Tensor? wanted, Tensor? masks, Tensor? ruled,"

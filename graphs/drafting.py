@@ -10,12 +10,12 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.draft_select import settle_draft
 from stepgraph.graphs.model import DraftModel
-from stepgraph.graphs.settling import settle_draft
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.kernels import Ruling
+from stepgraph.sampling.kernels import GrammarMask
 
 
 def draft_prefill(
@@ -58,7 +58,7 @@ def choose_draft(
     of the target's tokens are not proposed, but for those that are looked up or that a grammar forces.
     chain [B, K]: what a look-up proposes to the rows that still follow it, -1 elsewhere. Where legal it goes before the model.
     """
-    ruling = ruling_of(buffers, after, step) if masked else None
+    ruling = grammar_mask_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
     found = None if chain is None else chain[:, step - 1]
@@ -74,16 +74,16 @@ def choose_draft(
     return settled.tokens
 
 
-def ruling_of(buffers: StaticBuffers, after: Batch, step: int) -> Ruling:
+def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int) -> GrammarMask:
     """The mask that guides draft `step`, as this round's host node filled it."""
     ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
     status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-    return Ruling(masks, None, ruled, status)
+    return GrammarMask(masks, None, ruled, status)
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Whether the best legal logit of every row is a number, and the target's id of its token."""
     if ruling is None:
@@ -95,7 +95,7 @@ def _draft_greedy(
 
 
 def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: Ruling | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
     size = len(after.rows)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel
-from stepgraph.graphs.placing import cache_slots
 from stepgraph.graphs.shapes import Limits
 
 

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
-from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Flow, Mark, Step, current_flow
+from stepgraph.graphs.capture import CaptureContext, Step, StreamEvent, current_context
 from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
 from stepgraph.sampling.grammar.status import HostColumn
 
 SIDE = "side"
@@ -50,7 +50,7 @@ class Round:
         return lambda buffers: self.run(buffers, key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
-        flow = current_flow()
+        flow = current_context()
         target, draft, proposer, _ = self.models
         grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
         with flow.stage("read_batch"):
@@ -100,7 +100,7 @@ class Round:
             return "batch_forced" in buffers
         return self.draft_masks and self.models.draft is not None
 
-    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, flow: Flow) -> Tensor | None:
+    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, flow: CaptureContext) -> Tensor | None:
         """The chains that are found in the rows' texts, for drafts that stand in place of a draft model's."""
         if self.models.look_up is None:
             return None
@@ -108,7 +108,9 @@ class Round:
             proposing.note_emission(buffers, batch, emission, self.limits)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
-    def _propose(self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, flow: Flow) -> Tensor:
+    def _propose(
+        self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, flow: CaptureContext
+    ) -> Tensor:
         """The chain of a proposer. A token that a grammar forces stands in its place, and what is proposed goes on while it agrees."""
         if grammar is None or not self.guided(buffers):
             return proposing.propose(buffers, after, proposer, self.limits)
@@ -132,10 +134,10 @@ class GrammarLane:
 
     round: Round
     buffers: StaticBuffers
-    flow: Flow
+    flow: CaptureContext
     size: int
 
-    def head(self) -> Mark:
+    def head(self) -> StreamEvent:
         """Under target_verify: the end of the chain that the round before began."""
         drafts = self.round.limits.num_speculative_tokens
         walk_all = drafts == 0 or not self.round.guided(self.buffers)
@@ -153,7 +155,7 @@ class GrammarLane:
                     self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
             return self._node("head", steps, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
 
-    def row(self, index: int) -> Mark:
+    def row(self, index: int) -> StreamEvent:
         """Under the draft's compute: mask row `index` of the chain that this round begins."""
         size = self.size
         steps = [COMMIT if index == 0 else advance(index)]
@@ -175,7 +177,7 @@ class GrammarLane:
         state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
         self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
 
-    def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> Mark:
+    def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> StreamEvent:
         """A host node over this round's pinned memory, then the way back of what it filled."""
         buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
         forced = [buffers.forced_host] if "forced_host" in buffers else []

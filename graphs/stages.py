@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import placing
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.model import TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import acceptance, kernels, processors, rng, sampler
 from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import Ruling
+from stepgraph.sampling.kernels import GrammarMask
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def accept(
         owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
         ruled = batch.column(Column.CONSTRAINED) != 0
         status = kernels.mask_status(buffers.row_tags, owner, generated, ruled, rows=batch.rows)
-        ruling = Ruling(buffers.row_masks, batch.rows, ruled, status)
+        ruling = GrammarMask(buffers.row_masks, batch.rows, ruled, status)
     choose = _choose_sampled if sampled else _choose_greedy
     tokens, finite, accepted, status = choose(buffers, batch, logits, ruling, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
@@ -86,7 +86,9 @@ class Choice(NamedTuple):
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
-def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None, forced: Sequence[float] | None) -> Choice:
+def _choose_greedy(
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+) -> Choice:
     """The likeliest legal token of every place; a draft holds where it is that token."""
     if ruling is None:
         best, tokens = logits.max(-1)
@@ -101,7 +103,9 @@ def _choose_greedy(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling:
     return Choice(tokens, finite, accepted, status)
 
 
-def _choose_sampled(buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: Ruling | None, forced: Sequence[float] | None) -> Choice:
+def _choose_sampled(
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+) -> Choice:
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
     masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
     params = buffers.row_params[batch.rows]
@@ -142,7 +146,7 @@ def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
     tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
-    placing.place_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
+    slot_mapping.place_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
 
 
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
+from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
 from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
 from stepgraph.graphs.capture import Backend, make_backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
-from stepgraph.runtime.rows import Sharing
-from stepgraph.runtime.states_folder import StatesLayout
+from stepgraph.runtime.slots import Sharing
 from stepgraph.sampling import kernels
-from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
-from stepgraph.sampling.grammar.host_link import HostLink
-from stepgraph.sampling.grammar.native_link import open_host_link
+from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.protocol import HostLink
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 

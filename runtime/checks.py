@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.shapes import Limits
+from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.params import GREEDY, SamplingParams
-from stepgraph.sampling.shown import shown
 
 
 def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
@@ -23,7 +23,7 @@ def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
         raise ValueError(f"{name}: got {type(ids).__name__}, want a sequence of token ids")
     for place, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
-            raise ValueError(f"{name}[{place}]: got {shown(token)}, want a token id from 0 to {num_tokens - 1}")
+            raise ValueError(f"{name}[{place}]: got {clip_repr(token)}, want a token id from 0 to {num_tokens - 1}")
     return tuple(int(token) for token in values)
 
 
@@ -47,7 +47,7 @@ def checked_embeddings(given: Any, prompt: int, size: int, dtype: torch.dtype) -
     if given and not size:
         raise ValueError(f"prompt_embeddings: got {len(given)} spans, want none: the target takes ids only, it has no embedding_size")
     for place, values in given.items():
-        name = f"prompt_embeddings[{shown(place)}]"
+        name = f"prompt_embeddings[{clip_repr(place)}]"
         if isinstance(place, bool) or not isinstance(place, int) or place < 0:
             raise ValueError(f"{name}: want a place in prompt_ids as the key, from 0 on")
         if not isinstance(values, Tensor) or values.dim() != 2 or values.shape[1] != size or not len(values):
@@ -69,7 +69,7 @@ def checked_embeddings(given: Any, prompt: int, size: int, dtype: torch.dtype) -
 
 def checked_count(name: str, value: Any, least: int, most: int, why: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        raise ValueError(f"{name}: got {shown(value)}, want a whole number from {least} to {most} ({why})")
+        raise ValueError(f"{name}: got {clip_repr(value)}, want a whole number from {least} to {most} ({why})")
     return int(value)
 
 
@@ -83,7 +83,7 @@ def checked_sampling(asked: Any, limits: Limits, *, greedy_only: bool, constrain
     name = sampling.beyond_argmax
     if greedy_only and name:
         raise ValueError(
-            f"sampling.{name}: got {shown(getattr(sampling, name))}, want {shown(getattr(GREEDY, name))}: the engine is greedy_only"
+            f"sampling.{name}: got {clip_repr(getattr(sampling, name))}, want {clip_repr(getattr(GREEDY, name))}: the engine is greedy_only"
         )
     checked_ids("sampling.bad_token_ids", sampling.bad_token_ids, limits.num_tokens)
     for token in sampling.logit_bias:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from stepgraph.graphs.attention_choice import WISHES as ATTENTION_WISHES
+from stepgraph.graphs.attention.choose import WISHES as ATTENTION_WISHES
 from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
-from stepgraph.sampling.grammar.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
-from stepgraph.sampling.grammar.constraint import BackendChoice, checked_backend
-from stepgraph.sampling.grammar.limits import DEFAULTS, GrammarLimits
-from stepgraph.sampling.grammar.native_link import HOST_LINKS
+from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
+from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, checked_backend
+from stepgraph.sampling.grammar.link.native import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
 from stepgraph.sampling.kernels.filter_choice import WISHES
-from stepgraph.sampling.shown import shown
 
 MOST_SECONDS = 86_400
 
@@ -68,22 +68,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.backend not in ("auto", "tape", "cuda"):
-            raise ValueError(f"EngineConfig.backend: got {shown(self.backend)}, want 'auto', 'tape' or 'cuda'")
+            raise ValueError(f"EngineConfig.backend: got {clip_repr(self.backend)}, want 'auto', 'tape' or 'cuda'")
         if self.host_link not in HOST_LINKS:
-            raise ValueError(f"EngineConfig.host_link: got {shown(self.host_link)}, want one of {', '.join(HOST_LINKS)}")
+            raise ValueError(f"EngineConfig.host_link: got {clip_repr(self.host_link)}, want one of {', '.join(HOST_LINKS)}")
         for name, wishes in (("filters", WISHES), ("attention", ATTENTION_WISHES)):
             if getattr(self, name) not in wishes:
-                raise ValueError(f"EngineConfig.{name}: got {shown(getattr(self, name))}, want one of {', '.join(map(repr, wishes))}")
+                raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))}, want one of {', '.join(map(repr, wishes))}")
         for name in ("max_queued", "states_shard_bytes", "grammar_cache_bytes", "max_compiles"):
             if not is_int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ValueError(f"EngineConfig.{name}: got {shown(getattr(self, name))}, want a whole number >= 1")
+                raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))}, want a whole number >= 1")
         self._check_grammars()
         self._check_kept()
         self._check_failures()
         for name in ("forced_drafts", "draft_masks", "greedy_only", "check_masks", "eager", "prefix_reuse", "nvtx"):
             if not isinstance(getattr(self, name), bool) and (name, getattr(self, name)) != ("forced_drafts", None):
                 wanted = "True, False or None" if name == "forced_drafts" else "True or False"
-                raise ValueError(f"EngineConfig.{name}: got {shown(getattr(self, name))}, want {wanted}")
+                raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))}, want {wanted}")
         try:
             self.limits(vocab_size=1, num_tokens=1, feature_size=0)
         except ValueError as error:
@@ -108,25 +108,27 @@ class EngineConfig:
 
     def _check_kept(self) -> None:
         if not isinstance(self.save_hidden_states, (str, Path, type(None))) or self.save_hidden_states == "":
-            raise ValueError(f"EngineConfig.save_hidden_states: got {shown(self.save_hidden_states)}, want the path of a folder, or None")
+            raise ValueError(
+                f"EngineConfig.save_hidden_states: got {clip_repr(self.save_hidden_states)}, want the path of a folder, or None"
+            )
         kept = self.prefix_cache_pages
         if kept is not None and (not is_int(kept) or kept < 0):
-            raise ValueError(f"EngineConfig.prefix_cache_pages: got {shown(kept)}, want a whole number >= 0, or None")
+            raise ValueError(f"EngineConfig.prefix_cache_pages: got {clip_repr(kept)}, want a whole number >= 0, or None")
 
     def _check_failures(self) -> None:
         if self.on_capture_failure not in get_args(OnFailure):
             wanted = " or ".join(map(repr, get_args(OnFailure)))
-            raise ValueError(f"EngineConfig.on_capture_failure: got {shown(self.on_capture_failure)}, want {wanted}")
+            raise ValueError(f"EngineConfig.on_capture_failure: got {clip_repr(self.on_capture_failure)}, want {wanted}")
         if self.capture_bytes is not None and (not is_int(self.capture_bytes) or self.capture_bytes < 1):
-            raise ValueError(f"EngineConfig.capture_bytes: got {shown(self.capture_bytes)}, want a whole number >= 1, or None")
+            raise ValueError(f"EngineConfig.capture_bytes: got {clip_repr(self.capture_bytes)}, want a whole number >= 1, or None")
         limit = self.round_timeout_seconds
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= MOST_SECONDS):
             wanted = f"a number of seconds above 0, at most {MOST_SECONDS:,}, or None"
-            raise ValueError(f"EngineConfig.round_timeout_seconds: got {shown(limit)}, want {wanted}")
+            raise ValueError(f"EngineConfig.round_timeout_seconds: got {clip_repr(limit)}, want {wanted}")
 
     def _check_look_up(self) -> None:
         if not is_int(self.look_up) or not 0 <= self.look_up <= ANCHOR:
-            raise ValueError(f"EngineConfig.look_up: got {shown(self.look_up)}, want a whole number from 0 to {ANCHOR}")
+            raise ValueError(f"EngineConfig.look_up: got {clip_repr(self.look_up)}, want a whole number from 0 to {ANCHOR}")
         if self.look_up and not self.num_speculative_tokens:
             raise ValueError(f"EngineConfig.look_up: got {self.look_up} with num_speculative_tokens=0, want 0: nothing is drafted")
 
@@ -137,7 +139,7 @@ class EngineConfig:
         shares = isinstance(forced, tuple) and len(forced) == drafts > 0
         if not shares or not all(isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1 for share in forced):
             wanted = f"a tuple of num_speculative_tokens={drafts} numbers from 0 to 1"
-            raise ValueError(f"EngineConfig.forced_acceptance: got {shown(forced)}, want {wanted}")
+            raise ValueError(f"EngineConfig.forced_acceptance: got {clip_repr(forced)}, want {wanted}")
 
     @property
     def graph_terms(self) -> tuple[tuple[int, ...], OnFailure, int | None]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import cast
 
 from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
+from stepgraph.runtime.build import check_draft, device_of
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.placement import check_draft, device_of
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 WORDS = (AUTO, FORCED, NGRAM, NONE)

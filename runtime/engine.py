@@ -18,17 +18,7 @@ from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.model import TargetModel
 from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.admission import Admission
-from stepgraph.runtime.bell import Bell
-from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, take_drafter
-from stepgraph.runtime.forks import LEFT, leave_in_forks
-from stepgraph.runtime.grammars import Grammars, Waiting
-from stepgraph.runtime.hidden_states import open_states, states_layout
-from stepgraph.runtime.host_drafts import function_drafts
-from stepgraph.runtime.metrics import prometheus_text
-from stepgraph.runtime.models.loading import load_models
-from stepgraph.runtime.placement import (
+from stepgraph.runtime.build import (
     attention_for,
     backend_for,
     check_device,
@@ -40,18 +30,28 @@ from stepgraph.runtime.placement import (
     make_host_link,
     sharing_for,
 )
-from stepgraph.runtime.profiled import make_flights
-from stepgraph.runtime.recording import Recording, make_desk
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.extras.hidden_states import open_states, states_layout
+from stepgraph.runtime.extras.record import Recording, make_scheduler
+from stepgraph.runtime.forks import LEFT, leave_in_forks
+from stepgraph.runtime.grammar_queue import GrammarQueue, QueuedRequest
+from stepgraph.runtime.host_drafts import function_drafts
+from stepgraph.runtime.metrics import prometheus_text
+from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.profiled import make_in_flight
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
-from stepgraph.runtime.stepping import Stepping, Turn
-from stepgraph.runtime.submission import Submissions
+from stepgraph.runtime.step_lock import StepGate, StepLock
 from stepgraph.runtime.trace import Trace, trace_rounds
+from stepgraph.runtime.upload import Uploader
+from stepgraph.runtime.validate import Submissions
+from stepgraph.runtime.wake import WakeSignal
 from stepgraph.runtime.watchdog import Watchdog
-from stepgraph.sampling.grammar.compiler import CompiledConstraint
-from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
 
@@ -85,20 +85,20 @@ class Engine:
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved, forced)
         self._attention = attention_for(self.backend.device, self.config, models)
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits, vocabulary)
-        compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, Bell()
-        self._grammars = Grammars(compiler, self._host, self._bell)
+        compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, WakeSignal()
+        self._grammars = GrammarQueue(compiler, self._host, self._bell)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, *self.config.graph_terms)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self._watchdog.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
-        self._desk = make_desk(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
-        self._admission = Admission(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
-        self._flights = make_flights(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
+        self._desk = make_scheduler(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
+        self._admission = Uploader(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
+        self._flights = make_in_flight(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self._watchdog.backend, self.buffers, self.limits)
-        self._turn = Turn()
-        self.stepping = Stepping(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
+        self._turn = StepLock()
+        self.stepping = StepGate(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
         self._closed = ""
         leave_in_forks(self._leave)
 
@@ -160,7 +160,7 @@ class Engine:
         job = self._submissions.job(
             prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
         )
-        waiting = Waiting(job)
+        waiting = QueuedRequest(job)
         try:
             self._grammars.claim(waiting)
             self._desk.enqueue(waiting, self.config.max_queued, self._require_open)
@@ -263,7 +263,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
+    def _end(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         if seat is not None:
             self._admission.retire(seat.row)
         return self._desk.finish(job, seat, reason, error)
@@ -297,4 +297,4 @@ class Engine:
             self._states.close()
 
     def _leave(self) -> None:
-        self._closed, self._turn = LEFT, Turn()
+        self._closed, self._turn = LEFT, StepLock()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepgraph.runtime.bell import Bell
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.grammar.compiler import CompiledConstraint, CompileStats, GrammarCompiler
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.grammar_cache import Claim
-from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
+from stepgraph.runtime.wake import WakeSignal
+from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 
 PAUSE_SECONDS = 0.001
 
 
 @dataclass(eq=False)
-class Waiting:
+class QueuedRequest:
     """A job in the queue. One with a constraint is not ready before its grammar is compiled, or is known not to be had."""
 
     job: Job
@@ -25,10 +25,10 @@ class Waiting:
     ready: bool = True
 
 
-class Grammars:
+class GrammarQueue:
     """Between the compiler, which has threads of its own, and the queue. `claim` and `compile` are for any thread."""
 
-    def __init__(self, compiler: GrammarCompiler | None, host: HostLink, bell: Bell) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, host: HostLink, bell: WakeSignal) -> None:
         self._compiler, self._host, self._bell = compiler, host, bell
 
     @property
@@ -40,7 +40,7 @@ class Grammars:
         """What a capture report should say."""
         return (f"grammars: {self._compiler.told}",) if self._compiler else ()
 
-    def claim(self, waiting: Waiting) -> None:
+    def claim(self, waiting: QueuedRequest) -> None:
         """The job's grammar is compiled from now on; ValueError where it is refused without compiling. Whatever else is raised here
         leaves `waiting.claim` to be released."""
         constraint = waiting.job.constraint
@@ -63,7 +63,7 @@ class Grammars:
         if self._compiler:
             self._compiler.close()
 
-    def _settle(self, waiting: Waiting, claim: Claim) -> None:
+    def _settle(self, waiting: QueuedRequest, claim: Claim) -> None:
         try:
             waiting.matcher = self._host.row(waiting.job.id, claim.result().matcher())
         except Exception as error:  # whatever went wrong is this request's fault

@@ -12,10 +12,10 @@ from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import History, ModelPair
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.admission import PinnedRing
 from stepgraph.runtime.checks import checked_count
 from stepgraph.runtime.request import Job
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.upload import PinnedRing
 
 DraftFunction = Callable[[Job], Sequence[int]]
 
@@ -46,9 +46,9 @@ class FunctionDrafts:
         self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
 
-    def bring(self, seats: Sequence[Seat]) -> list[tuple[Seat, str]]:
+    def bring(self, seats: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """No round may be on its way: it would say more than the function was shown. Returns those for whom it failed, and why."""
-        lines, failed = list[list[int]](), list[tuple[Seat, str]]()
+        lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
         for seat in seats:
             if seat.job.num_speculative_tokens:
                 try:
@@ -72,7 +72,7 @@ class FunctionDrafts:
         self._backend.run(place)
         self._ring.sent()
 
-    def _line(self, seat: Seat) -> list[int]:
+    def _line(self, seat: ActiveRequest) -> list[int]:
         most, vocabulary = seat.job.num_speculative_tokens, self._limits.num_tokens
         said: Any = self._function(seat.job)
         said = said.tolist() if hasattr(said, "tolist") else said

@@ -12,29 +12,29 @@ from stepgraph.graphs.buffers import StaticBuffers, result_width
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
-from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.ledger import Launches
 from stepgraph.runtime.request import TokenLogprob
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.stats import Loss, loss_of
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.sampling.grammar.link.protocol import HostLink
 
 
-class Flight(NamedTuple):
+class LaunchedRound(NamedTuple):
     """A launched round whose results have not been read."""
 
     event: Event
     slot: int  # of the results ring
-    seats: tuple[Seat, ...]  # who sat in which batch slot when it was launched
+    seats: tuple[ActiveRequest, ...]  # who sat in which batch slot when it was launched
     key: GraphKey
     logprobs: bool  # some seat wants them, and they are on their way too
 
 
-class Outcome(NamedTuple):
+class RowResult(NamedTuple):
     """What one round says of one seat."""
 
-    seat: Seat
+    seat: ActiveRequest
     tokens: list[int]
     accepted: int
     code: FinishCode
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     lost: Loss | None  # why not every draft that the request wants held; None where they did
 
 
-class Flights:
+class InFlight:
     """The one replay per round, and the results ring behind it."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Flights:
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
         self._states = states
-        self._flights: collections.deque[Flight] = collections.deque()
+        self._flights: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches = Launches()
 
@@ -83,7 +83,7 @@ class Flights:
             with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
                 self._graphs[key].replay()
 
-    def launch(self, seats: tuple[Seat, ...]) -> None:
+    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
         """One round of these seats: batch in, replay, results out. Nothing here waits."""
         slot = self.rounds % self._limits.ring_depth
         self.rounds += 1
@@ -105,9 +105,9 @@ class Flights:
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
             self._states.launched(slot, len(seats))
-        self._flights.append(Flight(self._backend.event(), slot, seats, key, logprobs))
+        self._flights.append(LaunchedRound(self._backend.event(), slot, seats, key, logprobs))
 
-    def collect(self) -> Iterator[Outcome]:
+    def collect(self) -> Iterator[RowResult]:
         """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
         flight = self._flights[0]
         flight.event.wait()
@@ -126,7 +126,7 @@ class Flights:
                     self._states.emitted(seat.job, flight.slot, place, count)
                 wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
                 lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
-                yield Outcome(seat, tokens, accepted, FinishCode(finish), wanted, forced, looked_up, offered, lost)
+                yield RowResult(seat, tokens, accepted, FinishCode(finish), wanted, forced, looked_up, offered, lost)
 
     def forget(self) -> None:
         self._flights.clear()

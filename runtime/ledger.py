@@ -15,7 +15,7 @@ from stepgraph.runtime.stats import DraftStats, GraphStats, Histogram, Loss
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class Tally:
+class HistogramBuilder:
     """A histogram in the making."""
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
@@ -30,7 +30,7 @@ class Tally:
         return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
-class Ledger:
+class Counters:
     """Rounds of rows, tokens, ends and waits."""
 
     def __init__(self, num_drafts: int) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self.looked_up_drafts = self.accepted_looked_up_drafts = 0
         self.submitted = self.most_waiting = 0
         self.finished = collections.Counter[FinishReason]()
-        self.queue_seconds, self.first_token_seconds = Tally(), Tally()
+        self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()
         self._drafting_tokens = 0
         self._offered, self._accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # chains by how many drafts they had, and held
         self._lost: dict[Loss | None, int] = dict.fromkeys((None, *Loss), 0)

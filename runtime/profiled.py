@@ -28,11 +28,11 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
-from stepgraph.runtime.flights import Flights, Outcome
-from stepgraph.runtime.hidden_states import HiddenStates
-from stepgraph.runtime.rows import Seat
-from stepgraph.sampling.grammar.host_link import HostLink
-from stepgraph.sampling.grammar.node_log import NodeLog
+from stepgraph.runtime.extras.hidden_states import HiddenStates
+from stepgraph.runtime.in_flight import InFlight, RowResult
+from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.sampling.grammar.link.node_log import NodeLog
+from stepgraph.sampling.grammar.link.protocol import HostLink
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
 _first = threading.Lock()  # taken by the engine that is profiled
@@ -63,14 +63,14 @@ def asked_range(environment: Mapping[str, str]) -> ProfileRange | None:
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
-def make_flights(
+def make_in_flight(
     backend: Backend, buffers: StaticBuffers, graphs: GraphSet, host: HostLink, limits: Limits, states: HiddenStates | None = None
-) -> Flights:
+) -> InFlight:
     """Those of an engine: profiled where the environment asks for it and no engine was before."""
     asked = asked_range(os.environ)
     if asked is None or not _first.acquire(blocking=False):
-        return Flights(backend, buffers, graphs, host, limits, states)
-    return ProfiledFlights(asked, backend, buffers, graphs, host, limits, states)
+        return InFlight(backend, buffers, graphs, host, limits, states)
+    return ProfiledInFlight(asked, backend, buffers, graphs, host, limits, states)
 
 
 class Launched(NamedTuple):
@@ -81,7 +81,7 @@ class Launched(NamedTuple):
     launched_ns: int
 
 
-class ProfiledFlights(Flights):
+class ProfiledInFlight(InFlight):
     """Waits for the device in front of the range and behind it, and nowhere between."""
 
     def __init__(
@@ -105,7 +105,7 @@ class ProfiledFlights(Flights):
     def capturing(self) -> AbstractContextManager[None]:
         return _cuda_profiler() if self._with_nsys else super().capturing()
 
-    def launch(self, seats: tuple[Seat, ...]) -> None:
+    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
         number = self.rounds
         if number == self._asked.first:
             self._begin()
@@ -118,7 +118,7 @@ class ProfiledFlights(Flights):
             self._launched.append(Launched(self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key)
 
-    def collect(self) -> Iterator[Outcome]:
+    def collect(self) -> Iterator[RowResult]:
         number, counters = self._collected, self._counters
         self._collected += 1
         for outcome in super().collect():

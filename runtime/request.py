@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
 

@@ -10,33 +10,33 @@ from dataclasses import replace
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.forks import LEFT, leave_in_forks
-from stepgraph.runtime.grammars import Waiting
-from stepgraph.runtime.ledger import Ledger
+from stepgraph.runtime.grammar_queue import QueuedRequest
+from stepgraph.runtime.ledger import Counters
 from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
-from stepgraph.runtime.rows import RowTable, Seat, Sharing
+from stepgraph.runtime.slots import ActiveRequest, RowTable, Sharing
 from stepgraph.runtime.stats import Loss
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.grammar_cache import Claim
-from stepgraph.sampling.grammar.limits import named
+from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.limits import named
 
 
 def id_of(job: Job | int) -> int:
     return job.id if isinstance(job, Job) else job
 
 
-class Desk:
+class Scheduler:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
     def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None, only_looks_up: bool = False) -> None:
         """only_looks_up: every draft that no grammar forces was found in a text."""
         self.lock, self._ended, self._only_looks_up = threading.Lock(), ended, only_looks_up
-        self._waiting: collections.deque[Waiting] = collections.deque()
+        self._waiting: collections.deque[QueuedRequest] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, ActiveRequest] = {}
         self.jobs: dict[int, Job] = {}
         self.rows = RowTable(limits, sharing)
-        self.ledger = Ledger(limits.num_speculative_tokens)
+        self.ledger = Counters(limits.num_speculative_tokens)
         leave_in_forks(self._leave)
 
     @property
@@ -49,7 +49,7 @@ class Desk:
         with self.lock:
             return bool(self._seats or self._cancelled or any(waiting.ready for waiting in self._waiting))
 
-    def enqueue(self, waiting: Waiting, max_queued: int, still_open: Callable[[str], None]) -> None:
+    def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
         with self.lock:
             still_open("submit")
             if len(self._waiting) >= max_queued:
@@ -63,7 +63,7 @@ class Desk:
             self.ledger.most_waiting = most
             self._waiting.append(waiting)
 
-    def give_up(self, waiting: Waiting) -> None:
+    def give_up(self, waiting: QueuedRequest) -> None:
         """Nobody will know of this job, whether it came into the queue or not."""
         if waiting.job.id in self.jobs:
             self.ask_cancel(waiting.job.id)
@@ -81,17 +81,17 @@ class Desk:
             claim.release()  # at once: a compile that nobody else waits for ends here
         return True
 
-    def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
+    def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         with self.lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
                 self._waiting = collections.deque(waiting for waiting in self._waiting if waiting.job.id not in cancelled)
         return [(job, self._seats.get(job.id)) for job in cancelled.values() if not job.finished]
 
-    def seat_waiting(self) -> list[Waiting]:
+    def seat_waiting(self) -> list[QueuedRequest]:
         """Seat in order of arrival. The first one that finds no row or pages keeps the others waiting; one whose grammar is still being
         compiled does not. Returns those whose grammar is not to be had."""
-        failed, not_yet = list[Waiting](), list[Waiting]()
+        failed, not_yet = list[QueuedRequest](), list[QueuedRequest]()
         with self.lock:
             while self._waiting:
                 first = self._waiting[0]
@@ -109,11 +109,11 @@ class Desk:
             self._waiting.extendleft(reversed(not_yet))
         return failed
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: ActiveRequest) -> None:
         with self.lock:
             self.rows.begin(seat)
 
-    def prefilled(self, seat: Seat, tokens: int) -> None:
+    def prefilled(self, seat: ActiveRequest, tokens: int) -> None:
         """So many more prompt tokens of a seat are on their way."""
         with self.lock:
             self.rows.share(seat)
@@ -121,7 +121,7 @@ class Desk:
 
     def record(
         self,
-        seat: Seat,
+        seat: ActiveRequest,
         tokens: Sequence[int],
         accepted: int,
         code: FinishCode,
@@ -176,7 +176,7 @@ class Desk:
         self.finish(job, seat, FINISH_REASONS[code], error)
         return replace(event, finish_reason=job.finish_reason, error=error)
 
-    def finish(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
+    def finish(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         """End a job and free what it held. Returns the event of an end without tokens."""
         with self.lock:
             job.error, job.finish_reason = error, reason

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.page_cache import CachedPage, PrefixCache
 from stepgraph.runtime.pages import PagePool
-from stepgraph.runtime.prefixes import CachedPage, PrefixCache
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.sampling.grammar.host_link import MatcherRow
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
 
 
 @dataclass(eq=False)
-class Seat:
+class ActiveRequest:
     """A job in its row."""
 
     job: Job
@@ -69,10 +69,10 @@ class RowTable:
         pool = PagePool(limits.num_pages)
         self._prefixes = PrefixCache(pool, limits.page_size, self._sharing.lookahead, self._sharing.most_idle)
         self._free_rows = list(range(limits.max_rows))
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, ActiveRequest] = {}
         self.reused_tokens = self.most_used_pages = 0
 
-    def __iter__(self) -> Iterator[Seat]:
+    def __iter__(self) -> Iterator[ActiveRequest]:
         return iter(tuple(self._seats.values()))
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class RowTable:
     def evicted_pages(self) -> int:
         return self._prefixes.evicted
 
-    def take(self, job: Job, matcher: MatcherRow | None) -> Seat | None:
+    def take(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
         """A seat with pages for the job's longest end, or None where a row or pages are missing."""
         page_size, length = self._limits.page_size, len(job.prompt_ids) + job.max_new_tokens
         count = -(-length // page_size)
@@ -107,12 +107,12 @@ class RowTable:
         if own is None:
             self._prefixes.let_go(cached)
             return None
-        seat = Seat(job, heapq.heappop(self._free_rows), [*(page.page for page in cached), *own], matcher, cached)
+        seat = ActiveRequest(job, heapq.heappop(self._free_rows), [*(page.page for page in cached), *own], matcher, cached)
         self._seats[seat.row] = seat
         self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.free_pages)
         return seat
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: ActiveRequest) -> None:
         """Right before its first chunk: look once more, for neighbours may have begun alike since it was seated."""
         found, held = self._find(seat.job), len(seat.cached)
         if found[:held] == seat.cached:
@@ -126,11 +126,11 @@ class RowTable:
         seat.job.num_cached_tokens = seat.reused
         self.reused_tokens += seat.reused
 
-    def share(self, seat: Seat) -> None:
+    def share(self, seat: ActiveRequest) -> None:
         """Let others find the full pages of what was launched of a prompt."""
         self._share(seat, seat.job.prompt_ids, seat.prefilled)
 
-    def release(self, seat: Seat) -> None:
+    def release(self, seat: ActiveRequest) -> None:
         """Free the seat at once. What it said may be found as well, unless it failed: then nothing of it is."""
         assert self._seats.pop(seat.row) is seat
         heapq.heappush(self._free_rows, seat.row)
@@ -149,7 +149,7 @@ class RowTable:
         most = tokens - max(1 + sharing.again, sharing.lookahead)
         return self._prefixes.find(job.cache_salt, job.prompt_ids, min(most, job.shareable)) if not sharing.off else []
 
-    def _share(self, seat: Seat, ids: Sequence[int], written: int) -> None:
+    def _share(self, seat: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Make known the pages of a text of which the entries of the first `written` tokens are on their way, and token `written` known."""
         most = min(written + 1 - max(1, self._sharing.lookahead), seat.job.shareable)
         while not self._sharing.off and (len(seat.cached) + 1) * self._limits.page_size <= most:

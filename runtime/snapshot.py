@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.flights import Flights
-from stepgraph.runtime.grammars import Grammars
-from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.extras.hidden_states import HiddenStates
+from stepgraph.runtime.grammar_queue import GrammarQueue
+from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import FinishReason
+from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.stats import EngineStats, Histogram
-from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostLink
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 
 NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
 
@@ -20,9 +20,9 @@ NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
 def take_stats(
     backend: Backend,
     host_link: HostLink,
-    desk: Desk,
-    flights: Flights,
-    grammars: Grammars,
+    desk: Scheduler,
+    flights: InFlight,
+    grammars: GrammarQueue,
     states: HiddenStates | None,
     eager: Mapping[GraphKey, str],
 ) -> EngineStats:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stepgraph.graphs.buffers import REFUSED
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.sampling.grammar.compiler import CompileStats
+from stepgraph.sampling.grammar.compile.compiler import CompileStats
 from stepgraph.sampling.grammar.status import MaskStatus
 
 

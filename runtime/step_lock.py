@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.runtime.bell import Bell
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.flights import Flights
+from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import Job
+from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.runtime.wake import WakeSignal
 
 
-class Turn:
+class StepLock:
     """To step, capture or close an engine: one thread's at a time. From within, say in a draft function or in a signal's handler, it is
     refused: that would wait for itself."""
 
@@ -32,10 +32,10 @@ class Turn:
         self._lock.release()
 
 
-class Stepping:
+class StepGate:
     """Who may step an engine, and when a step has something to do."""
 
-    def __init__(self, bell: Bell, desk: Desk, flights: Flights, graphs: GraphSet, max_queued: int) -> None:
+    def __init__(self, bell: WakeSignal, desk: Scheduler, flights: InFlight, graphs: GraphSet, max_queued: int) -> None:
         self._bell, self._desk, self._flights, self._graphs, self._max_queued = bell, desk, flights, graphs, max_queued
         self._owner: int | None = None
         self._lock = threading.Lock()

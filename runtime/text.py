@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime.models.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 Message = Mapping[str, Any]
@@ -36,7 +36,7 @@ class TextCodec:
 
         vocabulary: the model's, where it is at hand; else it is read from the same files.
         """
-        from stepgraph.runtime.models.tokenizer_file import open_tokenizer  # a library that only this needs
+        from stepgraph.runtime.models.files.tokenizer import open_tokenizer  # a library that only this needs
 
         opened = open_tokenizer(Path(path))
         return cls(vocabulary or opened.vocabulary(), opened.encode, opened.template)
@@ -109,7 +109,7 @@ class _Longest:
     """Longest match over a token table. Not how a tokenizer splits, but the same text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        silent = vocabulary.silent_ids
+        silent = vocabulary.non_text_ids
         self._ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token_id not in silent}
         self._longest = max(map(len, self._ids), default=0)
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepgraph.graphs.capture import MAIN, Backend
-from stepgraph.graphs.marks import LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 Interval = tuple[int, int]
@@ -129,7 +129,7 @@ class Timeline:
 
     def save_picture(self, path: str | Path, *, rounds: int = 3, title: str = "") -> None:
         """A PNG of some rounds from the middle of the timeline. RuntimeError names what brings matplotlib where it is missing."""
-        from stepgraph.runtime.trace_picture import draw
+        from stepgraph.runtime.extras.trace_picture import draw
 
         draw(self, Path(path), rounds, title)
 

@@ -10,16 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention_choice import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import Job
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.sampler import Param
@@ -48,7 +48,7 @@ class PinnedRing:
         self._next = (self._next + 1) % len(self._events)
 
 
-class Admission:
+class Uploader:
     """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Admission:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
 
-    def prefill(self, seat: Seat, budget: int) -> int:
+    def prefill(self, seat: ActiveRequest, budget: int) -> int:
         """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
         start, again = seat.prefilled, max(0, seat.reused - seat.prefilled)
         count = min(seat.to_prefill, max(budget, again + 1))  # a position whose entry is not written needs one that vouches for it
@@ -95,7 +95,7 @@ class Admission:
         state = self._buffers.row_state
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
-    def begin(self, seat: Seat) -> None:
+    def begin(self, seat: ActiveRequest) -> None:
         """Bring a seat's pages and lists; before its first chunk."""
         buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
@@ -123,7 +123,7 @@ class Admission:
         if self._texts is not None:
             self._place_text(seat, self._texts)
 
-    def _place_seen(self, seat: Seat) -> None:
+    def _place_seen(self, seat: ActiveRequest) -> None:
         """Tell which tokens are in the prompt; whole and at once, for the part of it that is found in the cache is not prefilled."""
         row_seen, count = self._buffers.row_prompt_seen[seat.row], self._limits.num_tokens
         seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
@@ -132,7 +132,7 @@ class Admission:
         self._backend.run(lambda: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
         self._seen.sent()
 
-    def _place_text(self, seat: Seat, texts: PinnedRing) -> None:
+    def _place_text(self, seat: ActiveRequest, texts: PinnedRing) -> None:
         """What a proposer reads: the prompt, and the given text behind the prompt's end."""
         row_text, prompt, start = self._buffers.row_text[seat.row], seat.job.prompt_ids, given_from(self._limits)
         given = (*prompt[-ANCHOR:], *seat.job.draft_ids) if seat.job.draft_ids else ()
@@ -147,7 +147,7 @@ class Admission:
         self._backend.run(place)
         texts.sent()
 
-    def _place_state(self, seat: Seat) -> None:
+    def _place_state(self, seat: ActiveRequest) -> None:
         buffers, job, row = self._buffers, seat.job, seat.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # A draft that a mask guided is verified by it, and nothing has guided a given text.

@@ -14,7 +14,7 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.checks import checked_count, checked_embeddings, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.params import SamplingParams
 
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 
 
-class Bell:
+class WakeSignal:
     """Wakes one sleeper. A ring that nobody waits for is kept, once.
 
     Ringing is one C call that waits for nothing, so a finaliser may ring wherever it is run; an Event's own lock may be held there.

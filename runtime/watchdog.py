@@ -14,8 +14,8 @@ import traceback
 from typing import Any, cast
 
 from stepgraph.graphs.capture import Backend, Event
-from stepgraph.runtime.flights import Flights
-from stepgraph.sampling.grammar.host_link import HostLink
+from stepgraph.runtime.in_flight import InFlight
+from stepgraph.sampling.grammar.link.protocol import HostLink
 
 log = logging.getLogger("stepgraph")
 
@@ -39,7 +39,7 @@ class Watchdog:
             limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
             raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
-    def end(self, flights: Flights, host: HostLink) -> None:
+    def end(self, flights: InFlight, host: HostLink) -> None:
         """Wait for the device, and free what is its own and the host nodes'. Where it hangs: say so in the log, and free nothing."""
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             if self._seconds is not None and not self._expired:
@@ -54,7 +54,7 @@ class Watchdog:
         self._backend.close()
         host.close()
 
-    def _report(self, flights: Flights, host: HostLink) -> str:
+    def _report(self, flights: InFlight, host: HostLink) -> str:
         stats = host.stats
         counted = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
         lines = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 MOST = 100  # characters
 
 
-def shown(value: object) -> str:
+def clip_repr(value: object) -> str:
     try:
         text = repr(value)
     except Exception:  # a number of thousands of digits, or an object of the caller's that does not tell
@@ -21,4 +21,4 @@ def said(error: BaseException) -> str:
 
 def called(name: object) -> str:
     """The name of a field that came with a value, as a part of its path."""
-    return name[:MOST] if isinstance(name, str) else shown(name)
+    return name[:MOST] if isinstance(name, str) else clip_repr(name)

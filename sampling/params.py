@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stepgraph.sampling.shown import shown
+from stepgraph.sampling.fields import clip_repr
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # on the device a temperature beyond would be infinite
 
@@ -52,10 +52,10 @@ class SamplingParams:
         for name, most in (("top_k", 2**24), ("seed", 2**63 - 1), ("min_new_tokens", 2**24)):
             value = getattr(self, name)
             if not (name == "seed" and value is None) and not (_is_int(value) and 0 <= value <= most):
-                raise ValueError(f"SamplingParams.{name}: got {shown(value)}, want a whole number from 0 to {most}")
+                raise ValueError(f"SamplingParams.{name}: got {clip_repr(value)}, want a whole number from 0 to {most}")
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"SamplingParams.{name}: got {shown(getattr(self, name))}, want True or False")
+                raise ValueError(f"SamplingParams.{name}: got {clip_repr(getattr(self, name))}, want True or False")
         self._check_ids("stop_token_ids")
         self._check_ids("bad_token_ids")
         self._check_bias()
@@ -64,7 +64,7 @@ class SamplingParams:
         value = getattr(self, name)
         if not _in_range(value, low, high) or (open_below and value == low):
             raise ValueError(
-                f"SamplingParams.{name}: got {shown(value)}, want a number {'above' if open_below else 'from'} {low:g} to {high:g}"
+                f"SamplingParams.{name}: got {clip_repr(value)}, want a number {'above' if open_below else 'from'} {low:g} to {high:g}"
             )
 
     def _check_ids(self, name: str) -> None:
@@ -73,7 +73,7 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.{name}: got {type(ids).__name__}, want a tuple of token ids")
         for place, token in enumerate(ids):
             if not _is_int(token) or token < 0:
-                raise ValueError(f"SamplingParams.{name}[{place}]: got {shown(token)}, want a token id >= 0")
+                raise ValueError(f"SamplingParams.{name}[{place}]: got {clip_repr(token)}, want a token id >= 0")
         object.__setattr__(self, name, tuple(ids))
 
     def _check_bias(self) -> None:
@@ -81,9 +81,9 @@ class SamplingParams:
             raise ValueError(f"SamplingParams.logit_bias: got {type(self.logit_bias).__name__}, want a dict of token id to number")
         for token, bias in self.logit_bias.items():
             if not _is_int(token) or token < 0:
-                raise ValueError(f"SamplingParams.logit_bias: got the key {shown(token)}, want token ids >= 0")
+                raise ValueError(f"SamplingParams.logit_bias: got the key {clip_repr(token)}, want token ids >= 0")
             if not _in_range(bias, -100.0, 100.0):
-                raise ValueError(f"SamplingParams.logit_bias[{shown(token)}]: got {shown(bias)}, want a number from -100 to 100")
+                raise ValueError(f"SamplingParams.logit_bias[{clip_repr(token)}]: got {clip_repr(bias)}, want a number from -100 to 100")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property

@@ -12,16 +12,9 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import (
-    AsyncEngine,
-    Engine,
-    FinishReason,
-    Job,
-    SamplingParams,
-    StepEvent,
-)
+from stepgraph import AsyncEngine, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio import JobStream
-from stepgraph.runtime.bell import Bell
+from stepgraph.runtime.wake import WakeSignal
 from tests.oracles import Answer
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
@@ -136,9 +129,9 @@ LONG_OFF = SamplingParams(temperature=0)
 def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody begins to sleep without an end in sight."""
     asleep = threading.Event()
-    real = Bell.wait
+    real = WakeSignal.wait
 
-    def wait(bell: Bell, seconds: float | None = None) -> bool:
+    def wait(bell: WakeSignal, seconds: float | None = None) -> bool:
         if bell is engine._bell and seconds is None:
             asleep.set()
         elif bell is engine._bell:
@@ -147,7 +140,7 @@ def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 
     polls: list[float | None] = []
     asleep.polls = polls  # type: ignore[attr-defined]
-    monkeypatch.setattr(Bell, "wait", wait)
+    monkeypatch.setattr(WakeSignal, "wait", wait)
     return asleep
 
 

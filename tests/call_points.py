@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import Engine
-from stepgraph.sampling.grammar.worker_process import CompileWorker
+from stepgraph import Engine
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from tests.fault_points import Fault, Point
 
 

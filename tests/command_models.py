@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.commands.doctor import ask_a_process
 from stepgraph.runtime.demo.variants import toy_pair
 from tests.families import BASE, random_model

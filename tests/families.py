@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stepgraph.graphs import Limits, StaticBuffers
 from stepgraph.graphs.model import ModelInput
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.pretrained import open_checkpoint
 
 PAGE, LENGTH, VOCABULARY = 16, 208, 160
 FEATURE_LAYERS = (1, 0, 3)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.families import folder_of, judge
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.capture import HostNodeError
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.tape import TapeBackend
-from stepgraph.graphs.tape_event import TapeEvent
-from stepgraph.graphs.tape_run import HostCall, Segment
-from stepgraph.runtime import Engine, Job
+from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.graphs.tape.event import TapeEvent
+from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.sampling.grammar.host_link import MatcherRow
-from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
 from tests.planted import fail, innermost, plant
 
 CAUSE = "planted fault"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from stepgraph.runtime import Constraint
+from stepgraph import Constraint
 
 
 def nested(levels: int) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 
 CONTROL = b"<|im_start|>"
 PRINTABLE = Vocabulary.printable([b"abc", b"\xc3\xa9"])
@@ -45,7 +45,7 @@ def encode(text: bytes, vocabulary: Vocabulary = PRINTABLE) -> list[int]:
     """Longest match first, so that the longer tokens are used."""
     ids, start = [], 0
     by_length = sorted(
-        (i for i in range(len(vocabulary.tokens)) if i not in vocabulary.silent_ids), key=lambda i: -len(vocabulary.tokens[i])
+        (i for i in range(len(vocabulary.tokens)) if i not in vocabulary.non_text_ids), key=lambda i: -len(vocabulary.tokens[i])
     )
     while start < len(text):
         token_id = next(i for i in by_length if text.startswith(vocabulary.tokens[i], start))

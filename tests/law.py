@@ -86,7 +86,7 @@ class Bigram:
         return self.table.flatten(0, 1)[hidden[..., 0]]
 
 
-class Tally(NamedTuple):
+class HistogramBuilder(NamedTuple):
     """What rounds emitted, of every setting S."""
 
     counts: list[Tensor]  # of place j: [S, TOKENS ** j, TOKENS], how often each token came after each prefix
@@ -209,7 +209,7 @@ class Law:
         b.batch_tags[index].copy_(torch.stack(tags, 1))
         stages.place_masks(b, size, index)
 
-    def tally(self, rounds: int) -> Tally:
+    def tally(self, rounds: int) -> HistogramBuilder:
         """At least `rounds` rounds of every setting."""
         kinds = len(self.settings)
         totals = [torch.zeros(kinds * TOKENS ** (place + 1), dtype=torch.int64) for place in range(self.k + 1)]
@@ -223,9 +223,9 @@ class Law:
                 reached = (emitted > place).to(torch.int64)
                 counts.scatter_add_(0, torch.where(emitted > place, prefix, 0), reached)
             held.scatter_add_(0, self.kind, accepted)
-        return Tally([counts.view(kinds, -1, TOKENS) for counts in totals], held)
+        return HistogramBuilder([counts.view(kinds, -1, TOKENS) for counts in totals], held)
 
-    def chances(self, tally: Tally) -> Tensor:
+    def chances(self, tally: HistogramBuilder) -> Tensor:
         """[K + 1, S]: at most how likely counts as odd as these are at each place of each setting, if rounds keep the law.
 
         A token is emitted at a place only after drafts that held; given those, it follows the law of its place alone.

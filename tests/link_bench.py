@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
-from stepgraph.sampling.grammar.native import load
-from stepgraph.sampling.grammar.native_link import NativeLink
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
+from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
 from tests.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 

@@ -91,8 +91,8 @@ def is_text_of(table: Vocabulary, ids: Ids, text: str, stripped: bool) -> bool:
 
 def sequences(table: Vocabulary, rounds: int) -> list[list[int]]:
     """Random tokens, and now and then a character byte by byte."""
-    random, some = Random(0), sorted(set(range(len(table.tokens))) - table.silent_ids)
-    single = {token: token_id for token_id, token in enumerate(table.tokens) if len(token) == 1 and token_id not in table.silent_ids}
+    random, some = Random(0), sorted(set(range(len(table.tokens))) - table.non_text_ids)
+    single = {token: token_id for token_id, token in enumerate(table.tokens) if len(token) == 1 and token_id not in table.non_text_ids}
 
     def one() -> list[int]:
         spelled = random.choice(["a", "\u00e9", "\u6f22", "\U0001f600", "\n"]).encode()

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
-from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
-from stepgraph.sampling.grammar.host_link import MatcherRow
-from stepgraph.sampling.grammar.marker import MarkerMatcher
-from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.native.layout import LLGuidanceStruct, XGrammarStruct
-from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct, XGrammarStruct
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
+from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
 
 SIGNATURES = {
     "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.model import DraftModel, ModelInput, ModelOutput
-from stepgraph.runtime import Engine, EngineConfig, Job
 from stepgraph.runtime.models import toy
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig

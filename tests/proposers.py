@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from stepgraph import Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import History
-from stepgraph.runtime import Job
 
 Formula = Callable[[History, Tensor], Tensor]  # and the number of each draft, from 0: [B, K] drafts
 

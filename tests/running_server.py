@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 
-from stepgraph.runtime import AsyncEngine, Engine
+from stepgraph import AsyncEngine, Engine
 from tools.serve_example import Server
 from tools.serving.app import App
 from tools.serving.http import Bounds

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 
 DATA = Path(__file__).parent / "data"
 SUITE = DATA / "json_schema_test_suite.jsonl"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tests.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY

@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import FinishReason, Job, QueueFullError, StepEvent
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
-from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph import FinishReason, Job, QueueFullError, StepEvent
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.planted import break_fill, take_fuel
 from tests.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepgraph.runtime import Engine, EngineStats
+from stepgraph import Engine, EngineStats
 from tests.toy_engines import CONSTRAINTS
 
 

@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import (
-    AsyncEngine,
-    Constraint,
-    Engine,
-    FinishReason,
-    Job,
-    SamplingParams,
-    StepEvent,
-)
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio_thread import Reading
 from tests.aio_runs import (
     ASKS,

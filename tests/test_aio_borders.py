@@ -11,13 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepgraph.runtime import (
-    AsyncEngine,
-    Engine,
-    EngineClosedError,
-    FinishReason,
-    QueueFullError,
-)
+from stepgraph import AsyncEngine, Engine, EngineClosedError, FinishReason, QueueFullError
 from stepgraph.runtime.aio import JobStream
 from tests.aio_runs import (
     Gate,

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import (
-    AsyncEngine,
-    Constraint,
-    Engine,
-    EngineClosedError,
-    FinishReason,
-    Job,
-)
+from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.aio_runs import (
     LONG,
@@ -230,7 +223,7 @@ EXITING = """
 import asyncio, atexit
 said = []
 atexit.register(lambda: print(said[0].job.finish_reason, len(said[0].job.tokens) > 0))  # registered first, called last
-from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyTarget
 vocabulary = Vocabulary.printable()
 config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=100_000, page_size=1000, eager=True, backend="tape")

@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph.runtime import Engine, EngineConfig, cli
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, doctor_probe, generate
 from stepgraph.runtime.commands.inputs import set_threads
 from stepgraph.runtime.demo import pair
-from stepgraph.sampling.grammar import native
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link import library as native
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from tests.command_models import model_folder
 
 Captured = pytest.CaptureFixture[str]

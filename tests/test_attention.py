@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention import PART, attention, attention_operation, cache_specs, write_cache
+from stepgraph.graphs.attention.paged import PART, attention, attention_operation, cache_specs, write_cache
 from stepgraph.graphs.model import ModelInput
 
 PAGE = 8

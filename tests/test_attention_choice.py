@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention import AttentionShape, by_reference
-from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
-from stepgraph.graphs.attention_kernels.probe import differs
-from stepgraph.graphs.attention_kernels.row_tables import RowTables
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape, by_reference
+from stepgraph.graphs.attention.probe import differs
+from stepgraph.graphs.attention.row_tables import RowTables
 from stepgraph.graphs.model import Attend, ModelInput
-from stepgraph.runtime import Engine, EngineConfig, placement
+from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.kernels import register
+from stepgraph.sampling.kernels import operation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(torch.bfloat16, 6, 2, 64, (None, 40))
@@ -41,10 +42,10 @@ def from_tables(planned: list[int], tables: RowTables, page_size: int, query: Te
 
     A request's place in the output is its plan's, and one without queries in the plan is not run. Lengths are read when it runs.
     """
-    starts, key_starts, pages, last = (part.tolist() for part in (tables.query_starts, tables.key_starts, tables.pages, tables.last_page))
+    starts, kv_indptr, pages, last = (part.tolist() for part in (tables.qo_indptr, tables.kv_indptr, tables.pages, tables.last_page))
     found = []
     for request in range(len(last)):
-        own = pages[key_starts[request] : key_starts[request + 1]]
+        own = pages[kv_indptr[request] : kv_indptr[request + 1]]
         length = (len(own) - 1) * page_size + last[request] if own else 0
         slots = [page * page_size + entry for page in own for entry in range(page_size)][:length]
         if planned[request] < planned[request + 1]:
@@ -59,7 +60,7 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
         batch, count, heads, size = query.shape
         pages, groups = inputs.block_tables.shape[1], heads // keys.shape[1]
         tables = made.setdefault((batch, count), RowTables(CPU, batch, count, pages, inputs.page_size))
-        planned = RowTables(CPU, batch, count, pages, inputs.page_size).query_starts.tolist()
+        planned = RowTables(CPU, batch, count, pages, inputs.page_size).qo_indptr.tolist()
         tables.write(inputs)
         flat = output.zero_().view(-1, heads, size)
         for start, asked, key, value in from_tables(planned, tables, inputs.page_size, query.flatten(0, 1), keys, values):
@@ -119,7 +120,7 @@ def test_the_probe_finds_wrong_prompts() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
     """As if there were one, with or without these packages; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(register, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
 
 
@@ -218,7 +219,7 @@ def test_every_call_of_a_model_is_planned_for_the_tokens_it_has(monkeypatch: pyt
     texts = []
     for watched in (False, True):
         if watched:
-            monkeypatch.setattr(placement, "choose_attention", lambda *_: Watched("reference", "reference"))
+            monkeypatch.setattr(build, "choose_attention", lambda *_: Watched("reference", "reference"))
         with Engine(target, draft, config=config) as engine:
             engine.capture()
             assert watched == bool(Watched.calls)

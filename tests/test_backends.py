@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary, backends, worker_process
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.limits import MIB
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary
+from stepgraph.sampling.grammar.compile import backends, worker_process
+from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.grammar_bombs import PATTERNS, SCHEMAS
 from tests.grammar_texts import TAGS, accepts
 from tests.schema_cases import BYTES, takes

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stepgraph.sampling.grammar.backends import BACKENDS
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from tests.grammar_texts import PRINTABLE
 from tests.toy_engines import needs_native
 from tools import bench_grammar

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stepgraph.graphs import Limits
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.runtime.rows import RowTable, Seat, Sharing
+from stepgraph.runtime.slots import ActiveRequest, RowTable, Sharing
 from stepgraph.sampling.params import GREEDY
 
 PAGE, PAGES, DRAFTS = 2, 14, 2
@@ -99,7 +99,7 @@ class Books(RuleBasedStateMachine):
             assert len(seat.pages) == -(-(len(seat.job.prompt_ids) + seat.job.max_new_tokens) // PAGE)
             self.emitted[self.waiting.popleft()] = []
 
-    def chunk(self, seat: Seat, budget: int) -> None:
+    def chunk(self, seat: ActiveRequest, budget: int) -> None:
         ids = seat.job.prompt_ids
         if not seat.begun:
             self.rows.begin(seat)
@@ -115,7 +115,7 @@ class Books(RuleBasedStateMachine):
         self.rows.share(seat)
         seat.joined = seat.to_prefill == 0
 
-    def launch(self, seat: Seat, tokens: list[int]) -> None:
+    def launch(self, seat: ActiveRequest, tokens: list[int]) -> None:
         """One round: some drafts hold; the entries of the others, and of the next ones, are garbage."""
         job = seat.job
         before = (*job.prompt_ids, *self.emitted[job])
@@ -130,10 +130,10 @@ class Books(RuleBasedStateMachine):
     def known(self) -> Iterator[object]:
         return iter(self.rows._prefixes._known.values())
 
-    def slot(self, seat: Seat, position: int) -> int:
+    def slot(self, seat: ActiveRequest, position: int) -> int:
         return seat.pages[position // PAGE] * PAGE + position % PAGE
 
-    def write(self, seat: Seat, text: tuple[int, ...], targets: range, drafted: range) -> None:
+    def write(self, seat: ActiveRequest, text: tuple[int, ...], targets: range, drafted: range) -> None:
         """The target's entries of some tokens and the draft's of others; `text` GARBAGE: of drafts that will not hold."""
         shared = {page.page for page in self.rows._prefixes._known.values()}
         most = min(len(seat.pages) * PAGE, len(seat.job.prompt_ids) + seat.job.max_new_tokens)

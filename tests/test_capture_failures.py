@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import CaptureError, TapeBackend
 from stepgraph.graphs.capture_budget import CaptureBudget
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime import Engine, EngineConfig, Job
 from tests.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 
 CONFIG = EngineConfig(

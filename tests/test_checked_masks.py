@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.runtime import Engine, EngineConfig, FinishReason
+from stepgraph import Engine, EngineConfig, FinishReason
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus
-from stepgraph.sampling.grammar.checked_matcher import ROWS_KEPT, CheckedMatcher
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.matchers.checked import ROWS_KEPT, CheckedMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
 

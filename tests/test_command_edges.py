@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.graphs import cpu_kernels
+from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, terminal
 from stepgraph.runtime.commands.inputs import MOST_THREADS, read_file, read_schema, set_threads, settle_threads

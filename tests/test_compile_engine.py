@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepgraph.runtime import Constraint, Engine, FinishReason, Job, StepEvent
+from stepgraph import Constraint, Engine, FinishReason, Job, StepEvent
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
 from tests.test_compile_service import GREEDY, SLOW, busy_worker, gone, waited
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, plain

@@ -15,7 +15,7 @@ from dataclasses import fields
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
-from stepgraph.sampling.grammar.limits import MIB
+from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.documents import READMES
 from tests.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 

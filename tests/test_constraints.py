@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.schema import FORMATS
+from stepgraph.sampling.grammar.xgrammar_lib.schema import FORMATS
 from tests.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, filled, matcher_of
 
 VALID: list[tuple[Any, list[Any], list[Any]]] = [

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.tape_ops import same_bits
+from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling import bitmask, kernels
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.kernels import native
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.kernels import cpu as native
 from stepgraph.sampling.kernels.chain import chain_accept_reference
 from stepgraph.sampling.kernels.choice import masked_argmax_reference
-from stepgraph.sampling.kernels.masks import mask_status_reference
-from stepgraph.sampling.kernels.native import calls
-from stepgraph.sampling.kernels.native.loader import find_library, open_library
+from stepgraph.sampling.kernels.cpu import calls
+from stepgraph.sampling.kernels.cpu.loader import find_library, open_library
+from stepgraph.sampling.kernels.mask_rows import mask_status_reference
 
 LIBRARY = native.load()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, Unavailable), reason=str(LIBRARY))

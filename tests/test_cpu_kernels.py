@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, cpu_kernels, run_eager
-from stepgraph.graphs.attention import AttentionShape, attention_reference
-from stepgraph.graphs.attention_choice import choose_attention
-from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.graphs.pointwise import (
-    gated,
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape, attention_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_reference
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
+from stepgraph.graphs.layers.dense import (
     gated_operation,
     linear,
     normed,
@@ -24,9 +25,9 @@ from stepgraph.graphs.pointwise import (
     product_operation,
     rms_norm,
     rms_norm_operation,
+    silu_and_mul,
 )
-from stepgraph.graphs.rotation import turn_and_keep, turn_and_keep_reference
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from tests.test_attention import Case, make_case
 
 LIBRARY = cpu_kernels.load()
@@ -103,8 +104,8 @@ def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     wanted_cache = [each.clone() for each in cache]
     wanted = torch.empty(6, 3, size, dtype=dtype)
-    turn_and_keep_reference(*(*states, slots, wanted, *wanted_cache))
-    found = turn_and_keep(*(*states, slots, *cache))
+    rope_and_write_kv_reference(*(*states, slots, wanted, *wanted_cache))
+    found = rope_and_write_kv(*(*states, slots, *cache))
     assert torch.equal(found, wanted)
     assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
 
@@ -114,7 +115,7 @@ def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot:
     states, slots, cache = turning(12, torch.float32)
     slots[-1] = slot
     with pytest.raises(IndexError, match="outside of the cache"):
-        turn_and_keep(*(*states, slots, *cache))
+        rope_and_write_kv(*(*states, slots, *cache))
     assert all(bool(each.isnan().all()) for each in cache)
 
 
@@ -170,21 +171,21 @@ def test_heads_apart_are_normalised_where_they_lie(dtype: torch.dtype) -> None:
 
 def test_a_gate_is_torch_s() -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
-    torch.testing.assert_close(gated(pairs), opened(pairs), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(silu_and_mul(pairs), opened(pairs), rtol=1e-6, atol=1e-30)
     narrow = random(64, 300, dtype=torch.bfloat16) * 4
-    found, wanted = gated(narrow), opened(narrow)
+    found, wanted = silu_and_mul(narrow), opened(narrow)
     assert int((found != wanted).sum()) <= found.numel() // 1000
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
-    assert bool(gated(torch.tensor([[torch.nan, 1.0]])).isnan().all())
+    assert bool(silu_and_mul(torch.tensor([[torch.nan, 1.0]])).isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     states, weight = random(6, 100, dtype=dtype), random(100, dtype=dtype, seed=1)
-    together = rms_norm(states, weight, 1e-5), gated(states)
+    together = rms_norm(states, weight, 1e-5), silu_and_mul(states)
     for row in range(6):
         alone = states[row : row + 1]
-        assert torch.equal(rms_norm(alone, weight, 1e-5)[0], together[0][row]) and torch.equal(gated(alone)[0], together[1][row])
+        assert torch.equal(rms_norm(alone, weight, 1e-5)[0], together[0][row]) and torch.equal(silu_and_mul(alone)[0], together[1][row])
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
@@ -195,7 +196,7 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
 
 def test_what_is_learned_goes_through_torch() -> None:
     weight = random(8).requires_grad_()
-    (rms_norm(random(3, 8), weight, 1e-5).sum() + gated(weight[None]).sum()).backward()
+    (rms_norm(random(3, 8), weight, 1e-5).sum() + silu_and_mul(weight[None]).sum()).backward()
     assert weight.grad is not None and bool(weight.grad.abs().gt(0).all())
     with torch.no_grad():
         assert rms_norm(random(3, 8), weight, 1e-5).grad_fn is None
@@ -203,7 +204,7 @@ def test_what_is_learned_goes_through_torch() -> None:
 
 def step(b: StaticBuffers) -> None:
     normal = rms_norm(b.states, b.weight, 1e-5)
-    b.output.copy_(gated(normal))
+    b.output.copy_(silu_and_mul(normal))
 
 
 def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
@@ -238,11 +239,11 @@ def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch)
     attention_reference(*arguments(case, 0, wanted))
     assert torch.equal(case.run(), wanted)
     assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), normed(random(3, 24), weight, 1e-5))
-    assert torch.equal(gated(random(3, 24)), opened(random(3, 24)))
+    assert torch.equal(silu_and_mul(random(3, 24)), opened(random(3, 24)))
     states, slots, cache = turning(12, torch.float32)
     wanted_turned, other = torch.empty(6, 3, 12), [each.clone() for each in cache]
-    turn_and_keep_reference(*(*states, slots, wanted_turned, *other))
-    assert torch.equal(turn_and_keep(*(*states, slots, *cache)), wanted_turned)
+    rope_and_write_kv_reference(*(*states, slots, wanted_turned, *other))
+    assert torch.equal(rope_and_write_kv(*(*states, slots, *cache)), wanted_turned)
     choice = choose_attention(torch.device("cpu"), "auto", (AttentionShape(torch.float32, 2, 1, 8),), 16)
     assert str(choice) == "reference; no native: they were not built"
 

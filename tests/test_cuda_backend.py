@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda_capture import as_capture_error, difference
-from stepgraph.graphs.cuda_flow import blame
-from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
-from stepgraph.graphs.snapshot import Snapshot, holds_only
+from stepgraph.graphs.cuda.buffer_backup import BufferBackup, holds_only
+from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
+from stepgraph.graphs.cuda.flow import blame
+from stepgraph.graphs.cuda.recorder import as_capture_error, difference
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -211,7 +211,7 @@ def test_snapshot_puts_back_every_bit(dtype: torch.dtype) -> None:
     buffers.used[-1] = 0
     before = {name: buffers[name].clone() for name in buffers}
     fingerprint = buffers.fingerprint()
-    snapshot = Snapshot(buffers)
+    snapshot = BufferBackup(buffers)
     assert snapshot.nbytes == sum(before[name].nbytes for name in ("small", "used", "empty", "ring_host"))
     for name in buffers:
         buffers[name].zero_()

@@ -8,8 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.cuda_trace import UNNAMED, CudaTracer, spans_of
-from stepgraph.graphs.marks import BETWEEN, OUTSIDE, StageRun
+from stepgraph.graphs.cuda.trace import UNNAMED, CudaTracer, spans_of
+from stepgraph.graphs.spans import BETWEEN, OUTSIDE, StageRun
 from stepgraph.runtime.trace import Timeline
 
 SIDE = "side"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import Constraint, FinishReason, Job, SamplingParams, cli
+from stepgraph import Constraint, FinishReason, Job, SamplingParams
+from stepgraph.runtime import cli
 from stepgraph.runtime.commands import demo, terminal
 from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import Constraint, FinishReason, Origin
+from stepgraph import Constraint, FinishReason, Origin
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import Case, Pair, open_pair, variants

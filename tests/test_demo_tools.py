@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import Constraint, StepEvent, Vocabulary
-from stepgraph.sampling.grammar.compiler import GrammarCompiler
+from stepgraph import Constraint, StepEvent, Vocabulary
+from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tools import bench_demo, train_demo, train_head
 from tools.demo import words
 from tools.demo.card import card

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from tests.grammar_texts import TAGS
 from tests.vocabularies import VOCABULARIES, vocabulary
 
@@ -182,4 +182,4 @@ def test_vocabularies_are_of_the_size_that_models_have(name: str) -> None:
     table: Vocabulary = vocabulary(name)
     assert len(table.tokens) >= 128_000 and table.logits_width >= len(table.tokens)
     assert {bytes([code]) for code in range(0x20, 0x7F)} <= set(table.tokens)
-    assert 0 <= len(table.swallowed_ids) < (100 if name != "synthetic" else 40_000)
+    assert 0 <= len(table.xgrammar_unsafe_ids) < (100 if name != "synthetic" else 40_000)

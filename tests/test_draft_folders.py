@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.models import pretrained
-from stepgraph.runtime.models.draft_config import read_eagle3
-from stepgraph.runtime.models.draft_folder import open_draft
+from stepgraph import Engine, EngineConfig
 from stepgraph.runtime.models.draft_llama import translate
-from stepgraph.runtime.models.draft_tensors import save_eagle3
 from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.files import checkpoint as pretrained
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.draft import open_draft
+from stepgraph.runtime.models.files.draft_config import read_eagle3
+from stepgraph.runtime.models.files.draft_names import save_eagle3
+from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.models.rope import RopeConfig
-from stepgraph.runtime.models.weights import read_json
 from stepgraph.sampling.grammar import Vocabulary
 from tests.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.families import folder_of

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph import Engine, EngineConfig, Job, SamplingParams
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import History
-from stepgraph.runtime import Engine, EngineConfig, Job, SamplingParams
-from stepgraph.runtime.models.pretrained import Checkpoint
+from stepgraph.runtime.models.files.checkpoint import Checkpoint
 from tests.draft_engines import DRAFTERS as FOLDERS
 from tests.families import folder_of
 from tests.proposers import Proposes

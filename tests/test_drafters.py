@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.graphs import StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
 from stepgraph.runtime.models.eagle3 import Eagle3
 from tests.draft_engines import CONFIG, DRAFTERS, Drafter
 from tests.family_texts import plain

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepgraph.runtime.models.draft_tensors import layer_fields, save_eagle3
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.rope import RopeConfig
 from tests.draft_oracles import Drafting, eagle3_logits

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import StaticBuffers, TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.toy_engines import COMPILER, CONSTRAINTS, SCHEMA, STOP, VOCABULARY, Setup, make_engine, plain, shared_engine
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
+from stepgraph import Constraint, Engine, Job, SamplingParams
 from tests.oracles import Answer, accepts
 from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, plain, shared_engine
 

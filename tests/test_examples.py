@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import AsyncEngine, Constraint, FinishReason, Vocabulary
+from stepgraph import AsyncEngine, Constraint, FinishReason, Vocabulary
 from tests.documents import snippet
 from tests.toy_engines import VOCABULARY, Setup, make_engine
 from tools.examples import async_stream, sync_loop

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job
+from stepgraph.runtime.extras.replay import read_recording
+from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
 from stepgraph.runtime.forks import LEFT
-from stepgraph.runtime.replaying import read_recording
-from stepgraph.runtime.states_folder import SavedStates, StatesWriter
 from tests.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

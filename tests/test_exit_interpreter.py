@@ -8,9 +8,9 @@ import sys
 import weakref
 from pathlib import Path
 
+from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.states_folder import SavedStates
+from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.sampling.grammar import GrammarLimits
 from tests.test_compile_service import SLOW, busy_worker, gone, waited
 from tests.test_fault_sweep import threads
@@ -20,7 +20,7 @@ EXITING = """
 import atexit, os, sys, time, warnings
 atexit.register(lambda: print(os.getpid() == parent and [engine.stats().grammars.running for engine in engines]))  # called last
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 parent, folder, vocabulary = os.getpid(), sys.argv[1], Vocabulary.printable()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import AsyncEngine, Constraint, FinishReason
+from stepgraph import AsyncEngine, Constraint, FinishReason
 from stepgraph.runtime.aio import JobStream
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.aio_runs import run, watch_sleep

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import AsyncEngine, Engine, FinishReason, Job
-from stepgraph.runtime.states_folder import SavedStates, StatesWriter
+from stepgraph import AsyncEngine, Engine, FinishReason, Job
+from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
 from tests.aio_runs import check_told
 from tests.call_points import call_raises, worker_dies
 from tests.fault_points import CAUSE, Fault, Point

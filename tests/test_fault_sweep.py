@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
 from stepgraph.runtime.request import EngineClosedError
 from tests.fault_points import (
     CALLS,

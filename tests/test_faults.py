@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.rows import Seat
-from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from tests.oracles import greedy
 from tests.planted import break_fill, plant, take_fuel
 from tests.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
@@ -24,7 +24,7 @@ SETUP = Setup(k=3)
 HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
 
 
-def seat_of(engine: Engine, job: Job) -> Seat:
+def seat_of(engine: Engine, job: Job) -> ActiveRequest:
     engine._desk.seat_waiting()
     return next(seat for seat in engine._desk.rows if seat.job is job)
 
@@ -161,7 +161,7 @@ def planted(find: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracles must fail on each of these."""
     from stepgraph.runtime.pages import PagePool
-    from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+    from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
     if bug.startswith("native"):
         real_init = NativeRow.__init__

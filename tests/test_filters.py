@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
-from stepgraph.runtime import Engine, EngineConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import filter_choice, filters, register
+from stepgraph.sampling.kernels import filter_choice, filters, operation
 from stepgraph.sampling.rng import Purpose
 
 PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
@@ -93,7 +93,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is chosen, and Triton programs can run."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
-    monkeypatch.setattr(register, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
 
 
 @pytest.mark.usefixtures("_forgetful")
@@ -105,12 +105,12 @@ class TestChoice:
 
     def test_flashinfer_that_is_missing_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
-        monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.programs.flashinfer_filters", raising=False)
+        monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer_filters", raising=False)
         choice = kernels.choose_filters("cuda:0")
         assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
         assert filter_choice.programs_for(torch.device("cuda:0")) == "filters"
         assert filter_choice.programs_for(torch.device("cuda:1")) == "filters", "where nobody asked"
-        monkeypatch.setattr(register, "why_no_triton", lambda device: f"planted for {device}")
+        monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
         assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
         assert filter_choice.programs_for(torch.device("cuda:0")) == "", "the reference"
 
@@ -173,13 +173,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.__dict__["sampling"] = module
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
-    monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.programs.flashinfer_filters", raising=False)
+    monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer_filters", raising=False)
     return module
 
 
 def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> None:
     """With the stand-in: dead rows, greedy rows, every setting, normalisation and d2t are ours; its own kernels wait for a GPU."""
-    programs = importlib.import_module("stepgraph.sampling.kernels.programs.flashinfer_filters")
+    programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer_filters")
     assert filter_choice.differs(programs.distribution, CPU) == ""
     ids, seed = torch.randperm(300)[:101], torch.arange(3)
     expected, probs = torch.full((2, 3, 300), -7.5)

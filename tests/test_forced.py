@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepgraph.runtime import Constraint, EngineConfig, FinishReason, SamplingParams
+from stepgraph import Constraint, EngineConfig, FinishReason, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import accepts
 from tests.toy_engines import COMPILER, STOP, Setup, make_engine, shared_engine

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
-from stepgraph.sampling.grammar.forced_tokens import ForcedText
+from stepgraph.sampling.grammar.matchers.forced import ForcedText
 from tests.oracles import Answer, greedy
 from tests.proposers import noise, parrot, told
 from tests.toy_engines import needs_native

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar import forced_tokens as module
-from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES, MOST_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
+from stepgraph.sampling.grammar.matchers import forced as module
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MOST_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
 from tests.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]

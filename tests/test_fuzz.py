@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling import params
-from stepgraph.sampling.grammar import limits
+from stepgraph.sampling.grammar.compile import limits
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
 from tests.fuzz.loop import Door, Find, attempt, fuzz

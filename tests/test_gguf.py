@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from stepgraph.runtime.models.gguf_front import check_front
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.gguf_front import check_front
 from tests.families import Cached, judge, refused_when_damaged
 
 TOKENS = torch.arange(40)[None]

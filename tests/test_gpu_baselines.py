@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import Backend, TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, compiled
 from tools.baselines.three_graphs import Row, Sizes, ThreeGraphs

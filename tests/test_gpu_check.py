@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import torch
 
-from stepgraph.sampling.grammar.native import NativeLibrary
+from stepgraph.sampling.grammar.link.library import NativeLibrary
 from tools.checks import link
 from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, Entry
 from tools.checks.context import Context

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from stepgraph.graphs import driver
+from stepgraph.graphs.cuda import driver
 from tools.checks import driver_calls
 
 STRUCTURES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.marks import OUTSIDE, Span
+from stepgraph.graphs.spans import OUTSIDE, Span
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.trace import Timeline

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS, Grammar
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.worker_process import CompileWorker
+from stepgraph.sampling.grammar.compile.backends import BACKENDS, Grammar
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRINTABLE, STOP, accepts, encode, filled, matcher_of
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepgraph.runtime import Engine
+from stepgraph import Engine
 from stepgraph.sampling.grammar import GrammarLimits
-from stepgraph.sampling.grammar.limits import MIB
+from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.grammar_bombs import BOMBS
 from tests.test_compile_engine import SETUP, check_undisturbed, submitted
 from tests.toy_engines import CONSTRAINTS, make_engine

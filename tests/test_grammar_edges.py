@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarLimits, Vocabulary
-from stepgraph.sampling.grammar.forced_tokens import TokenTable
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceTokenizer, llguidance_api
+from stepgraph.sampling.grammar.matchers.forced import TokenTable
 from tests.grammar_texts import PRINTABLE
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.runtime import Constraint, Engine, FinishReason
+from stepgraph import Constraint, Engine, FinishReason
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.grammar_cache import GrammarCache
-from stepgraph.sampling.grammar.limits import MIB
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.compile.cache import GrammarCache
+from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine
 
 CACHE_BYTES = MIB // 4

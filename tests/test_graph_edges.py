@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, TapeBackend, capture, current_flow, run_eager
+from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, TapeBackend, capture, current_context, run_eager
 from stepgraph.graphs.graph_set import GraphSet, OnFailure
-from stepgraph.graphs.tape import Tape
-from stepgraph.graphs.tape_ops import same_bits
+from stepgraph.graphs.tape.backend import Tape
+from stepgraph.graphs.tape.replay_ops import same_bits
 
 _reached, _goes_on = threading.Event(), threading.Event()
 
@@ -36,7 +36,7 @@ def adds_one(buffers: StaticBuffers) -> None:
 def test_a_host_node_that_fails_in_an_eager_run_is_named() -> None:
     def step(buffers: StaticBuffers) -> None:
         buffers.x.add_(1)
-        current_flow().host_node("count", lambda: 1 // 0, writes=[buffers.count_host])
+        current_context().host_node("count", lambda: 1 // 0, writes=[buffers.count_host])
 
     buffers = one_buffer()
     with pytest.raises(HostNodeError, match="host node 'count' failed: ZeroDivisionError") as caught:
@@ -69,9 +69,9 @@ def running() -> Iterator[None]:
 @pytest.mark.usefixtures("running")
 def test_what_a_stream_is_at_is_told_by_its_stages(traced: bool) -> None:
     def step(buffers: StaticBuffers) -> None:
-        with current_flow().stage("first"):
+        with current_context().stage("first"):
             held(buffers.x)
-        with current_flow().stage("second"):
+        with current_context().stage("second"):
             buffers.x.mul_(2)
 
     _goes_on.set()

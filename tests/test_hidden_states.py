@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Engine, EngineConfig, Job
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
-from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter, whole_file
 from tests.families import FEATURE_LAYERS, folder_of, judge
 from tests.family_texts import CONFIG, CONSTRAINTS, PROMPTS
 from tests.test_engine import NoSyncs

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import stepgraph
-from stepgraph.runtime import Constraint, Engine, FinishReason, Job
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.grammars import Waiting
+from stepgraph import Constraint, Engine, FinishReason, Job
+from stepgraph.runtime.grammar_queue import QueuedRequest
+from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.test_compile_service import waited
 from tests.toy_engines import Setup, make_engine
@@ -58,10 +58,10 @@ def test_an_interrupt_in_submit_leaves_nothing_behind(kept: bool, monkeypatch: p
         submit = functools.partial(engine.submit, [1], constraint=Constraint.regex("a+b"), max_new_tokens=2)
         engine.compile(Constraint.regex("a+b"))
 
-        def give_up(waiting: Waiting) -> None:
+        def give_up(waiting: QueuedRequest) -> None:
             if not kept and waiting.claim is not None and waiting.claim.entry is not None:
                 others.append(submit())  # somebody else wants the same grammar, as from another thread
-            Desk.give_up(desk, waiting)
+            Scheduler.give_up(desk, waiting)
 
         monkeypatch.setattr(desk, "give_up", give_up)
         place = cancelled = 0

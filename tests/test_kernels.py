@@ -16,9 +16,10 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, native, register, rejection
+from stepgraph.sampling.kernels import chain, choice, operation, rejection
+from stepgraph.sampling.kernels import cpu as native
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/interpreted").glob("*.py"))
@@ -213,7 +214,7 @@ def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernels.implementation("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
     assert kernels.implementation("cpu") == "torch reference (in C: planted)"
-    monkeypatch.setattr(register, "why_no_triton", lambda device: f"planted for {device}")
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
     assert kernels.implementation("cuda") == "torch reference (planted for cuda)"
-    monkeypatch.setattr(register, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
     assert kernels.implementation("cuda:0") == "triton"

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import EngineConfig
-from stepgraph.sampling.grammar import native, native_link
-from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, find_library, load, xgrammar_binding
+from stepgraph import EngineConfig
+from stepgraph.sampling.grammar.link import library as native
+from stepgraph.sampling.grammar.link import native as native_link
+from stepgraph.sampling.grammar.link import xgrammar_binding
+from stepgraph.sampling.grammar.link.library import NativeLibrary, Unavailable, find_library, load
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
 
 COMPILER = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from tests.families import folder_of
 from tests.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
 

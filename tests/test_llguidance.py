@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
-from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from tests.grammar_texts import filled
 from tests.schema_cases import BYTES, groups, takes
 from tests.test_constraints import SHAPES, VALID

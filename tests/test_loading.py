@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stepgraph.runtime import Engine, EngineConfig
-from stepgraph.runtime.models import pretrained
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.files import checkpoint
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import read_config
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, by_pieces
 from tests.families import Cached, folder_of, judge, refused_when_damaged, save
 
@@ -186,7 +186,7 @@ def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 made.append(device)
             super().__init__(*args, device=device, **options)
 
-    monkeypatch.setattr(pretrained, "Llama", Watched)
+    monkeypatch.setattr(checkpoint, "Llama", Watched)
     with pytest.raises(ValueError, match=wanted) as caught:
         Engine.from_pretrained(path, config=SMALL)
     assert made == []

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import GraphKey, TapeBackend, drafting, proposing
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import BufferSpec, Column, look_up_specs
-from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.draft_engines import DRAFTERS as FOLDERS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs.buffers import REFUSED, Column
-from stepgraph.runtime import Constraint, Engine, SamplingParams
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.stats import Loss, loss_of
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.stat_checks import holds, run
@@ -49,13 +49,13 @@ class Judge:
         self.real_launch, self.real_record = engine._flights.launch, engine._desk.record
         vars(engine._flights)["launch"], vars(engine._desk)["record"] = self.launch, self.record
 
-    def launch(self, seats: tuple[Seat, ...]) -> None:
+    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
         buffers = self.engine.buffers
         for seat in seats:
             self.seen[seat.job.id] = int(buffers.row_state[seat.row, Column.DRAFT_COUNT]), buffers.row_drafts[seat.row].tolist()
         self.real_launch(seats)
 
-    def record(self, seat: Seat, tokens: list[int], accepted: int, *rest: Any) -> Any:
+    def record(self, seat: ActiveRequest, tokens: list[int], accepted: int, *rest: Any) -> Any:
         job, (offered, drafts) = seat.job, self.seen[seat.job.id]
         history, first = [*job.tokens, *tokens[:accepted]], not job.rounds
         event = self.real_record(seat, tokens, accepted, *rest)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepgraph.runtime import FinishReason
+from stepgraph import FinishReason
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
 from tests.grammar_texts import filled
 from tests.oracles import accepts
 from tests.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine

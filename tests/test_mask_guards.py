@@ -12,19 +12,12 @@ import pytest
 import torch
 import xgrammar
 
-from stepgraph.sampling.grammar import (
-    CompiledConstraint,
-    Constraint,
-    GrammarCompiler,
-    GrammarLimits,
-    MaskStatus,
-    Vocabulary,
-    json_grammar,
-    pattern,
-    xgrammar_grammar,
-)
-from stepgraph.sampling.grammar.charset import IN_JSON, spelled
-from stepgraph.sampling.grammar.xgrammar_grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.constraints import pattern
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, spelled
+from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
+from stepgraph.sampling.grammar.xgrammar_lib import json_ebnf
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
 from tests.grammar_texts import filled
 
 
@@ -81,17 +74,17 @@ def test_masks_hold_what_is_accepted_token_for_token() -> None:
 
 
 def test_the_librarys_skipping_by_substring_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Vocabulary, "swallowed_ids", frozenset())
+    monkeypatch.setattr(Vocabulary, "xgrammar_unsafe_ids", frozenset())
     assert wrong_masks() > 0
 
 
 def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_can_write_them() -> None:
     vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
-    assert vocabulary.swallowed_ids == {4}
+    assert vocabulary.xgrammar_unsafe_ids == {4}
     matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
     assert filled(matcher, 1)[1] == [0, 1, 2, 3, 5, 6] and not matcher.accept_token(4)
     assert vocabulary.decode([4]) == b"xzxy"
-    assert Vocabulary([b"b", b"cb", b""], [2]).swallowed_ids == set()
+    assert Vocabulary([b"b", b"cb", b""], [2]).xgrammar_unsafe_ids == set()
 
 
 def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +169,7 @@ def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> Non
         return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
 
     assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
-    monkeypatch.setattr(json_grammar, "_COUNTED_CHAR", spelled(IN_JSON))
+    monkeypatch.setattr(json_ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
     assert found(150, 200) > 0
 
 

@@ -16,7 +16,7 @@ from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import Ruling, masks
+from stepgraph.sampling.kernels import GrammarMask, mask_rows
 from stepgraph.sampling.kernels import processors as kernel_processors
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
@@ -36,7 +36,7 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_are_registered_as_torch_wants_them() -> None:
     tags, owner, generated, ruled, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(masks.mask_status_operation, (some, chosen, owner, generated, ruled, 1, torch.empty(5, 3, dtype=torch.int64)))
+        opcheck(mask_rows.mask_status_operation, (some, chosen, owner, generated, ruled, 1, torch.empty(5, 3, dtype=torch.int64)))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, ruled=False, first=2)):
         opcheck(kernel_processors.process_operation, case.arguments(case.outputs()))
 
@@ -97,7 +97,7 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
 
     def step(b: StaticBuffers) -> None:
         status = kernels.mask_status(b.tags, b.owner, b.generated, b.ruled, 2, b.rows)
-        ruling = Ruling(b.masks, None, b.ruled, status)
+        ruling = GrammarMask(b.masks, None, b.ruled, status)
         found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], ruling=ruling)
         b.processed.copy_(found.logits)
         b.finite.copy_(found.finite)
@@ -123,7 +123,7 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
 def test_a_mask_that_does_not_count_allows_nothing_even_if_nobody_looks_at_the_status(status: MaskStatus) -> None:
     case = make_case(2, 2, 64, torch.float32)
     told = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
-    ruling = Ruling(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), told)
+    ruling = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), told)
     case = case._replace(logits=torch.zeros(2, 2, 64), ruling=ruling)
     best, _ = kernels.masked_argmax(case.logits, ruling.masks, None, ruling.ruled, status=told)
     expected = [[True, status == MaskStatus.OK], [True, True]]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from stepgraph import EngineStats
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime import EngineStats
 from stepgraph.runtime.metrics import CONTENT_TYPE, prometheus_text
 from stepgraph.runtime.stats import GraphStats, Histogram, Loss
 from tests.toy_engines import CONSTRAINTS, Setup, shared_engine

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.runtime import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.models.draft_config import read_eagle3
-from stepgraph.runtime.models.draft_tensors import layer_fields, save_eagle3
+from stepgraph import Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.draft_config import read_eagle3
+from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.runtime.models.rope import RopeConfig
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.pages import PagePool
-from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from tests.draft_engines import DRAFTERS
 from tests.test_gguf import write
 

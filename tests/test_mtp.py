@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.draft_tensors import mtp_places, stored
+from stepgraph.runtime.models.files.draft_names import mtp_places, stored
 from stepgraph.runtime.models.llama import empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp

@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from stepgraph.sampling.grammar import Constraint, MaskStatus, Matcher
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
-from stepgraph.sampling.grammar.host_link import HostLink
-from stepgraph.sampling.grammar.marker import MarkerMatcher
-from stepgraph.sampling.grammar.native_row import NativeRow
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import HostLink
+from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
+from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from tests.link_bench import A, Guest, Memory, native_link
 from tests.planted import plant
 from tests.test_markers import SMALL

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from stepgraph.graphs.driver import HostCallback, HostErrors
-from stepgraph.graphs.tape_run import HostCall
-from stepgraph.runtime import Constraint
+from stepgraph import Constraint
+from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
+from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
-from stepgraph.sampling.grammar.host_link import HostLink, MatcherRow
-from stepgraph.sampling.grammar.native import load
-from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
-from stepgraph.sampling.grammar.native_link import NativeLink
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
+from stepgraph.sampling.grammar.link.python import PythonLink
 from tests.link_bench import WALK, A, Foreign, Memory, letters, native_link, running
 from tests.toy_engines import COMPILER, CONTROL, VOCABULARY, Setup, make_engine, needs_native, plain
 

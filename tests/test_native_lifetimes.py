@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepgraph.graphs import TapeBackend
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.link_bench import WALK, Memory, native_link, resident
 from tests.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.runtime import Constraint
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink
-from stepgraph.sampling.grammar.native.layout import FAULT_BYTES
-from stepgraph.sampling.grammar.native_row import NativeRow
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph import Constraint
+from stepgraph.sampling.grammar.link.layout import FAULT_BYTES
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink
+from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.link_bench import WALK, A, Foreign, Memory, Twins, letters, native_link, resident, running
 from tests.planted import fail, plant

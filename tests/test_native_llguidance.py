@@ -15,18 +15,20 @@ import llguidance
 import pytest
 from torch import Tensor
 
-from stepgraph.runtime import Constraint, Vocabulary
-from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, native_link
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, advance
-from stepgraph.sampling.grammar.llguidance_grammar import LLGuidanceGrammar
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher
-from stepgraph.sampling.grammar.mask_row import classify
-from stepgraph.sampling.grammar.native import NativeLibrary, find_library, llguidance_binding
-from stepgraph.sampling.grammar.native.layout import FAULT_BYTES, LLGuidanceStruct
-from stepgraph.sampling.grammar.native.llguidance_binding import MOST_LESSONS, LLGuidanceApi
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.grammar.native_link import NativeLink
-from stepgraph.sampling.grammar.native_row import NativeRow
+from stepgraph import Constraint, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
+from stepgraph.sampling.grammar.link import llguidance_binding
+from stepgraph.sampling.grammar.link import native as native_link
+from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LLGuidanceStruct
+from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
+from stepgraph.sampling.grammar.link.llguidance_binding import MOST_LESSONS, LLGuidanceApi
+from stepgraph.sampling.grammar.link.mask_row import classify
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, advance
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from tests.link_bench import OTHER_COMPILER, WALK, A, Memory, Twins, resident, running
 from tests.link_bench import native_link as open_link
 from tests.planted import SIGNATURES

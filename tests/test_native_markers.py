@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, advance
-from stepgraph.sampling.grammar.marker import MarkerMatcher
-from stepgraph.sampling.grammar.native_row import NativeRow
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
+from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
+from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from tests.link_bench import WALK, A, Foreign, Guest, Memory, Twins, native_link, running
 from tests.planted import fail, plant
 from tests.test_markers import CLOSE, OPEN, SMALL

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.link_bench import WALK, A, Memory, letters, native_link, running
 from tests.planted import plant

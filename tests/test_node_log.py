@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, advance
-from stepgraph.sampling.grammar.node_log import NodeLog
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.link.node_log import NodeLog
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
+from stepgraph.sampling.grammar.link.python import PythonLink
 from tests.link_bench import Memory, native_link
 from tests.toy_engines import needs_native
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.graphs import marks
+from stepgraph.graphs import spans as marks
 from stepgraph.graphs.capture import MAIN as ENGINES_MAIN
 from tests import nsys_files
 from tests.nsys_files import FIRST, KEY, RUNS

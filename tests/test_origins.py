@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Origin, StepEvent
+from stepgraph import Constraint, Engine, EngineConfig, Origin, StepEvent
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import origins_of
 from tests.oracles import greedy

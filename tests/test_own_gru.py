@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.graphs.model import ModelInput
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.documents import snippet
 from tests.oracles import Answer, accepts

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Engine, EngineConfig, Vocabulary
 
 VOCABULARY = Vocabulary.printable()
 

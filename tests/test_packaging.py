@@ -105,7 +105,7 @@ def test_a_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_wheel_without_a_compiler_lacks_the_libraries_in_c_alone(tmp_path: Path) -> None:
     names = files_of(build("wheel", tmp_path, CC="no-such-compiler"))
-    assert {"stepgraph/sampling/grammar/native/host_link.c", "stepgraph/graphs/cpu_kernels/attention.c"} <= set(names)
+    assert {"stepgraph/sampling/grammar/link/c/host_link.c", "stepgraph/graphs/layers/cpu/attention.c"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
 
 

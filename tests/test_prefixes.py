@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph import Engine, SamplingParams
 from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.runtime import Constraint, EngineConfig, Job, SamplingParams
+from stepgraph import Constraint, EngineConfig, Job, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import accepts, filtered, prefix_logits, processed
 from tests.toy_engines import CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, compiled, make_engine, plain, shared_engine

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stepgraph.runtime import SamplingParams
+from stepgraph import SamplingParams
 from stepgraph.sampling import processors
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.processors import RowSettings

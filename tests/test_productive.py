@@ -6,9 +6,10 @@ from typing import Literal
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary, xgrammar_grammar
-from stepgraph.sampling.grammar.forced_tokens import forced_bytes
-from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
+from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 VOCABULARY = Vocabulary.printable()
 BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}

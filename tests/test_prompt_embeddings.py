@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime import Engine, Job, SamplingParams
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph import Engine, Job, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from tests.families import folder_of, judge
 from tests.test_llama_engine import make_engine
 from tests.toy_engines import Setup, shared_engine

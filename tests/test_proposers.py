@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph import Engine, SamplingParams
 from stepgraph.graphs import GraphKey, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.graphs.drafting import keep_chain
 from stepgraph.graphs.proposing import propose, text_specs
-from stepgraph.runtime import Engine, SamplingParams
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.acceptance import FinishCode
 from tests.proposers import Proposes, noise

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import CaptureError, Flow, Mark, current_flow, run_eager
-from stepgraph.graphs.races import overlap, region_of
-from stepgraph.graphs.tape import TapeBackend
+from stepgraph.graphs.capture import CaptureContext, CaptureError, StreamEvent, current_context, run_eager
+from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.graphs.tape.races import overlap, region_of
 
 SPECS = [
     BufferSpec("a", (6, 8), torch.float32),
@@ -33,7 +33,7 @@ def forked(main: Work, side: Work, *, joined_first: bool = False, after: Work = 
     """A step with `main` and `side` on two streams: unordered, or `side` ordered before `main`."""
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         fork = flow.record()
         with flow.stream("side"):
             flow.wait(fork)
@@ -49,7 +49,7 @@ def forked(main: Work, side: Work, *, joined_first: bool = False, after: Work = 
 
 
 def host(name: str, **access: list[Tensor]) -> None:
-    current_flow().host_node(name, lambda: None, **access)
+    current_context().host_node(name, lambda: None, **access)
 
 
 # each pair conflicts, and is legal once a mark orders it
@@ -96,7 +96,7 @@ def test_planted_race(name: str) -> None:
 
 def test_message_names_both_sides() -> None:
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         b.a_host.copy_(b.a, non_blocking=True)
         fork = flow.record()
         with flow.stream("grammar"):
@@ -136,7 +136,7 @@ def test_disjoint_is_no_race(name: str) -> None:
 
 def test_order_passes_through_a_third_stream() -> None:
     def step(b: StaticBuffers, last_wait: bool) -> None:
-        flow = current_flow()
+        flow = current_context()
         b.a.fill_(1)
         start = flow.record()
         with flow.stream("one"):
@@ -205,7 +205,7 @@ _operation = st.one_of(
 
 def random_step(program: list[tuple[str, str, int, int]]) -> Callable[[StaticBuffers], None]:
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         marks = [flow.record()]
         members = {"main"}
         for number, (kind, stream, i, j) in enumerate(program):
@@ -222,7 +222,7 @@ def random_step(program: list[tuple[str, str, int, int]]) -> Callable[[StaticBuf
     return step
 
 
-def issue(b: StaticBuffers, flow: Flow, marks: list[Mark], kind: str, i: int, j: int, number: int) -> None:
+def issue(b: StaticBuffers, flow: CaptureContext, marks: list[StreamEvent], kind: str, i: int, j: int, number: int) -> None:
     if kind == "record":
         marks.append(flow.record())
     elif kind == "wait":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture
-from stepgraph.runtime import Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.documents import READMES, ROOT, SNIPPETS, snippet
 

@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import cpu_kernels, placing, pointwise, settling
-from stepgraph.graphs.cpu_kernels import calls as layer_calls
+from stepgraph.graphs import draft_select
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers import dense as pointwise
+from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.layers.cpu import calls as layer_calls
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
-from stepgraph.sampling.kernels import chain, masks, native
-from stepgraph.sampling.kernels.native import calls as choice_calls
-from stepgraph.sampling.kernels.native import loader
+from stepgraph.sampling.kernels import chain, mask_rows
+from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.kernels.cpu import calls as choice_calls
+from stepgraph.sampling.kernels.cpu import loader
 
 MADE = torch.Generator().manual_seed(5)
 PAGE, LONGEST = 4, 12
@@ -62,37 +66,37 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "gate": (pointwise.gated_operation, cpu_kernels.prepared(layer_calls.gate), [numbers(3, 8)], [torch.zeros(3, 4)]),
     "place_tokens": (
-        placing.place_tokens_operation,
+        slot_mapping.place_tokens_operation,
         cpu_kernels.prepared(layer_calls.place_tokens),
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
         like(POSITIONS, POSITIONS, POSITIONS),
     ),
     "shift_entries": (
-        placing.shift_entries_operation,
+        slot_mapping.shift_entries_operation,
         cpu_kernels.prepared(layer_calls.shift_entries),
         [POSITIONS, SLOTS, TABLES, PAGE, 1, 2],
         like(POSITIONS, SLOTS),
     ),
     "angles": (
-        placing.angles_operation,
+        slot_mapping.angles_operation,
         cpu_kernels.prepared(layer_calls.angles),
         [torch.tensor([0, 5]), torch.tensor([1.0, 0.25])],
         [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
     ),
     "place_masks": (
-        placing.place_masks_operation,
+        slot_mapping.place_masks_operation,
         cpu_kernels.prepared(layer_calls.place_masks),
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
     "settle_draft": (
-        settling.settle_draft_operation,
+        draft_select.settle_draft_operation,
         cpu_kernels.prepared(layer_calls.settle_draft),
         [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),
     "mask_status": (
-        masks.mask_status_operation,
+        mask_rows.mask_status_operation,
         native.prepared(choice_calls.mask_status),
         [TAGS, None, torch.tensor([0, 1]), torch.tensor([7, 8]), ALIVE, 3],
         [torch.zeros(2, 1, dtype=torch.int64)],
@@ -121,9 +125,9 @@ def test_outputs_with_gaps_are_the_references_work(name: str) -> None:
 
 
 def test_places_are_shifted_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = placing.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
+    found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     monkeypatch.setattr(cpu_kernels, "load", lambda: Unavailable("they were not built"))
-    again = placing.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
+    again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     assert all(map(torch.equal, found, again))
 
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 import stepgraph.runtime
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
-from stepgraph.graphs.attention import AttentionShape
-from stepgraph.graphs.attention_choice import choose_attention
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import read_config
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.replaying import read_recording
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
-from stepgraph.sampling.grammar.native import load
-from stepgraph.sampling.grammar.native_link import NativeLink, open_host_link
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import NativeLink, open_host_link
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from tests.grammar_texts import PRINTABLE
@@ -98,7 +98,7 @@ def test_it_is_refused_by_name(call: Callable[[], object], told: str) -> None:
 
 
 def test_every_public_name_is_listed_though_none_is_imported_before_it_is_asked_for() -> None:
-    assert set(stepgraph.runtime.__all__) <= set(dir(stepgraph.runtime))
+    assert set(stepgraph.__all__) <= set(dir(stepgraph))
 
 
 def test_the_tape_records_memory_of_the_cpu_only() -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, Job, QueueFullError, SamplingParams, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.demo.variants import toy_pair
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.models.loading import load_models
+from stepgraph.runtime.extras.record import Recorder, Recording
+from stepgraph.runtime.extras.replay import Replayed, ask_again, read_recording, replay
+from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.recording import Recorder, Recording
-from stepgraph.runtime.replaying import Replayed, ask_again, read_recording, replay
+from stepgraph.runtime.scheduler import Scheduler
 from tests.command_models import model_folder
 from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY
 
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_without_a_recording_nothing_is_called(tmp_path: Path) -> None:
     with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
-        assert type(engine._desk) is Desk
+        assert type(engine._desk) is Scheduler
 
 
 def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from stepgraph.graphs.placing import angles
-from stepgraph.graphs.rotation import rotate, turn_and_keep, turn_and_keep_operation
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_operation, rotate
+from stepgraph.graphs.layers.slot_mapping import angles
 from stepgraph.runtime.models.rope import RopeConfig
 
 TOKENS, HEADS, KV_HEADS, SIZE = 5, 4, 2, 12
@@ -39,7 +39,7 @@ def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
     query, key, value = mixed(dtype)
     keys, values = (torch.full((9, KV_HEADS, SIZE), torch.nan, dtype=dtype) for _ in range(2))
     slots = torch.tensor([8, 3, 1, 5, 0])
-    found = turn_and_keep(query, key, value, *turns(dtype), slots, keys, values)
+    found = rope_and_write_kv(query, key, value, *turns(dtype), slots, keys, values)
     assert torch.equal(found, rotate(query, *turns(dtype))) and found.is_contiguous()
     assert torch.equal(keys[slots], rotate(key, *turns(dtype))) and torch.equal(values[slots], value)
     others = [slot for slot in range(9) if slot not in slots.tolist()]
@@ -49,7 +49,7 @@ def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
 def test_the_operation_is_registered_as_torch_wants_it() -> None:
     keys = torch.zeros(9, KV_HEADS, SIZE)
     query = mixed()[0]
-    opcheck(turn_and_keep_operation, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), torch.empty(query.shape), keys, keys.clone()))
+    opcheck(rope_and_write_kv_operation, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), torch.empty(query.shape), keys, keys.clone()))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -57,8 +57,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     keys = torch.zeros(9, KV_HEADS, SIZE)
     slots = torch.arange(TOKENS)
     with pytest.raises(AssertionError, match="keys"):
-        turn_and_keep(query, key[:, :1], value[:, :1], *turns(), slots, keys, keys.clone())
+        rope_and_write_kv(query, key[:, :1], value[:, :1], *turns(), slots, keys, keys.clone())
     with pytest.raises(AssertionError, match="slots"):
-        turn_and_keep(query, key, value, *turns(), slots[:3], keys, keys.clone())
+        rope_and_write_kv(query, key, value, *turns(), slots[:3], keys, keys.clone())
     with pytest.raises(AssertionError, match="bfloat16"):
-        turn_and_keep(query, key, value, *turns(torch.bfloat16), slots, keys, keys.clone())
+        rope_and_write_kv(query, key, value, *turns(torch.bfloat16), slots, keys, keys.clone())

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepgraph.graphs import GraphKey, TapeBackend, cpu_kernels, drafting, run_eager, stages
+from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
+from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, advance
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, advance
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
 from tools.checks.context import VOCABULARY, compiled
 from tools.checks.states import GRAMMAR, ROWS, RoundBench

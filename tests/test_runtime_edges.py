@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.runtime import AsyncEngine, Engine, EngineConfig
-from stepgraph.runtime.recording import Recorder, Recording
+from stepgraph import AsyncEngine, Engine, EngineConfig
+from stepgraph.runtime.extras.record import Recorder, Recording
 from tests.toy_engines import TARGET, VOCABULARY
 
 CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, greedy_only=True, eager=True)

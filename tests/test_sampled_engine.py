@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime import Constraint, Engine, SamplingParams
+from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.sampling import processors
 from stepgraph.sampling.processors import RowSettings
 from tests.chi_square import chi_square_p

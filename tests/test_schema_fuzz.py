@@ -9,9 +9,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, llguidance_schema, schema
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.llguidance_lib import schema as llguidance_schema
+from stepgraph.sampling.grammar.xgrammar_lib import schema
 from tests.schema_cases import BYTES
 from tests.test_llguidance import walked
 

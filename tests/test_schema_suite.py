@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import GrammarCompiler, xgrammar_grammar
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
 from tests.schema_cases import BYTES, FALSE_ACCEPT, REFUSED, classed, differences, groups, kept, outcomes, place, totals, writings, written
 from tests.schema_cases import TABLE as TABLE_FILE
 

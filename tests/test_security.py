@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
-from stepgraph.runtime.models.gguf_front import MOST_VALUES
+from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
+from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.gguf_front import MOST_VALUES
 from stepgraph.runtime.models.llama_config import _MOST_PARAMETERS, read_config
-from stepgraph.runtime.models.pretrained import open_checkpoint
-from stepgraph.runtime.recording import Recording
-from stepgraph.runtime.states_folder import MOST_INDEX_BYTES, SavedStates
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
-from stepgraph.sampling.grammar.constraint import MAX_GIVEN_CHARS, MAX_MARKER
-from stepgraph.sampling.grammar.json_grammar import MAX_WHITESPACE
-from stepgraph.sampling.grammar.limits import named
-from stepgraph.sampling.grammar.pattern import MAX_REPEAT
-from stepgraph.sampling.grammar.schema import MAX_DEPTH
+from stepgraph.sampling.grammar.compile.limits import named
+from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
+from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
 from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MOST_JSON_BYTES
+from stepgraph.sampling.grammar.xgrammar_lib.json_ebnf import MAX_WHITESPACE
+from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.grammar_bombs import nested
 from tests.grammar_texts import PRINTABLE, accepts, encode, filled
 from tests.toy_engines import COMPILER, TARGET, VOCABULARY

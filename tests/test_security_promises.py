@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams
-from stepgraph.runtime.models.pretrained import open_checkpoint
-from stepgraph.runtime.recording import Recording
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingParams
+from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
 from tests.families import folder_of
 from tests.fuzz.watch import Watch

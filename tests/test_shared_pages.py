@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepgraph import Constraint, Engine, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.model import DraftModel
-from stepgraph.runtime import Constraint, Engine, Job
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.mtp import Mtp

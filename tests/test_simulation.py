@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stepgraph.runtime import FinishReason
+from stepgraph import FinishReason
 from stepgraph.runtime.pages import PagePool
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.simulated_worlds import World
 from tests.simulation import Failure, Simulation, plan, run_many, run_seed
 

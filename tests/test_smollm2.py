@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.models.pretrained import open_checkpoint
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from tests.made_tokenizers import differences
 from tests.test_llama_engine import DraftLlama
 
@@ -117,7 +117,7 @@ def test_the_table_is_that_of_transformers() -> None:
     table = Vocabulary.from_gguf(path)
     assert differences(table, lambda ids: str(judge.decode(ids, clean_up_tokenization_spaces=False))) == 0
     other = Vocabulary.from_tokenizer(judge)
-    assert (table.tokens, table.stop_token_ids, table.silent_ids) == (other.tokens, other.stop_token_ids, other.silent_ids)
+    assert (table.tokens, table.stop_token_ids, table.non_text_ids) == (other.tokens, other.stop_token_ids, other.non_text_ids)
 
 
 def test_a_grammar_holds(judged: tuple[Any, list[list[int]]]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.runtime import Engine, StepEvent
-from stepgraph.runtime.desk import Desk
-from stepgraph.runtime.prefixes import PrefixCache
+from stepgraph import Engine, StepEvent
+from stepgraph.runtime.page_cache import PrefixCache
+from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
 from tests.toy_engines import Setup, make_engine
 from tools import soak
@@ -136,8 +136,8 @@ def tell_no_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_token(patch: pytest.MonkeyPatch) -> None:
-    real = Desk.record
-    patch.setattr(Desk, "record", lambda desk, seat, tokens, *rest: real(desk, seat, [(token + 1) % 95 for token in tokens], *rest))
+    real = Scheduler.record
+    patch.setattr(Scheduler, "record", lambda desk, seat, tokens, *rest: real(desk, seat, [(token + 1) % 95 for token in tokens], *rest))
 
 
 def after_each_step(patch: pytest.MonkeyPatch, change: Callable[[list[StepEvent]], list[StepEvent]]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_flow, marks, run_eager
-from stepgraph.graphs.capture import EagerFlow
-from stepgraph.graphs.cuda_flow import CudaFlow
-from stepgraph.graphs.driver import HostErrors
-from stepgraph.graphs.marks import STEP, Label, StageRun, stage_runs
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
+from stepgraph.graphs.capture import EagerContext
+from stepgraph.graphs.cuda.driver import HostErrors
+from stepgraph.graphs.cuda.flow import CudaCaptureContext
+from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 
@@ -91,7 +91,7 @@ def test_proposed_and_unguided_rounds_have_names_for_all_they_do() -> None:
 
 
 def small_step(buffers: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     buffers.x.add_(1)
     with flow.stage("outer"):
         buffers.x.mul_(2)
@@ -169,7 +169,7 @@ def calls_of(functions: tuple[Callable[..., object], ...], work: Callable[[], ob
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
-    makers = (marks._pushed.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
+    makers = (spans._pushed.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
     counts = []
     for ranges in (None, Ranges()):
         with small_engine(2, eager=eager, backend=TapeBackend(ranges=ranges)) as engine:
@@ -181,7 +181,7 @@ def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
 
 
 def test_an_eager_stage_without_a_range_is_one_object_for_all() -> None:
-    flow = EagerFlow()
+    flow = EagerContext()
     assert flow.stage("a") is flow.stage("b") is flow.stream("side")
 
 
@@ -222,7 +222,7 @@ class OneStream:
 
 def test_the_cuda_flow_tells_whose_nodes_were_captured_by_how_many_there_are() -> None:
     driver, ranges = CountingDriver(), Ranges()
-    flow = CudaFlow(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
+    flow = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
     driver.nodes += 2
     with flow.stage("outer"):
         driver.nodes += 1

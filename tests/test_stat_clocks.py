@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stepgraph import Constraint
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
-from stepgraph.graphs.capture import BackendStats, current_flow
-from stepgraph.graphs.tape_run import Await
-from stepgraph.runtime import Constraint
+from stepgraph.graphs.capture import BackendStats, current_context
+from stepgraph.graphs.tape.player import Await
 from stepgraph.runtime.stats import Histogram
-from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostLink
-from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.native import load
-from stepgraph.sampling.grammar.native.layout import layout_of
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.link.layout import layout_of
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
+from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from tests.link_bench import WALK, Foreign, Memory, native_link, running
 from tests.stat_checks import run
 from tests.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
@@ -42,7 +42,7 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
         return next(ticks)
 
     def step(buffers: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         begun = flow.record()
         with flow.stream("side"):
             flow.wait(begun)
@@ -54,7 +54,7 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
     specs = [BufferSpec("answer", (1,), torch.float32), BufferSpec("answer_host", (1,), torch.float32, "pinned")]
     backend = TapeBackend(delay=lambda name: missed.wait(30) if name == "think" else None)
     recorded = backend.capture(step, StaticBuffers(specs))
-    monkeypatch.setattr("stepgraph.graphs.tape_run.time", SimpleNamespace(perf_counter_ns=clock))
+    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace(perf_counter_ns=clock))
     recorded.replay()
     assert backend.stats.wait_ns == 7_000
     backend.close()
@@ -62,7 +62,7 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
 
 def test_a_mark_that_is_there_already_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, reached = BackendStats(wait_ns=0), threading.Lock()
-    monkeypatch.setattr("stepgraph.graphs.tape_run.time", SimpleNamespace())  # no clock to ask
+    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace())  # no clock to ask
     Await(reached, "think", noted)(False)
     assert reached.locked() and noted.wait_ns == 0
 

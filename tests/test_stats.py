@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineStats, FinishReason, SamplingParams
-from stepgraph.runtime.ledger import Ledger
-from stepgraph.runtime.rows import Seat
+from stepgraph.runtime.ledger import Counters
+from stepgraph.runtime.slots import ActiveRequest
 from tests.planted import break_fill
 from tests.stat_checks import holds, run
 from tests.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
@@ -75,7 +75,7 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
 
         return checked
 
-    class Guarded(Ledger):
+    class Guarded(Counters):
         def __setattr__(self, name: str, value: object) -> None:
             guarded(name, super().__setattr__)(name, value)
 
@@ -169,7 +169,7 @@ def test_graphs_are_counted_with_the_rows_that_they_had_too_many() -> None:
     before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool]]()
     real = engine._flights.launch
 
-    def launch(seats: tuple[Seat, ...]) -> None:
+    def launch(seats: tuple[ActiveRequest, ...]) -> None:
         launched.append((len(seats), any(seat.matcher for seat in seats)))
         real(seats)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.oracles import greedy
 from tests.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import tape
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import CaptureError, HostNodeError, capture, current_flow, make_backend, run_eager
-from stepgraph.graphs.tape import TapeBackend
+from stepgraph.graphs.capture import CaptureError, HostNodeError, capture, current_context, make_backend, run_eager
+from stepgraph.graphs.tape import backend as tape
+from stepgraph.graphs.tape.backend import TapeBackend
 
 SPECS = [
     BufferSpec("x", (4, 8), torch.float32, fill=1),
@@ -46,7 +46,7 @@ def through_host(function: Callable[[], None], name: str = "double") -> Callable
     """x -> pinned -> host node on a side stream -> y, while the main stream goes on."""
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         b.x_host.copy_(b.x, non_blocking=True)
         fork = flow.record()
         with flow.stream("side"):
@@ -93,7 +93,7 @@ def test_capture_changes_nothing(buffers: StaticBuffers) -> None:
 def test_capture_changes_nothing_when_the_step_raises(buffers: StaticBuffers, failure: BaseException | None) -> None:
     def step(b: StaticBuffers) -> None:
         b.x.mul_(3)
-        current_flow().host_node("write", lambda: None, writes=[b.x_host])
+        current_context().host_node("write", lambda: None, writes=[b.x_host])
         if failure is not None:
             raise failure
         b.x @ b.x  # shapes that do not fit
@@ -104,7 +104,7 @@ def test_capture_changes_nothing_when_the_step_raises(buffers: StaticBuffers, fa
         backend.capture(step, buffers)
     assert same(before, snapshot(buffers))
     with pytest.raises(RuntimeError, match="no step is running"):
-        current_flow()
+        current_context()
     backend.capture(lambda b: None, buffers).replay()
 
 
@@ -177,7 +177,7 @@ def baked_buffer(b: StaticBuffers) -> None:
 
 
 def baked_stream(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     mark = flow.record()
     with flow.stream("one" if HOST.flag else "two"):
         flow.wait(mark)  # baked
@@ -187,7 +187,7 @@ def baked_stream(b: StaticBuffers) -> None:
 
 
 def baked_host_node(b: StaticBuffers) -> None:
-    current_flow().host_node(f"fill {HOST.rows}", lambda: None)  # baked
+    current_context().host_node(f"fill {HOST.rows}", lambda: None)  # baked
 
 
 def baked_device_value(b: StaticBuffers) -> None:
@@ -428,7 +428,7 @@ def test_an_error_on_any_stream_skips_the_rest_and_frees_the_others(buffers: Sta
         return work
 
     def step(b: StaticBuffers) -> None:
-        flow, streams = current_flow(), ("one", "two", "three")
+        flow, streams = current_context(), ("one", "two", "three")
         for turn in range(2):
             marks = [flow.record()]
             for stream in streams:
@@ -490,7 +490,7 @@ def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: Sta
             time.sleep(1e-3)
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         fork = flow.record()
         with flow.stream("side"):
             flow.wait(fork)
@@ -518,7 +518,7 @@ def test_streams_run_beside_each_other(buffers: StaticBuffers) -> None:
             seen.set()
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         fork = flow.record()
         with flow.stream("side"):
             flow.wait(fork)
@@ -566,10 +566,10 @@ def test_leaving_without_close_is_clean() -> None:
     program = """
 import time, torch
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import current_flow
-from stepgraph.graphs.tape import TapeBackend
+from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
-    flow = current_flow()
+    flow = current_context()
     fork = flow.record()
     with flow.stream("side"):
         flow.wait(fork)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import CaptureError, current_flow, run_eager
-from stepgraph.graphs.tape import TapeBackend
+from stepgraph.graphs.capture import CaptureError, current_context, run_eager
+from stepgraph.graphs.tape.backend import TapeBackend
 
 SnippetStep = Callable[[StaticBuffers], object]
 
@@ -495,30 +495,30 @@ def broadcast_upload(b: StaticBuffers) -> None:
 
 @illegal("stream-outside-capture")
 def side_stream_without_wait(b: StaticBuffers) -> None:
-    with current_flow().stream("side"):
+    with current_context().stream("side"):
         b.x.add_(1)  # illegal
 
 
 @illegal("stream-outside-capture")
 def mark_on_outside_stream(b: StaticBuffers) -> None:
-    with current_flow().stream("side"):
-        current_flow().record()  # illegal
+    with current_context().stream("side"):
+        current_context().record()  # illegal
 
 
 @illegal("stream-outside-capture")
 def host_node_on_outside_stream(b: StaticBuffers) -> None:
-    with current_flow().stream("side"):
-        current_flow().host_node("h", lambda: None)  # illegal
+    with current_context().stream("side"):
+        current_context().host_node("h", lambda: None)  # illegal
 
 
 @illegal("foreign-mark")
 def foreign_mark(b: StaticBuffers) -> None:
-    current_flow().wait(MARKS[0])  # illegal
+    current_context().wait(MARKS[0])  # illegal
 
 
 @illegal("unjoined-fork")
 def unjoined(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     mark = flow.record()
     with flow.stream("side"):
         flow.wait(mark)
@@ -527,7 +527,7 @@ def unjoined(b: StaticBuffers) -> None:
 
 @illegal("unjoined-fork")
 def work_after_the_join(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     mark = flow.record()
     with flow.stream("side"):
         flow.wait(mark)
@@ -539,12 +539,12 @@ def work_after_the_join(b: StaticBuffers) -> None:
 
 @illegal("host-node-memory")
 def host_node_on_device_memory(b: StaticBuffers) -> None:
-    current_flow().host_node("h", lambda: None, reads=[b.x])  # illegal
+    current_context().host_node("h", lambda: None, reads=[b.x])  # illegal
 
 
 @illegal("host-node-memory")
 def host_node_on_unregistered_memory(b: StaticBuffers) -> None:
-    current_flow().host_node("h", lambda: None, writes=[UNREGISTERED])  # illegal
+    current_context().host_node("h", lambda: None, writes=[UNREGISTERED])  # illegal
 
 
 @illegal("nested-capture")
@@ -556,7 +556,7 @@ def nested(b: StaticBuffers) -> None:
 def another_capture() -> object:
     def other(b: StaticBuffers) -> None:
         ESCAPED.append(b.x + 1)
-        MARKS.append(current_flow().record())
+        MARKS.append(current_context().record())
 
     return BACKEND.capture(other, BUFFERS)
 
@@ -790,7 +790,7 @@ def default_draws(b: StaticBuffers) -> None:
 
 @legal
 def several_streams(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     fork = flow.record()
     b.x.add_(1)
     with flow.stream("side"):
@@ -809,7 +809,7 @@ def several_streams(b: StaticBuffers) -> None:
 
 @legal
 def host_node(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     b.x_host.copy_(b.x, non_blocking=True)
     fork = flow.record()
     with flow.stream("side"):

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import transformers
 
-from stepgraph.runtime.models.gguf_tokenizer import open_gguf, read_metadata
+from stepgraph.runtime.models.files.gguf_tokenizer import open_gguf, read_metadata
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from tests.made_tokenizers import MADE, byte_level

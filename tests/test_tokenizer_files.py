@@ -12,8 +12,8 @@ import gguf
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
 from tests.grammar_texts import filled
 from tests.made_tokenizers import byte_level, differences
@@ -35,7 +35,7 @@ def test_ranks_are_ids_and_special_tokens_fill_in(tmp_path: Path) -> None:
         table = Vocabulary.from_tiktoken(ranks, special, logits_width=300)
         assert table.tokens[:259] == tuple(RANKS) and table.tokens[259] == b"" and table.logits_width == 300
         assert table.stop_token_ids == (262, 261) and table.control_token_ids == (260,)
-        assert table.silent_ids == {259, 260, 261, 262}
+        assert table.non_text_ids == {259, 260, 261, 262}
     assert Vocabulary.from_tiktoken(path, special, stop_token_ids=[260]).stop_token_ids == (260,)
 
 

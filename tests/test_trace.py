@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span
-from stepgraph.graphs.tape import Tape
-from stepgraph.graphs.tape_run import Segment
-from stepgraph.graphs.tape_trace import Timed
-from stepgraph.runtime import Constraint, Engine, EngineConfig
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.tape.backend import Tape
+from stepgraph.graphs.tape.player import Segment
+from stepgraph.graphs.tape.trace import Timed
 from stepgraph.runtime.trace import Timeline, covered, length, union
 from tests.toy_engines import DRAFTERS, TARGET, VOCABULARY
 

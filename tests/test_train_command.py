@@ -15,8 +15,8 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from stepgraph.runtime import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.states_folder import SavedText, StatesLayout, StatesWriter
+from stepgraph import Engine, EngineConfig, Vocabulary
+from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter
 from tests.families import folder_of
 from tools import train_head
 from tools.training.batches import TrainingSet

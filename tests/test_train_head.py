@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stepgraph.runtime.extras.states_folder import SavedStates
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.pretrained import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.rope import RopeConfig
-from stepgraph.runtime.states_folder import SavedStates
 from tests.draft_oracles import Drafting
 from tests.families import folder_of
 from tools.training.acceptance import measure

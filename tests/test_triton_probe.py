@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.graphs.attention import AttentionShape
-from stepgraph.graphs.attention_choice import choose_attention
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.sampling import kernels
-from stepgraph.sampling.kernels import filter_choice, register
+from stepgraph.sampling.kernels import filter_choice, operation
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda:0")
 SHAPES = (AttentionShape(heads=4, kv_heads=2, size=64, dtype=torch.bfloat16),)
-PROBE = "stepgraph.sampling.kernels.programs.probe"
+PROBE = "stepgraph.sampling.kernels.triton.probe"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can launch here")
 
@@ -29,9 +29,9 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can l
 def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From one test to the next."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
-    register.why_no_triton.cache_clear()
+    operation.why_no_triton.cache_clear()
     yield
-    register.why_no_triton.cache_clear()
+    operation.why_no_triton.cache_clear()
 
 
 def check_choices(why: str) -> None:
@@ -51,18 +51,18 @@ def check_choices(why: str) -> None:
 @without_gpu
 def test_a_launch_that_fails_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     """The probe itself: it cannot make a tensor on a GPU."""
-    why = register.why_no_triton(CUDA)
+    why = operation.why_no_triton(CUDA)
     assert "CUDA" in why or "NVIDIA" in why
     check_choices(why)
-    (record,) = (record for record in caplog.records if record.name == register.log.name)
+    (record,) = (record for record in caplog.records if record.name == operation.log.name)
     assert record.getMessage() == f"Triton cannot launch on cuda:0, so kernels run as plain torch: {why}"
 
 
 def test_a_package_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, PROBE, raising=False)
-    assert register.why_no_triton(CUDA).startswith("ModuleNotFoundError: import of triton")
-    check_choices(register.why_no_triton(CUDA))
+    assert operation.why_no_triton(CUDA).startswith("ModuleNotFoundError: import of triton")
+    check_choices(operation.why_no_triton(CUDA))
 
 
 # Without a GPU a launch ends before it needs a compiler, so this probe calls the function that builds launchers.
@@ -70,7 +70,7 @@ BUILD = """
 from tests.stub_cuda.preload import preload_where_needed
 preload_where_needed()
 from triton.runtime.build import compile_module_from_src
-from stepgraph.sampling.kernels.programs import probe
+from stepgraph.sampling.kernels.triton import probe
 from tests.test_triton_probe import CUDA, check_choices, register
 probe.launch = lambda device: compile_module_from_src("int launcher;", "launcher")
 why = register.why_no_triton(CUDA)
@@ -95,7 +95,7 @@ def test_a_c_compiler_that_is_missing_or_fails_is_the_reason(tmp_path: Path, com
 
 @needs_triton
 def test_one_launch_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepgraph.sampling.kernels.programs import probe
+    from stepgraph.sampling.kernels.triton import probe
 
     launched: list[torch.device] = []
     monkeypatch.setattr(probe, "launch", launched.append)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from stepgraph import AsyncEngine, Engine, EngineConfig, FinishReason, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, FinishReason, Job
 from stepgraph.runtime.request import EngineClosedError
 from stepgraph.runtime.watchdog import RoundTimeoutError
 from tests.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import xgrammar
 
-from stepgraph.sampling.grammar.compile_worker import DONE, NO_MEMORY, REFUSED, TOO_LARGE, joined, packed, received
-from stepgraph.sampling.grammar.limits import MIB, GrammarLimits
-from stepgraph.sampling.grammar.worker_process import SCRIPT
+from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
+from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, REFUSED, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.worker_process import SCRIPT
 from tests.grammar_texts import PRINTABLE
 
 RESULT_BYTES = 60_000
@@ -34,7 +34,7 @@ def ask() -> Iterator[Ask]:
 
     options = {
         "stop_token_ids": PRINTABLE.stop_token_ids,
-        "silent_ids": sorted(PRINTABLE.silent_ids),
+        "non_text_ids": sorted(PRINTABLE.non_text_ids),
         "num_tokens": len(PRINTABLE.tokens),
         "width": PRINTABLE.logits_width,
         "max_threads": 1,

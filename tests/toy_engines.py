@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
-from stepgraph.sampling.grammar.compiler import Isolation
-from stepgraph.sampling.grammar.native import Unavailable, load
+from stepgraph.sampling.grammar.compile.compiler import Isolation
+from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import Answer, greedy
 from tests.proposers import always, noise, parrot, told

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.graphs import attention
+from stepgraph.graphs.attention import paged
 
 ARCHS = (80, 90, 100)
 
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
-    from stepgraph.sampling.kernels.programs import chain, choice, rejection
+    from stepgraph.sampling.kernels.triton import chain, choice, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     found = []
@@ -75,10 +75,10 @@ def variants() -> list[Variant]:
 
 def _mask_variants() -> list[Variant]:
     """Tags, and masks with all that a request asks for."""
-    from stepgraph.sampling.kernels.programs import masks, processors
+    from stepgraph.sampling.kernels.triton import mask_rows, processors
 
     types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
-    found = [_variant("tag_status", masks.tag_status, types, {"HAS_ROWS": True, "PLACES": 16}, 1)]
+    found = [_variant("tag_status", mask_rows.tag_status, types, {"HAS_ROWS": True, "PLACES": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
         types += ["*fp32", "*i32", *["i32"] * 15]
@@ -94,7 +94,7 @@ def _mask_variants() -> list[Variant]:
 
 def _filter_variants() -> list[Variant]:
     """As launched for 262,144 tokens."""
-    from stepgraph.sampling.kernels.programs import filters
+    from stepgraph.sampling.kernels.triton import filters
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     tile = filters.FILTER_TILE
@@ -124,23 +124,23 @@ class Attended(NamedTuple):
 
 def attention_variants() -> list[Variant]:
     """A round's few rows in heads of all sizes, a prompt's many in some; other groups, pages and halves, each once."""
-    from stepgraph.graphs.attention_kernels import split, turning
+    from stepgraph.graphs.attention import paged_triton, rope_kv_triton
 
-    launched = [Attended("bf16", size, 16) for size in attention.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
+    launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
     found = []
     for one in launched:
-        tile = split.tile_for(one.rows, one.size)
+        tile = paged_triton.tile_for(one.rows, one.size)
         types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, f"*{one.dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
         constants = shape | {"ALONE": one.alone, "WIDE": False}
         where = f"{one.groups} to a cache head, pages of {one.page}{', one part' if one.alone else ''}"
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
-        found.append(_variant(label, split.attend_part, types, constants, tile.warps))
+        found.append(_variant(label, paged_triton.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("join_parts", split.join_parts, types, {"PARTS": split.MOST_PARTS, "SIZE": 256}, 2))
+    found.append(_variant("join_parts", paged_triton.join_parts, types, {"PARTS": paged_triton.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
-    return [*found, _variant("turn_heads", turning.turn_heads, types, {"HALF": 128}, 1)]
+    return [*found, _variant("turn_heads", rope_kv_triton.turn_heads, types, {"HALF": 128}, 1)]
 
 
 def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:

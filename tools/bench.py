@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tools import bench_demo, bench_forced, bench_grammar, bench_kernels, bench_sampling, bench_stages

@@ -14,7 +14,7 @@ from typing import Any
 import xgrammar
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.limits import MIB
+from stepgraph.sampling.grammar.compile.limits import MIB
 from tools.grammar_documents import TEXTS
 
 SMALL = Constraint.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})

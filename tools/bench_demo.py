@@ -22,7 +22,7 @@ import jsonschema
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, variants
 from tools.demo.collect import LONGEST_PROMPT, encoded

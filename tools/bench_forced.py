@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 WORDS = (*"first _name last email _address street postal _code quantity unit _price currency".split(), '":', ' "', '",')

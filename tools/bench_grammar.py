@@ -25,12 +25,12 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
-from stepgraph.sampling.grammar.backends import BACKENDS
-from stepgraph.sampling.grammar.constraint import BackendChoice
-from stepgraph.sampling.grammar.native_link import available_processors
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.link.native import available_processors
+from stepgraph.sampling.grammar.link.python import PythonLink
 from tools import bench_compile
-from tools.grammar_documents import TEXTS, Reader, Turn, encode, vocabulary
+from tools.grammar_documents import TEXTS, Reader, StepLock, encode, vocabulary
 from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 
 BATCHES = (1, 8, 32, 64)
@@ -69,7 +69,7 @@ class Bench:
     def variants(self) -> list[Any]:
         return [*self.loops, *self.links]
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[StepLock]:
         """Every row's next round; a row whose document has ended begins another."""
         result = []
         for slot in range(self.rows):

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, filters, masks, processors, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, mask_rows, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import Context
@@ -35,7 +35,7 @@ from tools.checks.kernels import choice_inputs, device_us
 from tools.checks.masks import MAX_BIASES, make_case, tag_inputs
 from tools.checks.rejection import judgement
 
-CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/programs, which needs triton
+CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
 FILTER_TILE, FILTER_DIGIT_BITS, FILTER_PASSES = 2048, 3, 10
 SHAPES = ((1, 1, 151_669), (8, 5, 151_669), (64, 5, 131_072))
 
@@ -146,7 +146,7 @@ def tag_figures(context: Context, batch: int, places: int) -> dict[str, object]:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
     arguments: Any = (tags, rows, owner, generated, ruled, 2, torch.empty(batch, places, dtype=torch.int64, device=context.device))
     least = batch * (places * 5 * 8 + 3 * 8 + 1)
-    kernel, plain = partial(masks.mask_status_operation, *arguments), partial(masks.mask_status_reference, *arguments)
+    kernel, plain = partial(mask_rows.mask_status_operation, *arguments), partial(mask_rows.mask_status_reference, *arguments)
     return {"op": "mask_status", "shape": f"B={batch} N={places}", **_figures(context, least, least, kernel, plain)}
 
 

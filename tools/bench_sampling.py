@@ -33,7 +33,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from stepgraph.graphs import Limits, StaticBuffers, drafting, settling, stages
+from stepgraph.graphs import Limits, StaticBuffers, draft_select, drafting, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
@@ -172,7 +172,14 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
 def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
     """An operation of ours beside its reference, which takes the same arguments."""
     assert isinstance(call, partial)
-    modules = [settling, *(importlib.import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__))]
+    modules = [
+        draft_select,
+        *(
+            importlib.import_module(f"{kernels.__name__}.{found.name}")
+            for found in pkgutil.iter_modules(kernels.__path__)
+            if found.name != "flashinfer_filters"
+        ),
+    ]
     reference = next(getattr(module, f"{name}_reference") for module in modules if hasattr(module, f"{name}_reference"))
     plain = partial(reference, *call.args, **call.keywords)
     return Entry(stage, name, call, 1, len(seen(plain).calls), None if context.rehearsal else plain)

@@ -25,12 +25,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 import torch
 from tqdm import tqdm
 
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import GraphKey, drafting, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.capture import EagerFlow, use_flow
+from stepgraph.graphs.capture import EagerContext, use_context
+from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
-from stepgraph.graphs.placing import cache_slots
-from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -72,7 +72,7 @@ def llama(device: torch.device) -> Pair:
 MODELS = {"toy": toy, "llama": llama}
 
 
-class TimedFlow(EagerFlow):
+class TimedFlow(EagerContext):
     """Notes what each host node takes."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ class Scene:
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
             engine._host.announce(matchers)
-            with use_flow(flow), torch.no_grad():
+            with use_context(flow), torch.no_grad():
                 step(engine.buffers)
             engine.backend.synchronize()
             engine._host.let_go()

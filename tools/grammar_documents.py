@@ -77,7 +77,7 @@ def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepLock:
     """What one round asks of one row: how many drafts to take back, what the target added (-1: the text begins), the drafts."""
 
     rollback: int
@@ -97,7 +97,7 @@ class Reader:
     place: int = 0
     fresh: bool = True
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> StepLock | None:
         """The next round; None where the document has ended."""
         accepted = 0 if self.fresh else self.luck.randint(0, self.drafts)
         start = 0 if self.fresh else self.place + accepted + 1
@@ -106,4 +106,4 @@ class Reader:
         token = -1 if self.fresh else self.tokens[start - 1]
         rollback = 0 if self.fresh else self.drafts - accepted
         self.place, self.fresh = start, False
-        return Turn(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))
+        return StepLock(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))

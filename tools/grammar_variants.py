@@ -13,13 +13,13 @@ from torch import Tensor
 
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, MatcherRow, advance
-from stepgraph.sampling.grammar.native import Unavailable, load
-from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
-from stepgraph.sampling.grammar.native_link import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, MatcherRow, advance
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
-from tools.grammar_documents import Turn
+from tools.grammar_documents import StepLock
 
 NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
@@ -38,7 +38,7 @@ class PythonLoop:
         assert isinstance(matcher, XGrammarMatcher)
         self.matchers[slot : slot + 1] = [matcher.library_matcher]
 
-    def prepare(self, turns: Sequence[Turn]) -> None:
+    def prepare(self, turns: Sequence[StepLock]) -> None:
         self.turns, self.planes = turns, list(self.masks)
 
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class LibraryBatch(PythonLoop):
         super().__init__(rows, words, drafts)
         self.batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, available_processors()))
 
-    def prepare(self, turns: Sequence[Turn]) -> None:
+    def prepare(self, turns: Sequence[StepLock]) -> None:
         super().prepare(turns)
         self.places = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
 
@@ -110,7 +110,7 @@ class Linked:
         self.owners += 1
         self.rows[slot], self.generated[slot] = self.link.row(self.owners, grammar.matcher()), 0
 
-    def prepare(self, turns: Sequence[Turn]) -> None:
+    def prepare(self, turns: Sequence[StepLock]) -> None:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
             assert row is not None and not row.fault, row
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0

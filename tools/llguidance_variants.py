@@ -9,9 +9,9 @@ import llguidance
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint
-from stepgraph.sampling.grammar.llguidance_grammar import LLGuidanceGrammar
-from stepgraph.sampling.grammar.native_link import available_processors
-from tools.grammar_documents import Turn
+from stepgraph.sampling.grammar.link.native import available_processors
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
+from tools.grammar_documents import StepLock
 from tools.grammar_variants import PythonLoop
 
 
@@ -52,7 +52,7 @@ class LLGuidanceBatch(LLGuidanceLoop):
         super().seat(slot, grammar)
         self.walked[slot] = ()
 
-    def prepare(self, turns: Sequence[Turn]) -> None:
+    def prepare(self, turns: Sequence[StepLock]) -> None:
         self.fresh = [[*self.walked[slot][: turn.accepted], turn.token] if turn.token >= 0 else [] for slot, turn in enumerate(turns)]
         self.walked = [turn.drafts for turn in turns]
 

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         told = command.environment(rounds, options.out, with_nsys)
         line = command.nsys_line(options.nsys, options.out, script) if with_nsys else command.python_line(script)
         if options.only_print:
-            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.shown(line, told)]))
+            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.clip_repr(line, told)]))
             return 0
         return profile(options, line, told, with_nsys)
     except (ValueError, OSError) as error:
@@ -103,7 +103,7 @@ def profile(options: argparse.Namespace, line: list[str], told: dict[str, str], 
     options.out.parent.mkdir(parents=True, exist_ok=True)
     written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
     written.unlink(missing_ok=True)  # an older run's would be taken for this one's
-    print(f"nsys_profile: {command.shown(line, told)}", file=sys.stderr)
+    print(f"nsys_profile: {command.clip_repr(line, told)}", file=sys.stderr)
     done = subprocess.run(line, env={**os.environ, **told}, stdout=STDERR, check=False)
     if not written.is_file():
         why = f"the script ended with {done.returncode}" if done.returncode else "no engine came to these rounds"

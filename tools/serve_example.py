@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 import torch
 
-from stepgraph.runtime import AsyncEngine, Engine, EngineConfig, Vocabulary
+from stepgraph import AsyncEngine, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.commands.terminal import leave, shows_progress
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from stepgraph.graphs import cpu_kernels
-from stepgraph.graphs.attention import AttentionShape, by_reference
-from stepgraph.graphs.attention_kernels.probe import TOLERANCE, differs
+from stepgraph.graphs.attention.paged import AttentionShape, by_reference
+from stepgraph.graphs.attention.probe import TOLERANCE, differs
+from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.model import Attend
-from stepgraph.sampling.kernels import register
+from stepgraph.sampling.kernels import operation
 
 if TYPE_CHECKING:
-    from stepgraph.graphs.attention_kernels.planned import PlannedAttention
+    from stepgraph.graphs.attention.paged_flashinfer import PlannedAttention
 
 WISHES = ("auto", "flashinfer", "triton", "reference")
 LEAST_CAPABILITY = (8, 0)
@@ -98,12 +98,12 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         return _Candidate(why)
     try:
         log.warning("flashinfer's attention is built or loaded for %s; the first time takes some minutes", device)
-        module = importlib.import_module("stepgraph.graphs.attention_kernels.planned")
+        module = importlib.import_module("stepgraph.graphs.attention.paged_flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned)
     except Exception as error:  # whatever a compiler, a loader or a driver may raise
-        return _Candidate(register.reason(error))
+        return _Candidate(operation.reason(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
@@ -112,7 +112,7 @@ def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -
         return f"it is for CUDA devices, not for {device.type}"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'stepgraph[cuda]'"
-    if name == "triton" and (why := register.why_no_triton(device)):
+    if name == "triton" and (why := operation.why_no_triton(device)):
         return why
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:

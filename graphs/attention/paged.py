@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs import cpu_kernels
 from stepgraph.graphs.buffers import BufferSpec
-from stepgraph.graphs.cpu_kernels import calls
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
 from stepgraph.graphs.model import ModelInput
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling.kernels import register
+from stepgraph.sampling.kernels import operation
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the compiled kernel was checked for; the reference takes any
 PART = 128  # keys that the reference weighs at a time
@@ -132,7 +132,7 @@ _SCHEMA = (
     "(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor slots, Tensor block_tables, int page_size, int window,"
     " float scale, Tensor(a!) output) -> ()"
 )
-attention_operation = register.operation(
-    "stepgraph.graphs.attention_kernels.split", "attention", _SCHEMA, attention_reference, cpu_kernels.prepared(calls.attention)
+attention_operation = operation.operation(
+    "stepgraph.graphs.attention.paged_triton", "attention", _SCHEMA, attention_reference, cpu_kernels.prepared(calls.attention)
 )
-reference_operation = register.operation("", "attention_reference", _SCHEMA, attention_reference)
+reference_operation = operation.operation("", "attention_reference", _SCHEMA, attention_reference)

@@ -14,8 +14,8 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention import AttentionShape
-from stepgraph.graphs.attention_kernels.row_tables import INDEX, RowTables
+from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.graphs.attention.row_tables import INDEX, RowTables
 from stepgraph.graphs.model import Attend, ModelInput
 
 MOST_TILE = 128  # rows of queries that one of its programs takes
@@ -118,9 +118,9 @@ class PromptPlan:
             self._sent.synchronize()
         pages = -(-(first + count) // page_size)
         self._lengths_host.copy_(torch.tensor([0, count, 0, pages, first + count - (pages - 1) * page_size, first + count], dtype=INDEX))
-        query_starts, key_starts, last_page, length = self._lengths_host.split([2, 2, 1, 1])
+        qo_indptr, kv_indptr, last_page, length = self._lengths_host.split([2, 2, 1, 1])
         entries = block_tables[0, :pages].to(INDEX)
-        self.wrapper.plan(query_starts, key_starts, entries, last_page, seq_lens=length, **call.settings(page_size))
+        self.wrapper.plan(qo_indptr, kv_indptr, entries, last_page, seq_lens=length, **call.settings(page_size))
         self._sent = torch.cuda.Event()
         self._sent.record()
 
@@ -132,7 +132,7 @@ class RoundPlan:
         self.tables = RowTables(device, batch, count, pages, page_size)
         tiles = batch * -(-count * call.heads // call.kv_heads // 16)
         self.wrapper = _wrapper(torch.empty(16, dtype=torch.uint8, device=device), (1 << 16) + 64 * tiles)
-        starts = (self.tables.query_starts, self.tables.key_starts, self.tables.pages, self.tables.last_page)
+        starts = (self.tables.qo_indptr, self.tables.kv_indptr, self.tables.pages, self.tables.last_page)
         self.wrapper.plan(*starts, disable_split_kv=True, **call.settings(page_size))
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.attention import attention_reference
+from stepgraph.graphs.attention.paged import attention_reference
 
 MOST_PARTS = 64
 LEAST_PART = 128  # keys

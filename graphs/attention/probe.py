@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention import AttentionShape, attention, by_reference
+from stepgraph.graphs.attention.paged import AttentionShape, attention, by_reference
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.sampling.cuda_graphs import replayed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import cpu_kernels
-from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.sampling.kernels import register
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
+from stepgraph.sampling.kernels import operation
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return states * cosines + torch.cat([-second, first], -1) * sines
 
 
-def turn_and_keep(
+def rope_and_write_kv(
     query: Tensor, key: Tensor, value: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """The turned queries, [N, heads, size]; the turned keys and the values of N tokens lie in their slots afterwards.
@@ -29,7 +29,7 @@ def turn_and_keep(
     assert cosines.shape == sines.shape == (tokens, 1, size) and slots.shape == (tokens,), f"cosines {cosines.shape}, slots {slots.shape}"
     assert query.dtype is key.dtype is value.dtype is cosines.dtype is keys.dtype, f"query {query.dtype}, cosines {cosines.dtype}"
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    turn_and_keep_operation(_packed(query), _packed(key), _packed(value), cosines, sines, slots, output, keys, values)
+    rope_and_write_kv_operation(_packed(query), _packed(key), _packed(value), cosines, sines, slots, output, keys, values)
     return output
 
 
@@ -38,7 +38,7 @@ def _packed(states: Tensor) -> Tensor:
     return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
 
 
-def turn_and_keep_reference(
+def rope_and_write_kv_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -54,11 +54,11 @@ def turn_and_keep_reference(
     values.index_put_((slots,), value)
 
 
-turn_and_keep_operation = register.operation(
-    "stepgraph.graphs.attention_kernels.turning",
-    "turn_and_keep",
+rope_and_write_kv_operation = operation.operation(
+    "stepgraph.graphs.attention.rope_kv_triton",
+    "rope_and_write_kv",
     "(Tensor query, Tensor key, Tensor value, Tensor cosines, Tensor sines, Tensor slots, Tensor(a!) output, Tensor(b!) keys,"
     " Tensor(c!) values) -> ()",
-    turn_and_keep_reference,
-    cpu_kernels.prepared(calls.turn_and_keep),
+    rope_and_write_kv_reference,
+    cpu_kernels.prepared(calls.rope_and_write_kv),
 )

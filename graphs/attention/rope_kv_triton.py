@@ -66,7 +66,7 @@ def turn_heads(
         tl.store(values + entry + half + column, tl.load(place + half, mask=inside, other=0.0), mask=inside)
 
 
-def turn_and_keep(
+def rope_and_write_kv(
     query: Tensor,
     key: Tensor,
     value: Tensor,

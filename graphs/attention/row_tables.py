@@ -18,8 +18,8 @@ class RowTables:
     """As made: every query live, every page full. Request 2b is row b."""
 
     def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int) -> None:
-        self.query_starts = _starts(batch, count, device)  # [2B + 1]
-        self.key_starts = _starts(batch, pages, device)  # [2B + 1], in pages
+        self.qo_indptr = _starts(batch, count, device)  # [2B + 1]
+        self.kv_indptr = _starts(batch, pages, device)  # [2B + 1], in pages
         self.pages = torch.zeros(batch * pages, dtype=INDEX, device=device)
         self.last_page = torch.full((2 * batch,), page_size, dtype=INDEX, device=device)  # entries in it
 
@@ -28,8 +28,8 @@ class RowTables:
         page_size = inputs.page_size
         live = inputs.slots >= page_size
         last = torch.where(live, inputs.positions, -1).amax(1)
-        self.query_starts[1::2].copy_(self.query_starts[:-1:2] + live.sum(1))
-        self.key_starts[1::2].copy_(self.key_starts[:-1:2] + last // page_size + 1)
+        self.qo_indptr[1::2].copy_(self.qo_indptr[:-1:2] + live.sum(1))
+        self.kv_indptr[1::2].copy_(self.kv_indptr[:-1:2] + last // page_size + 1)
         self.last_page[::2].copy_(last % page_size + 1)
         self.pages.copy_(inputs.block_tables.flatten())
 

@@ -18,11 +18,11 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
-from stepgraph.graphs.cuda_capture import CudaRecorder, Recording, difference
-from stepgraph.graphs.cuda_flow import Streams, fail
-from stepgraph.graphs.cuda_trace import CudaTracer
-from stepgraph.graphs.driver import Driver, HostErrors, open_driver
-from stepgraph.graphs.marks import MakeRange, Span
+from stepgraph.graphs.cuda.driver import Driver, HostErrors, open_driver
+from stepgraph.graphs.cuda.flow import Streams, fail
+from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, difference
+from stepgraph.graphs.cuda.trace import CudaTracer
+from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.sampling.cuda_graphs import GraphPool
 
 POLL_SECONDS = 50e-6

@@ -12,7 +12,7 @@ _CHUNK = 1 << 26  # elements compared at once: the comparison's own memory stays
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Snapshot:
+class BufferBackup:
     """The contents of all buffers but the constants. Taken and restored on the current stream, while nothing else runs.
 
     A large buffer that still holds what its spec declares, as a cache before the first request does, is not copied: its

@@ -208,7 +208,7 @@ class HostErrors:
 class HostCallback:
     """A host node as C sees it: the address of a function and its user data. Must outlive every graph that holds them.
 
-    A native function (see `Flow.host_node`) is called as it is; any other becomes a callback that takes the GIL and never
+    A native function (see `CaptureContext.host_node`) is called as it is; any other becomes a callback that takes the GIL and never
     raises into C.
     """
 

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, CaptureError, Mark
-from stepgraph.graphs.driver import Driver, HostCallback, HostErrors
-from stepgraph.graphs.marks import STEP, Label, MakeRange
+from stepgraph.graphs.capture import MAIN, CaptureError, StreamEvent
+from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
+from stepgraph.graphs.spans import STEP, Label, MakeRange
 from stepgraph.sampling import cuda_graphs
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(contextlib.__file__) + os.sep + "contextlib.py")
-_OWN_NAMES = ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py")
-_OWN_FILES = (*(os.path.join(_HERE, name) for name in _OWN_NAMES), os.path.abspath(cuda_graphs.__file__))
+_SKIPPED = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    contextlib.__file__,
+    _HERE + os.sep,
+    os.path.join(os.path.dirname(_HERE), "capture.py"),
+    os.path.abspath(cuda_graphs.__file__),
+)
 
 
 class Streams(dict[str, torch.cuda.Stream]):
@@ -42,12 +46,12 @@ class Streams(dict[str, torch.cuda.Stream]):
             cuda_graphs.give_stream(self.popitem()[1])
 
 
-class CudaMark(NamedTuple):
+class CudaStreamEvent(NamedTuple):
     event: int
-    flow: CudaFlow
+    flow: CudaCaptureContext
 
 
-class CudaFlow:
+class CudaCaptureContext:
     """Streams, marks and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
 
     def __init__(
@@ -90,15 +94,15 @@ class CudaFlow:
         finally:
             self._stage = before
 
-    def record(self) -> Mark:
+    def record(self) -> StreamEvent:
         self._require_joined("record()")
         event = self._driver.event_create()
         self._events.append(event)
         self._driver.event_record(event, self._handle)
-        return CudaMark(event, self)
+        return CudaStreamEvent(event, self)
 
-    def wait(self, mark: Mark) -> None:
-        if not isinstance(mark, CudaMark) or mark.flow is not self:
+    def wait(self, mark: StreamEvent) -> None:
+        if not isinstance(mark, CudaStreamEvent) or mark.flow is not self:
             raise fail("foreign-mark", "wait() for a mark that this run of the step did not record")
         self._driver.stream_wait(self._handle, mark.event)
         self._joined.add(self._current)
@@ -155,7 +159,7 @@ def blame(innermost_first: Iterable[tuple[FrameType, int]]) -> tuple[str, int, s
     """File, line and source text of the innermost frame that belongs to neither torch nor the capture."""
     for frame, line in innermost_first:
         file = frame.f_code.co_filename
-        if not file.startswith(_MACHINERY) and file not in _OWN_FILES:
+        if not file.startswith(_SKIPPED):
             return file, line, linecache.getline(file, line).strip()
     return "", 0, ""
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, CaptureError, RecordedReport, Step, use_flow
-from stepgraph.graphs.cuda_flow import CudaFlow, Streams, blame
-from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors
-from stepgraph.graphs.marks import Label, MakeRange, stage_runs
-from stepgraph.graphs.snapshot import Snapshot
+from stepgraph.graphs.capture import MAIN, CaptureError, RecordedReport, Step, use_context
+from stepgraph.graphs.cuda.buffer_backup import BufferBackup
+from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors
+from stepgraph.graphs.cuda.flow import CudaCaptureContext, Streams, blame
+from stepgraph.graphs.spans import Label, MakeRange, stage_runs
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 
@@ -48,11 +48,11 @@ class CudaRecorder:
         """
         drawn = [*generators, torch.cuda.default_generators[self._device.index]]
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
-            snapshot, states = Snapshot(buffers), [generator.get_state() for generator in drawn]
+            snapshot, states = BufferBackup(buffers), [generator.get_state() for generator in drawn]
             self.synchronize()
-            flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=False)
+            flow = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
             try:
-                with use_flow(flow):
+                with use_context(flow):
                     step(buffers)
             finally:
                 self.synchronize()
@@ -95,11 +95,11 @@ class CudaRecorder:
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback], list[Label]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        flow = CudaFlow(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
+        flow = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
             with capturing(graph, self._pool, generators):
                 try:
-                    with use_flow(flow):
+                    with use_context(flow):
                         step(buffers)
                     flow.label_nodes()
                 except BaseException:

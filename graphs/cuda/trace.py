@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span, StageRun
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span, StageRun
 
 UNNAMED = "unnamed"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepgraph.graphs import cpu_kernels
-from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.sampling.kernels import register
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
+from stepgraph.sampling.kernels import operation
 
 LEAST_ROWS = 4  # of a matrix product in torch on the CPU: with fewer rows, MKL and oneDNN add up in another order
 
@@ -35,7 +35,7 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def gated(pairs: Tensor) -> Tensor:
+def silu_and_mul(pairs: Tensor) -> Tensor:
     """silu of the first half of the last dimension, times the second half."""
     if not cpu_kernels.serves(pairs) or cpu_kernels.wants_gradients(pairs):
         return opened(pairs)
@@ -70,24 +70,24 @@ def rms_norm_reference(states: Tensor, weight: Tensor, epsilon: float, output: T
     output.copy_(normed(states, weight, epsilon))
 
 
-def gated_reference(pairs: Tensor, output: Tensor) -> None:
+def silu_and_mul_reference(pairs: Tensor, output: Tensor) -> None:
     output.copy_(opened(pairs))
 
 
-product_operation = register.operation(
+product_operation = operation.operation(
     "",
     "product",
     "(Tensor states, Tensor weight, Tensor? bias, Tensor? onto, Tensor(a!) output) -> ()",
     product_reference,
     cpu_kernels.prepared(calls.product),
 )
-rms_norm_operation = register.operation(
+rms_norm_operation = operation.operation(
     "",
     "rms_norm",
     "(Tensor states, Tensor weight, float epsilon, Tensor(a!) output) -> ()",
     rms_norm_reference,
     cpu_kernels.prepared(calls.rms_norm),
 )
-gated_operation = register.operation(
-    "", "gated", "(Tensor pairs, Tensor(a!) output) -> ()", gated_reference, cpu_kernels.prepared(calls.gate)
+gated_operation = operation.operation(
+    "", "gated", "(Tensor pairs, Tensor(a!) output) -> ()", silu_and_mul_reference, cpu_kernels.prepared(calls.gate)
 )

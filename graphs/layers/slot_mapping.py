@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import cpu_kernels
-from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.sampling.kernels import register
+from stepgraph.graphs.layers import cpu as cpu_kernels
+from stepgraph.graphs.layers.cpu import calls
+from stepgraph.sampling.kernels import operation
 
 
 class Placed(NamedTuple):
@@ -125,7 +125,7 @@ def angles_reference(positions: Tensor, frequencies: Tensor, cosines: Tensor, si
     sines.copy_(found[1])
 
 
-place_tokens_operation = register.operation(
+place_tokens_operation = operation.operation(
     "",
     "place_tokens",
     "(Tensor tokens, Tensor wanted, Tensor length, Tensor end, Tensor tables, int offset, int page_size, int max_length,"
@@ -133,7 +133,7 @@ place_tokens_operation = register.operation(
     place_tokens_reference,
     cpu_kernels.prepared(calls.place_tokens),
 )
-shift_entries_operation = register.operation(
+shift_entries_operation = operation.operation(
     "",
     "shift_entries",
     "(Tensor positions, Tensor slots, Tensor tables, int page_size, int by, int shared, Tensor(a!) earlier,"
@@ -141,14 +141,14 @@ shift_entries_operation = register.operation(
     shift_entries_reference,
     cpu_kernels.prepared(calls.shift_entries),
 )
-angles_operation = register.operation(
+angles_operation = operation.operation(
     "",
     "angles",
     "(Tensor positions, Tensor frequencies, Tensor(a!) cosines, Tensor(b!) sines) -> ()",
     angles_reference,
     cpu_kernels.prepared(calls.angles),
 )
-place_masks_operation = register.operation(
+place_masks_operation = operation.operation(
     "",
     "place_masks",
     "(Tensor rows, Tensor tags, Tensor masks, Tensor(a!) row_tags, Tensor(b!) row_masks) -> ()",

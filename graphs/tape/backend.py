@@ -19,14 +19,14 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
-from stepgraph.graphs.marks import MakeRange, Span
-from stepgraph.graphs.tape_event import TapeEvent, told
-from stepgraph.graphs.tape_ops import poison
-from stepgraph.graphs.tape_record import Recorder
-from stepgraph.graphs.tape_rules import fail
-from stepgraph.graphs.tape_run import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
-from stepgraph.graphs.tape_trace import TimedPrograms, Tracer, timed_programs
-from stepgraph.graphs.tape_twice import first_difference, record_perturbed
+from stepgraph.graphs.spans import MakeRange, Span
+from stepgraph.graphs.tape.event import TapeEvent, told
+from stepgraph.graphs.tape.player import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
+from stepgraph.graphs.tape.recorder import Recorder
+from stepgraph.graphs.tape.replay_ops import poison
+from stepgraph.graphs.tape.rules import fail
+from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, timed_programs
+from stepgraph.graphs.tape.twice import first_difference, record_perturbed
 
 _local = threading.local()  # .recording: a capture is under way on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()

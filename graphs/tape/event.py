@@ -6,11 +6,11 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stepgraph.graphs.tape_run import Await, HostCall, Item, Segment
-from stepgraph.graphs.tape_trace import Timed
+from stepgraph.graphs.tape.player import Await, HostCall, Item, Segment
+from stepgraph.graphs.tape.trace import Timed
 
 if TYPE_CHECKING:
-    from stepgraph.graphs.tape import TapeBackend
+    from stepgraph.graphs.tape.backend import TapeBackend
 
 
 class TapeEvent:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import MAIN, BackendStats, HostNodeError, RecordedReport, host_call
-from stepgraph.graphs.marks import STEP, Label, stage_runs
-from stepgraph.graphs.tape_ops import same_bits
-from stepgraph.graphs.tape_record import Node, Recorder
+from stepgraph.graphs.spans import STEP, Label, stage_runs
+from stepgraph.graphs.tape.recorder import Node, Recorder
+from stepgraph.graphs.tape.replay_ops import same_bits
 
 Item = Callable[[bool], None]
 Delay = Callable[[str], object]

@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, CaptureError, Mark, Step, use_flow
-from stepgraph.graphs.marks import STEP
-from stepgraph.graphs.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.signatures import bound, signature, tensors_in, written
-from stepgraph.graphs.tape_ops import repeat, whole
-from stepgraph.graphs.tape_rules import Memory, Rules, Site, call_site, fail, generator_key
+from stepgraph.graphs.capture import MAIN, CaptureError, Step, StreamEvent, use_context
+from stepgraph.graphs.spans import STEP
+from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
+from stepgraph.graphs.tape.replay_ops import repeat, whole
+from stepgraph.graphs.tape.rules import Memory, Rules, Site, call_site, fail, generator_key
+from stepgraph.graphs.tape.signatures import bound, signature, tensors_in, written
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
 
 
 @dataclass
-class TapeMark:
+class TapeStreamEvent:
     """A point in one stream of one capture."""
 
     number: int
@@ -47,7 +47,7 @@ class Node:
     site: Site
     leaves: tuple[Leaf, ...] = ()
     call: Callable[[], object] | None = None
-    mark: TapeMark | None = None
+    mark: TapeStreamEvent | None = None
     writes: tuple[Tensor, ...] = ()  # declared, of a host node
     clock: Clock = field(default_factory=dict)
     stage: str = STEP
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         torch.clear_autocast_cache()  # it holds casts of weights that this capture would not know
         try:
             # inference mode would hide the pieces of composite operations
-            with torch.inference_mode(False), torch.no_grad(), use_flow(self), self, _FunctionGuard(self):
+            with torch.inference_mode(False), torch.no_grad(), use_context(self), self, _FunctionGuard(self):
                 step(self.memory.buffers)
             if self._failure is not None:  # the step swallowed it
                 raise self._failure
@@ -236,17 +236,17 @@ class Recorder(TorchDispatchMode):
         finally:
             self._stage = before
 
-    def record(self) -> Mark:
+    def record(self) -> StreamEvent:
         with self.working():
             self._join_or_fail("record()")
             number = sum(node.kind == "record" for node in self.nodes)
-            mark = TapeMark(number, self._stream, self.races.record(self._stream), self)
+            mark = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self)
             self._add(Node("record", "record", self._stream, call_site(), mark=mark))
             return mark
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: StreamEvent) -> None:
         with self.working():
-            if not isinstance(mark, TapeMark) or mark.capture is not self:
+            if not isinstance(mark, TapeStreamEvent) or mark.capture is not self:
                 raise fail("foreign-mark", "wait() for a mark that this capture did not record")
             self.races.wait(self._stream, mark.clock)
             leaves: tuple[Leaf, ...] = (("tensor", f"mark {mark.number}"),)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from stepgraph.graphs.signatures import bound, signature, tensors_in
-from stepgraph.sampling.kernels import register
+from stepgraph.graphs.tape.signatures import bound, signature, tensors_in
+from stepgraph.sampling.kernels import operation
 
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
 _COPIES = {"aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat", "aten::stack"}
@@ -39,7 +39,7 @@ def repeat(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], res
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if not fresh:  # it mutates its arguments, or only asserts something
-        return Repeat(kind, (None if kwargs else register.settled(func, args)) or functools.partial(func, *args, **kwargs))
+        return Repeat(kind, (None if kwargs else operation.settled(func, args)) or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
     call = None if mutable else _through_out(func, args, kwargs, result)

@@ -20,16 +20,14 @@ from torch._ops import OpOverload
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import CaptureError
-from stepgraph.graphs.signatures import bound, signature, tensors_in
+from stepgraph.graphs.tape.signatures import bound, signature, tensors_in
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_SKIPPED_FILES = {contextlib.__file__} | {
-    os.path.join(_HERE, name)
-    for name in ("capture.py", "tape.py", "tape_ops.py", "tape_record.py", "tape_rules.py", "races.py", "buffers.py")
-}
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TAPE = os.path.dirname(os.path.abspath(__file__))
+_BUFFERS = os.path.join(os.path.dirname(_TAPE), "buffers.py")
+_SKIPPED_FILES = {contextlib.__file__, os.path.join(os.path.dirname(_TAPE), "capture.py"), _BUFFERS}
+_SKIPPED_FOLDERS = (_TAPE + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 
 _SYNCS: dict[Any, str] = {
     getattr(Tensor, name): name
@@ -70,7 +68,7 @@ def call_site() -> Site:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file not in _SKIPPED_FILES and not file.startswith(_TORCH) and not file.startswith("<frozen"):
+        if file not in _SKIPPED_FILES and not file.startswith(_SKIPPED_FOLDERS):
             return Site(file, frame.f_lineno)
         frame = frame.f_back
     return Site("", 0)
@@ -244,7 +242,7 @@ def _asked_by_buffers() -> bool:
     for _ in range(4):
         if frame is None:
             return False
-        if frame.f_code.co_filename == os.path.join(_HERE, "buffers.py"):
+        if frame.f_code.co_filename == _BUFFERS:
             return True
         frame = frame.f_back
     return False

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.marks import BETWEEN, LAUNCHER, OUTSIDE, Span
-from stepgraph.graphs.tape_run import Await, HostCall, Item, Segment
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.tape.player import Await, HostCall, Item, Segment
 
 
 class Timed:

@@ -8,8 +8,8 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import CaptureError
-from stepgraph.graphs.tape_record import Node, Recorder
-from stepgraph.graphs.tape_rules import fail
+from stepgraph.graphs.tape.recorder import Node, Recorder
+from stepgraph.graphs.tape.rules import fail
 
 
 def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepgraph.runtime.commands.inputs import THREADS, read_file, set_threads, settle_threads, shown
+from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_file, set_threads, settle_threads
 from stepgraph.runtime.commands.request import DTYPES, add_draft_flags, dtype_of, look_up_of
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting
 
@@ -125,7 +125,7 @@ def _opened(options: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
     """Prompts are read before weights are: what is wrong with them shows at once."""
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.demo.variants import Pair, toy_pair
-    from stepgraph.runtime.models.loading import load_models
+    from stepgraph.runtime.models.files.loading import load_models
     from stepgraph.runtime.text import TextCodec
 
     if options.model == TOY:
@@ -152,7 +152,7 @@ def _prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"--prompts {options.prompts}:{number}: {error}") from None
     if not found:
-        raise ValueError(f"--prompts: got {shown(options.prompts)} without a line, want at least one prompt")
+        raise ValueError(f"--prompts: got {clip_repr(options.prompts)} without a line, want at least one prompt")
     return found
 
 
@@ -162,11 +162,11 @@ def _prompt(line: str, codec: TextCodec) -> Prompt:
     entry = json.loads(line)
     names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
     if len(names) != 1 or not names <= {"text", "messages", "token_ids"}:
-        raise ValueError(f"got {shown(line)}, want an object with one of text, messages, token_ids, a schema or none, and no more")
+        raise ValueError(f"got {clip_repr(line)}, want an object with one of text, messages, token_ids, a schema or none, and no more")
     constraint = Constraint.json_schema(entry["schema"]) if "schema" in entry else Constraint.json_object()
     ids, most = _ids(entry, codec), codec.vocabulary.logits_width
     if not isinstance(ids, list) or not ids or not all(type(each) is int and 0 <= each < most for each in ids):
-        raise ValueError(f"got {shown(line)}, want at least one token, and ids from 0 to {most - 1}")
+        raise ValueError(f"got {clip_repr(line)}, want at least one token, and ids from 0 to {most - 1}")
     return Prompt(ids, constraint)
 
 
@@ -179,7 +179,7 @@ def _ids(entry: dict[str, Any], codec: TextCodec) -> list[int]:
         try:
             return codec.encode("\n\n".join(message["content"] for message in entry["messages"]) + "\n\n")
         except (KeyError, TypeError):
-            raise ValueError(f"messages: got {shown(str(entry['messages']))}, want a list of objects with a content") from None
+            raise ValueError(f"messages: got {clip_repr(str(entry['messages']))}, want a list of objects with a content") from None
     ids: list[int] = entry["token_ids"]
     return ids
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import shown
+from stepgraph.runtime.commands.inputs import clip_repr
 from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, load_libraries, print_json
 
 if TYPE_CHECKING:
@@ -129,17 +129,17 @@ def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]
 def _named(flag: str, given: str) -> Any:
     module, _, name = given.partition(":")
     if not module or not name or module.startswith(".") or module.endswith(".py"):
-        raise ValueError(f"{flag}: got {shown(given)}, want {WANTED}")
+        raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}")
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ValueError(f"{flag}: got {shown(given)}, want {WANTED}; there is no module {error.name!r}") from None
+            raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}; there is no module {error.name!r}") from None
         raise UserError(f"importing {module} failed") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"importing {module} failed") from error
     if not hasattr(imported, name):
-        raise ValueError(f"{flag}: got {shown(given)}, want {WANTED}; {module} has no {name!r}")
+        raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}; {module} has no {name!r}")
     return getattr(imported, name)
 
 
@@ -153,11 +153,11 @@ def _called(flag: str, given: str, function: Any, wanted: str) -> Any:
 
 def _require_callable(flag: str, given: str, function: Any, wanted: str) -> None:
     if not callable(function):
-        raise ValueError(f"{flag}: got {shown(given)}, which is a {type(function).__name__}, want {wanted}")
+        raise ValueError(f"{flag}: got {clip_repr(given)}, which is a {type(function).__name__}, want {wanted}")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise ValueError(f"{flag}: got {shown(given)} ({error}), want {wanted}") from None
+        raise ValueError(f"{flag}: got {clip_repr(given)} ({error}), want {wanted}") from None
     except ValueError:  # some of C's have no signature
         return
 
@@ -165,7 +165,7 @@ def _require_callable(flag: str, given: str, function: Any, wanted: str) -> None
 def _replays(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
     """Whether a replay leaves the same bits as the step itself, from the state that the buffers are in."""
     from stepgraph.graphs.capture import run_eager
-    from stepgraph.graphs.tape_ops import same_bits
+    from stepgraph.graphs.tape.replay_ops import same_bits
 
     def after(act: Callable[[], None]) -> dict[str, Any]:
         for name, tensor in before.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import THREADS, read_schema, set_threads, settle_threads, shown
+from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_schema, set_threads, settle_threads
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting, wants_colour
 from stepgraph.runtime.demo.pair import DRAFTS
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.demo.scenarios import Scenario
     from stepgraph.runtime.demo.variants import Case, Pair
     from stepgraph.runtime.request import Job, StepEvent
-    from stepgraph.sampling.grammar.compiler import CompiledConstraint
+    from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
 SUMMARY = "decode with a small real model and its draft, and show why it is fast"
 PICTURE, TRACE = "timeline.png", "timeline.json"
@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
     with waiting("opening the models ..."):
         pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
     settle_threads(options.threads, pair.target)
-    with Demonstration(pair, scenarios, options) as shown:
-        document = shown.run()
+    with Demonstration(pair, scenarios, options) as clip_repr:
+        document = clip_repr.run()
     if options.json:
         print_json(document)
     failed = {name: answer["failed"] for name, answer in document["answers"].items() if answer["failed"]}
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     if options.schema is not None and options.prompt is None:
-        raise ValueError(f"--schema: got {shown(options.schema)} without --prompt, want both: the scenarios have schemas of their own")
+        raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, want both: the scenarios have schemas of their own")
     for flag, least, most in (("drafts", 1, 8), ("max_new_tokens", 2, 4096), ("repeats", 1, 1000)):
         value = getattr(options, flag)
         if not least <= value <= most:
@@ -93,7 +93,7 @@ def require_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"--out: got {shown(str(folder))} ({error.strerror}), want a folder to write to, or --no-timeline") from None
+        raise ValueError(f"--out: got {clip_repr(str(folder))} ({error.strerror}), want a folder to write to, or --no-timeline") from None
 
 
 class Demonstration:
@@ -154,9 +154,9 @@ class Demonstration:
     def answer(self, scenario: Scenario) -> dict[str, Any]:
         """The first answers, of which the fastest variant's is shown as it comes."""
         self._say(f"\n{scenario.name}: {scenario.user}\n")
-        *others, shown = self._suitable(scenario)
+        *others, clip_repr = self._suitable(scenario)
         stream = self.pair.codec.stream()
-        job = self._run(shown, scenario, lambda event: self._show(event, stream.push))
+        job = self._run(clip_repr, scenario, lambda event: self._show(event, stream.push))
         self._say(stream.finish())
         texts: dict[str, list[int]] = {}
         with self._bar("the other variants", len(others)) as bar:

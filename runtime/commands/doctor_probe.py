@@ -19,7 +19,7 @@ def torch_build() -> dict[str, Any]:
 
 def native_link() -> str:
     """Why grammars are not driven from C; empty where they are."""
-    from stepgraph.sampling.grammar.native import Unavailable, load
+    from stepgraph.sampling.grammar.link.library import Unavailable, load
 
     try:
         load()
@@ -30,14 +30,14 @@ def native_link() -> str:
 
 def native_layers() -> str:
     """Why layers do not run in C on the CPU; empty where they do."""
-    from stepgraph.graphs.cpu_kernels import why_not
+    from stepgraph.graphs.layers.cpu import why_not
 
     return why_not()
 
 
 def native_choices() -> str:
     """The same for masked choices and acceptance."""
-    from stepgraph.sampling.kernels.native import why_not
+    from stepgraph.sampling.kernels.cpu import why_not
 
     return why_not()
 
@@ -46,7 +46,7 @@ def triton_launch() -> str:
     """Why Triton programs cannot run on the first GPU; empty where they can, or without a GPU."""
     import torch
 
-    from stepgraph.sampling.kernels.register import why_no_triton
+    from stepgraph.sampling.kernels.operation import why_no_triton
 
     return why_no_triton(torch.device("cuda:0")) if torch.cuda.is_available() else ""
 
@@ -55,8 +55,8 @@ def attention() -> dict[str, str]:
     """Of a usual model in bfloat16. On a GPU flashinfer is built and tried out with the first capture, which takes minutes: not here."""
     import torch
 
-    from stepgraph.graphs.attention import AttentionShape
-    from stepgraph.graphs.attention_choice import choose_attention, unfit
+    from stepgraph.graphs.attention.choose import choose_attention, unfit
+    from stepgraph.graphs.attention.paged import AttentionShape
 
     shapes = (AttentionShape(heads=32, kv_heads=8, size=128, dtype=torch.bfloat16),)
     if not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def filters() -> dict[str, str]:
 
 def self_test() -> dict[str, Any]:
     """One text under a schema, by recorded rounds on the tape."""
-    from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+    from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
     from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
     vocabulary = Vocabulary.printable()

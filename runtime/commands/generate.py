@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import THREADS, read_file, read_standard_input, set_threads, settle_threads, shown, token_ids
+from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_file, read_standard_input, set_threads, settle_threads, token_ids
 from stepgraph.runtime.commands.request import (
     DTYPES,
     add_constraint_flags,
@@ -129,7 +129,7 @@ def _asked(options: argparse.Namespace) -> Asked:
         codec = TextCodec.open(options.model)
     ids = _ids(options, text, codec)
     if not ids:
-        raise ValueError(f"PROMPT: got {shown(text)}, which has no tokens, want at least one")
+        raise ValueError(f"PROMPT: got {clip_repr(text)}, which has no tokens, want at least one")
     return Asked(ids, constraint_of(options, codec), sampling)
 
 
@@ -145,7 +145,7 @@ def _ids(options: argparse.Namespace, text: str, codec: TextCodec) -> list[int]:
     chat = codec.has_chat if options.chat is None else options.chat
     if not chat:
         if options.system is not None:
-            raise ValueError(f"--system: got {shown(options.system)} for a plain prompt, want a model with a chat template")
+            raise ValueError(f"--system: got {clip_repr(options.system)} for a plain prompt, want a model with a chat template")
         return codec.encode(text)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return codec.chat([*system, {"role": "user", "content": text}])
@@ -154,7 +154,7 @@ def _ids(options: argparse.Namespace, text: str, codec: TextCodec) -> list[int]:
 def _engine(options: argparse.Namespace, asked: Asked) -> tuple[Engine, Vocabulary]:
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.models.loading import load_models
+    from stepgraph.runtime.models.files.loading import load_models
 
     config = EngineConfig(
         max_rows=1,

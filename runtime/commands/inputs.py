@@ -19,9 +19,9 @@ def read_schema(flag: str, given: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag}: got {shown(given)}, which is not JSON ({error}), want a JSON schema") from None
+        raise ValueError(f"{flag}: got {clip_repr(given)}, which is not JSON ({error}), want a JSON schema") from None
     if not isinstance(schema, dict):
-        raise ValueError(f"{flag}: got {shown(given)}, which holds {type(schema).__name__}, want an object")
+        raise ValueError(f"{flag}: got {clip_repr(given)}, which holds {type(schema).__name__}, want an object")
     return schema
 
 
@@ -29,12 +29,12 @@ def read_file(flag: str, path: str, wanted: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
-        raise ValueError(f"{flag}: got {shown(path)} ({error.strerror or error}), want {wanted}") from None
+        raise ValueError(f"{flag}: got {clip_repr(path)} ({error.strerror or error}), want {wanted}") from None
     except ValueError as error:
-        raise ValueError(f"{flag}: got {shown(path)} ({error}), want {wanted}") from None
+        raise ValueError(f"{flag}: got {clip_repr(path)} ({error}), want {wanted}") from None
 
 
-def shown(given: str) -> str:
+def clip_repr(given: str) -> str:
     return repr(given if len(given) <= LONGEST_SHOWN else given[:LONGEST_SHOWN] + "\N{HORIZONTAL ELLIPSIS}")
 
 
@@ -43,7 +43,7 @@ def token_ids(flag: str, given: str) -> list[int]:
     try:
         return [int(word) for word in given.replace(",", " ").split()]
     except ValueError:
-        raise ValueError(f"{flag}: got {shown(given)}, want token ids such as 1,2,3") from None
+        raise ValueError(f"{flag}: got {clip_repr(given)}, want token ids such as 1,2,3") from None
 
 
 def read_standard_input(flag: str) -> str:
@@ -67,7 +67,7 @@ def settle_threads(count: int | None, model: object) -> None:
     """Where nobody said how many: one, where layers run in C on the thread that calls them. With several, products are torch's."""
     import torch
 
-    from stepgraph.graphs import cpu_kernels
+    from stepgraph.graphs.layers import cpu as cpu_kernels
 
     if count is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
         return

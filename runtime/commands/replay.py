@@ -11,7 +11,7 @@ from stepgraph.runtime.commands.request import DTYPES, dtype_of
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
 
 if TYPE_CHECKING:
-    from stepgraph.runtime.replaying import Replayed, Run
+    from stepgraph.runtime.extras.replay import Replayed, Run
 
 SUMMARY = "ask again what an engine with record=FILE was asked, and compare token for token"
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if options.toy and options.draft is not None:
         raise ValueError(f"--draft: got {options.draft} beside --toy, want it beside --model: the toy pair has its own")
     load_libraries()
-    from stepgraph.runtime.replaying import other_versions, read_recording
+    from stepgraph.runtime.extras.replay import other_versions, read_recording
 
     recorded = read_recording(options.file)
     set_threads(options.threads)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replayed(recorded: Run, options: argparse.Namespace) -> Replayed:
-    from stepgraph.runtime.replaying import replay
+    from stepgraph.runtime.extras.replay import replay
 
     progress = shows_progress() and not options.json
     if options.toy:
@@ -62,7 +62,7 @@ def _replayed(recorded: Run, options: argparse.Namespace) -> Replayed:
 
         pair = toy_pair()
         return replay(recorded, pair.target, pair.draft, pair.vocabulary, progress=progress)
-    from stepgraph.runtime.models.loading import load_models
+    from stepgraph.runtime.models.files.loading import load_models
 
     loaded = load_models(options.model, options.draft or "auto", recorded.config, dtype=dtype_of(options), progress=progress)
     draft = "none" if loaded.draft is None else loaded.draft
@@ -70,7 +70,7 @@ def _replayed(recorded: Run, options: argparse.Namespace) -> Replayed:
 
 
 def _document(recorded: Run, found: Replayed) -> dict[str, Any]:
-    from stepgraph.runtime.replaying import other_versions
+    from stepgraph.runtime.extras.replay import other_versions
 
     return {
         "equal": found.equal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import read_file, read_schema, shown, token_ids
+from stepgraph.runtime.commands.inputs import clip_repr, read_file, read_schema, token_ids
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +77,11 @@ def check_constraint_flags(options: argparse.Namespace) -> None:
     if options.grammar is not None:
         options.grammar_kind = options.grammar_kind or KINDS.get(options.grammar[options.grammar.rfind(".") :])
         if options.grammar_kind is None:
-            raise ValueError(f"--grammar: got {shown(options.grammar)}, want a file that ends in {', '.join(KINDS)}, or --grammar-kind")
+            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, want a file that ends in {', '.join(KINDS)}, or --grammar-kind")
         options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
     constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
     if options.after is not None and not constrained:
-        raise ValueError(f"--after: got {shown(options.after)}, want it beside --schema, --regex, --grammar, --choice or --json-object")
+        raise ValueError(f"--after: got {clip_repr(options.after)}, want it beside --schema, --regex, --grammar, --choice or --json-object")
 
 
 def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
@@ -102,7 +102,7 @@ def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Const
     if found is None or options.after is None:
         return found
     ids = codec.encode(options.after, begins=False) if codec else []
-    controls = codec.vocabulary.silent_ids if codec else frozenset()
+    controls = codec.vocabulary.non_text_ids if codec else frozenset()
     return found.after(ids if not controls.isdisjoint(ids) else options.after)
 
 

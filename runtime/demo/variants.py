@@ -14,7 +14,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.models.loading import load_models
+from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec

@@ -19,8 +19,8 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.runtime.states_folder import SavedText, StatesLayout, StatesWriter
 
 
 class PromptLines(NamedTuple):

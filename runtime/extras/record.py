@@ -27,15 +27,15 @@ from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.desk import Desk, id_of
 from stepgraph.runtime.drafters import only_looks_up
+from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.forks import leave_in_forks
-from stepgraph.runtime.grammars import Waiting
-from stepgraph.runtime.hidden_states import HiddenStates
+from stepgraph.runtime.grammar_queue import QueuedRequest
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
-from stepgraph.runtime.rows import Seat, Sharing
+from stepgraph.runtime.scheduler import Scheduler, id_of
+from stepgraph.runtime.slots import ActiveRequest, Sharing
+from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
-from stepgraph.sampling.shown import shown
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
@@ -52,9 +52,9 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or self.path == "":
-            raise ValueError(f"Recording.path: got {shown(self.path)}, want the path of a file")
+            raise ValueError(f"Recording.path: got {clip_repr(self.path)}, want the path of a file")
         if not is_int(self.max_bytes) or self.max_bytes < 1:
-            raise ValueError(f"Recording.max_bytes: got {shown(self.max_bytes)}, want a whole number >= 1")
+            raise ValueError(f"Recording.max_bytes: got {clip_repr(self.max_bytes)}, want a whole number >= 1")
 
 
 class Recorder:
@@ -112,7 +112,7 @@ class Recorder:
                 warnings.warn(f"the recording {self._path} ends here: {why}", RuntimeWarning, stacklevel=4)
 
 
-class RecordedDesk(Desk):
+class RecordedScheduler(Scheduler):
     """A desk that tells a recorder of all that passes over it."""
 
     def __init__(
@@ -121,7 +121,7 @@ class RecordedDesk(Desk):
         super().__init__(limits, sharing, ended, only_looks_up)
         self._recorder, self._steps = recorder, 0
 
-    def enqueue(self, waiting: Waiting, max_queued: int, still_open: Callable[[str], None]) -> None:
+    def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
         try:
             # In front of the job's way in: a step on another thread may answer it as soon as it is there.
             self._recorder.write("submit", step=self._steps, **request_fields(waiting.job))
@@ -136,16 +136,16 @@ class RecordedDesk(Desk):
         self._recorder.write("cancel", step=self._steps, job=id_of(asked), running=running)
         return running
 
-    def take_cancelled(self) -> list[tuple[Job, Seat | None]]:
+    def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         self._steps += 1  # every step begins with this
         return super().take_cancelled()
 
-    def record(self, seat: Seat, tokens: Sequence[int], *told: Any, **named: Any) -> StepEvent:
+    def record(self, seat: ActiveRequest, tokens: Sequence[int], *told: Any, **named: Any) -> StepEvent:
         if tokens:  # in front of the job's end, which is told from within
             self._recorder.write("tokens", step=self._steps, job=seat.job.id, tokens=list(tokens))
         return super().record(seat, tokens, *told, **named)
 
-    def finish(self, job: Job, seat: Seat | None, reason: FinishReason, error: str = "") -> StepEvent:
+    def finish(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         event = super().finish(job, seat, reason, error)
         self._recorder.write("end", step=self._steps, job=job.id, reason=reason.value, error=error)
         return event
@@ -156,7 +156,7 @@ class RecordedDesk(Desk):
         self._recorder.close()
 
 
-def make_desk(
+def make_scheduler(
     record: Recording | str | Path | None,
     config: EngineConfig,
     models: ModelPair,
@@ -165,13 +165,13 @@ def make_desk(
     limits: Limits,
     sharing: Sharing,
     states: HiddenStates | None,
-) -> Desk:
+) -> Scheduler:
     """A desk, with a recorder behind it where one is wanted. ValueError where the file cannot be made."""
     ended, looks_up = states.ended if states else None, only_looks_up(models)
     if record is None:
-        return Desk(limits, sharing, ended, looks_up)
+        return Scheduler(limits, sharing, ended, looks_up)
     recording = record if isinstance(record, Recording) else Recording(record)
-    return RecordedDesk(Recorder(recording, header(config, models, vocabulary, backend)), limits, sharing, ended, looks_up)
+    return RecordedScheduler(Recorder(recording, header(config, models, vocabulary, backend)), limits, sharing, ended, looks_up)
 
 
 def header(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.recording import FORMAT, model_prints, versions, vocabulary_print
+from stepgraph.runtime.extras.record import FORMAT, model_prints, versions, vocabulary_print
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.limits import GrammarLimits
+from stepgraph.sampling.fields import called, clip_repr, said
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
-from stepgraph.sampling.shown import called, said, shown
 
 
 @dataclass
@@ -174,7 +174,7 @@ class _Reader:
         elif kind == "full":
             self._ending = "it was as long as Recording.max_bytes allows"
         elif kind not in ("end", "cancel"):
-            raise ValueError(f"kind: got {shown(kind)}")
+            raise ValueError(f"kind: got {clip_repr(kind)}")
 
 
 class _Schedule:
@@ -285,7 +285,7 @@ def _check_prints(run: Run, models: Mapping[str, Mapping[str, Any]], vocabulary:
         if there != here:
             raise ValueError(f"{run.path}: {name}: got {_named(here)}, want {_named(there)}, with which it was recorded")
     if run.header.get("vocabulary") != vocabulary:
-        there = shown(run.header.get("vocabulary"))
+        there = clip_repr(run.header.get("vocabulary"))
         raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, want {there}, with which it was recorded")
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stepgraph.runtime.forks import leave_in_forks
-from stepgraph.sampling.exits import end_at_exit
-from stepgraph.sampling.shown import said
+from stepgraph.sampling.fields import said
+from stepgraph.sampling.lifetimes import end_at_exit
 
 if sys.platform != "win32":
     import fcntl

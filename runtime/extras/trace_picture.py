@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepgraph.graphs.capture import MAIN
-from stepgraph.graphs.marks import BETWEEN, LAUNCHER, Span
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 if TYPE_CHECKING:

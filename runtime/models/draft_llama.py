@@ -60,12 +60,12 @@ def translate(draft: Vocabulary, target: Vocabulary) -> Translation | None:
         return None
     known: dict[tuple[bytes, bool], int] = {}
     for own, spelled in enumerate(draft.tokens):
-        known.setdefault((spelled, own in draft.silent_ids), own)
+        known.setdefault((spelled, own in draft.non_text_ids), own)
     own_ids, missing = [0] * target.logits_width, []
     meanings: dict[int, int] = {}
     for token, spelled in enumerate(target.tokens):
-        key = (spelled, token in target.silent_ids)
-        same = token < len(draft.tokens) and (draft.tokens[token], token in draft.silent_ids) == key
+        key = (spelled, token in target.non_text_ids)
+        same = token < len(draft.tokens) and (draft.tokens[token], token in draft.non_text_ids) == key
         found = token if same else known.get(key)
         if spelled and found is None:
             missing.append(token)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import AttentionShape, attention, cache_specs
+from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_specs
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.layers.dense import product, rms_norm, silu_and_mul
+from stepgraph.graphs.layers.slot_mapping import angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.placing import angles
-from stepgraph.graphs.pointwise import gated, product, rms_norm
-from stepgraph.graphs.rotation import turn_and_keep
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
 
@@ -122,7 +122,7 @@ class LlamaLayer(nn.Module):
         return self.feed_forward(self.attend(states, normed, turns, inputs, keys, values))
 
     def feed_forward(self, states: Tensor) -> Tensor:
-        middle = gated(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
+        middle = silu_and_mul(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
         return product(middle, self.down, onto=states)
 
     def attend(
@@ -134,7 +134,7 @@ class LlamaLayer(nn.Module):
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
-        query = turn_and_keep(query, key, value, *turns, inputs.slots.flatten(), keys, values)
+        query = rope_and_write_kv(query, key, value, *turns, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias, onto=shortcut)
 

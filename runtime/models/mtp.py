@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention import AttentionShape, cache_specs
+from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.slot_mapping import angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.placing import angles
-from stepgraph.graphs.pointwise import product, rms_norm
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig

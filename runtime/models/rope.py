@@ -1,4 +1,4 @@
-"""Rotary positions: how fast each pair of a head's numbers turns, Llama 3.1's and linear scaling included. graphs/rotation.py turns."""
+"""Rotary positions: how fast each pair of a head's numbers turns, Llama 3.1's and linear scaling included."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stepgraph.graphs.attention import by_reference
+from stepgraph.graphs.attention.paged import by_reference
+from stepgraph.graphs.layers.slot_mapping import shift_entries
 from stepgraph.graphs.model import ModelInput
-from stepgraph.graphs.placing import shift_entries
 
 
 def shifted(inputs: ModelInput, count: int) -> ModelInput:

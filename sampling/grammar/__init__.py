@@ -1,14 +1,14 @@
 """Constraints on text: what is asked, compiled against a vocabulary, and matched token by token."""
 
-from stepgraph.sampling.grammar.compiler import CompiledConstraint, CompileStats, GrammarCompiler
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.coverage import Coverage
-from stepgraph.sampling.grammar.grammar_cache import Claim
-from stepgraph.sampling.grammar.limits import GrammarLimits
-from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.refusal import Refusal
+from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.compile.coverage import Coverage
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.unsupported import Refusal
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
 
 __all__ = [
     "Claim",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xgrammar
 
-from stepgraph.sampling.shown import shown
+from stepgraph.sampling.fields import clip_repr
 
 BITS_PER_WORD = 32
 
@@ -51,13 +51,13 @@ class Vocabulary:
                 raise ValueError(f"Vocabulary.tokens[{index}]: got {type(token).__name__}, want bytes")
         width = len(tokens) if logits_width is None else logits_width
         if not is_int(width) or width < len(tokens):
-            raise ValueError(f"Vocabulary.logits_width: got {shown(width)}, want an int >= {len(tokens)}, the number of tokens")
+            raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, want an int >= {len(tokens)}, the number of tokens")
         if not stop_token_ids:
             raise ValueError("Vocabulary.stop_token_ids: got none, want at least one: a constrained text ends with a stop token")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
             for token_id in ids:
                 if not is_int(token_id) or not 0 <= token_id < len(tokens):
-                    raise ValueError(f"Vocabulary.{name}: got {shown(token_id)}, want ids in 0..{len(tokens) - 1}")
+                    raise ValueError(f"Vocabulary.{name}: got {clip_repr(token_id)}, want ids in 0..{len(tokens) - 1}")
         object.__setattr__(self, "tokens", tuple(tokens))
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stop_token_ids)))
         object.__setattr__(self, "logits_width", width)
@@ -119,7 +119,7 @@ class Vocabulary:
         return -(-self.logits_width // BITS_PER_WORD)
 
     @cached_property
-    def silent_ids(self) -> frozenset[int]:
+    def non_text_ids(self) -> frozenset[int]:
         """Ids that stand for no text: control and stop tokens, and tokens of no bytes."""
         empty = (token_id for token_id, token in enumerate(self.tokens) if not token)
         return frozenset((*self.control_token_ids, *self.stop_token_ids, *empty))
@@ -127,7 +127,7 @@ class Vocabulary:
     @cached_property
     def text_words(self) -> npt.NDArray[np.int32]:
         """[mask_words] one bit per id that stands for text."""
-        return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.silent_ids)
+        return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.non_text_ids)
 
     @cached_property
     def stop_words(self) -> npt.NDArray[np.int32]:
@@ -135,14 +135,14 @@ class Vocabulary:
         return self._pack(self.stop_token_ids)
 
     @cached_property
-    def swallowed_ids(self) -> frozenset[int]:
+    def xgrammar_unsafe_ids(self) -> frozenset[int]:
         """Ids that xgrammar's masks are wrong about; those that other tokens can stand for.
 
         It skips what is behind a rejected token in sorted order as long as that token is found in it, anywhere: `\\r\\r\\n` goes
         with `\\n\\r`. A handful of any real vocabulary. A grammar that could not be written without them keeps them.
         """
         singles = {token for token in self.tokens if len(token) == 1}
-        ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.silent_ids)
+        ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.non_text_ids)
         open_tokens, swallowed = list[bytes](), set[int]()
         for token, token_id in ordered:
             while open_tokens and open_tokens[-1] not in token:
@@ -156,14 +156,14 @@ class Vocabulary:
     def for_xgrammar(self) -> list[bytes]:
         """The table as xgrammar wants it. It reads a token of no bytes as "never legal"; there is no other way to tell it of control
         tokens."""
-        hidden = self.silent_ids | self.swallowed_ids
+        hidden = self.non_text_ids | self.xgrammar_unsafe_ids
         return [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
 
     @property
     def for_llguidance(self) -> list[bytes]:
         """The table as llguidance wants it: as long as the logits are wide."""
         padding = self.logits_width - len(self.tokens)
-        return [*(b"" if token_id in self.silent_ids else token for token_id, token in enumerate(self.tokens)), *[b""] * padding]
+        return [*(b"" if token_id in self.non_text_ids else token for token_id, token in enumerate(self.tokens)), *[b""] * padding]
 
     @cached_property
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
@@ -180,7 +180,7 @@ class Vocabulary:
         for token_id in ids:
             if not 0 <= token_id < len(self.tokens):
                 raise ValueError(f"Vocabulary.decode: got id {token_id}, want 0..{len(self.tokens) - 1}")
-            if token_id not in self.silent_ids:
+            if token_id not in self.non_text_ids:
                 pieces.append(self.tokens[token_id])
         return b"".join(pieces)
 

@@ -5,18 +5,19 @@ These functions make the outputs, bring the inputs into the layout that the prog
 
 import torch
 
-from stepgraph.sampling.kernels import native, register
+from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.kernels.chain import chain_accept
 from stepgraph.sampling.kernels.choice import masked_argmax, race
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw
-from stepgraph.sampling.kernels.masks import mask_status
-from stepgraph.sampling.kernels.processors import Processed, Ruling, process
+from stepgraph.sampling.kernels.mask_rows import mask_status
+from stepgraph.sampling.kernels.processors import GrammarMask, Processed, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [
+    "GrammarMask",
     "Processed",
-    "Ruling",
     "chain_accept",
     "choose_filters",
     "distribution",
@@ -33,7 +34,7 @@ __all__ = [
 def implementation(device: torch.device | str) -> str:
     """What the kernels run as on `device`, for people to read."""
     if torch.device(device).type == "cuda":
-        why = register.why_no_triton(torch.device(device))
+        why = operation.why_no_triton(torch.device(device))
         return f"torch reference ({why})" if why else "triton"
     why = native.why_not()
     return f"torch reference (in C: {why})" if why else "C for masked choices, mask tags and acceptance, torch reference for the rest"

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.kernels import native
-from stepgraph.sampling.kernels.native import calls
-from stepgraph.sampling.kernels.register import contiguous, operation
+from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.kernels.cpu import calls
+from stepgraph.sampling.kernels.operation import contiguous, operation
 
 
 def chain_accept(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, rng, sampler
-from stepgraph.sampling.kernels import native
-from stepgraph.sampling.kernels.native import calls
-from stepgraph.sampling.kernels.register import contiguous, dense, operation
+from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.kernels.cpu import calls
+from stepgraph.sampling.kernels.operation import contiguous, dense, operation
 
 
 def masked_argmax(

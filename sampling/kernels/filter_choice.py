@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import sampler
 from stepgraph.sampling.cuda_graphs import replayed
-from stepgraph.sampling.kernels import register
+from stepgraph.sampling.kernels import operation
 
 WISHES = ("auto", "flashinfer", "triton", "torch")
 PROGRAMS = {"flashinfer": "flashinfer_filters", "triton": "filters", "torch": ""}  # a module of programs/; "": the reference
@@ -67,13 +67,13 @@ def why_not(name: str, device: torch.device) -> str:
     if device.type != "cuda":
         return f"it is for CUDA devices, not for {device.type}"
     if name == "triton":
-        return register.why_no_triton(device)
+        return operation.why_no_triton(device)
     try:
-        programs = importlib.import_module(f"stepgraph.sampling.kernels.programs.{PROGRAMS[name]}")
+        programs = importlib.import_module(f"stepgraph.sampling.kernels.triton.{PROGRAMS[name]}")
         log.warning("flashinfer's sampling kernels are built or loaded for %s; the first time takes a minute or two", device)
         return differs(programs.distribution, device) or breaks_in_a_graph(programs.distribution, device)
     except Exception as error:  # whatever a compiler, a loader or a driver may raise
-        return register.reason(error)
+        return operation.reason(error)
 
 
 def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:

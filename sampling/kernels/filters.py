@@ -8,7 +8,7 @@ from torch import Tensor
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.kernels.choice import race_reference
 from stepgraph.sampling.kernels.filter_choice import programs_for
-from stepgraph.sampling.kernels.register import contiguous, dense, operation
+from stepgraph.sampling.kernels.operation import contiguous, dense, operation
 
 
 def distribution(logits: Tensor, params: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import acceptance
-from stepgraph.sampling.kernels import native
-from stepgraph.sampling.kernels.native import calls
-from stepgraph.sampling.kernels.register import contiguous, dense, operation
+from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.kernels.cpu import calls
+from stepgraph.sampling.kernels.operation import contiguous, dense, operation
 
 
 def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0, rows: Tensor | None = None) -> Tensor:

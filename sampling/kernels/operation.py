@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def why_no_triton(device: torch.device) -> str:
     """Why Triton programs cannot run on `device`; empty where they can. One is launched to find out: Triton needs a C compiler too."""
     try:
-        importlib.import_module("stepgraph.sampling.kernels.programs.probe").launch(device)
+        importlib.import_module("stepgraph.sampling.kernels.triton.probe").launch(device)
     except Exception as error:  # of Triton, the C compiler, the loader or the driver
         log.warning("Triton cannot launch on %s, so kernels run as plain torch: %s", device, reason(error))
         return reason(error)
@@ -60,7 +60,7 @@ def operation(
         module = programs(first.device) if callable(programs) else programs
         if not module or (not callable(programs) and why_no_triton(first.device)):
             return reference(first, *others)
-        program = getattr(importlib.import_module(module if "." in module else f"stepgraph.sampling.kernels.programs.{module}"), name)
+        program = getattr(importlib.import_module(module if "." in module else f"stepgraph.sampling.kernels.triton.{module}"), name)
         with torch.cuda.device(first.device):
             program(first, *others)
 

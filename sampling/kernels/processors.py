@@ -9,11 +9,11 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, processors
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.register import contiguous, dense, operation
+from stepgraph.sampling.kernels.operation import contiguous, dense, operation
 from stepgraph.sampling.processors import RowSettings
 
 
-class Ruling(NamedTuple):
+class GrammarMask(NamedTuple):
     """The masks of B rows at Q places, and which of them hold."""
 
     masks: Tensor  # [R, Q, words] int32
@@ -36,7 +36,7 @@ def process(
     rows: Tensor | None,
     before: Tensor,
     first: int = 0,
-    ruling: Ruling | None = None,
+    ruling: GrammarMask | None = None,
     ids: Tensor | None = None,
 ) -> Processed:
     """bitmask.apply, processors.process and processors.mark_dead_ends of logits [B, Q, V] at the places from `first` on.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import acceptance
-from stepgraph.sampling.kernels.register import dense, operation
+from stepgraph.sampling.kernels.operation import dense, operation
 
 
 def reject_sample(

@@ -22,8 +22,8 @@ import torch
 from stepgraph.graphs import StaticBuffers
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.models.draft_folder import open_draft
-from stepgraph.runtime.models.pretrained import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.files.draft import open_draft
 from tests.draft_engines import DRAFTERS
 from tests.families import BASE, folder_of, random_model, save_tokenizer
 from tests.fuzz.loop import Door

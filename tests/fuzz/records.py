@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, SamplingParams
+from stepgraph.runtime.extras.replay import ask_again, other_versions, read_recording
+from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.replaying import ask_again, other_versions, read_recording
-from stepgraph.runtime.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import LIMITS, WORKER
 from tests.fuzz.values import Value, blob, bytes_of

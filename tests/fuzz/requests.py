@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, QueueFullError, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, FinishReason, QueueFullError, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, Vocabulary
-from stepgraph.sampling.grammar.limits import MIB
+from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.families import folder_of
 from tests.fuzz.loop import Door
 from tests.fuzz.values import Value, built, form, written

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Sequence
 
-from stepgraph.runtime import AsyncEngine
+from stepgraph import AsyncEngine
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import WORKER
 from tests.fuzz.values import Value, blob, bytes_of

@@ -66,8 +66,8 @@ class TokenizerDoor(FolderDoor):
     def enter(self, given: Value) -> None:
         table = Vocabulary.from_tokenizer_json(self.folder)
         known = range(len(table.tokens))
-        assert len(table.decode(known)) == sum(len(table.tokens[token]) for token in known if token not in table.silent_ids)
-        assert table.stop_token_ids and table.silent_ids <= {*known} and table.logits_width >= len(table.tokens)
+        assert len(table.decode(known)) == sum(len(table.tokens[token]) for token in known if token not in table.non_text_ids)
+        assert table.stop_token_ids and table.non_text_ids <= {*known} and table.logits_width >= len(table.tokens)
         assert len(table.text_words) == len(table.stop_words) == table.mask_words
         codec = TextCodec.open(self.folder, table)
         for text in ("ab a", "<s>\n\u00e9</s>", ""):

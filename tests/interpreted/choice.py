@@ -19,8 +19,8 @@ from torch import Tensor
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice
-from stepgraph.sampling.kernels.programs import chain as chain_programs
-from stepgraph.sampling.kernels.programs import choice as choice_programs
+from stepgraph.sampling.kernels.triton import chain as chain_programs
+from stepgraph.sampling.kernels.triton import choice as choice_programs
 from stepgraph.sampling.rng import Purpose
 from tests.pairs import pairs
 

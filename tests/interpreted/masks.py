@@ -12,9 +12,9 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import Processed, Ruling, masks, processors
-from stepgraph.sampling.kernels.programs import masks as mask_programs
-from stepgraph.sampling.kernels.programs import processors as processor_programs
+from stepgraph.sampling.kernels import GrammarMask, Processed, mask_rows, processors
+from stepgraph.sampling.kernels.triton import mask_rows as mask_programs
+from stepgraph.sampling.kernels.triton import processors as processor_programs
 from tests.pairs import pairs
 from tools.checks.masks import Case, make_case, tag_inputs
 
@@ -73,7 +73,7 @@ def test_rows_of_their_own_need_no_table() -> None:
 def one_row(allowed: Tensor, logits: Tensor, status: MaskStatus = MaskStatus.OK) -> Case:
     """A row that asks for nothing, at one place under one mask."""
     case = make_case(1, 1, logits.shape[0], torch.float32)
-    ruling = Ruling(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
+    ruling = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
     return case._replace(logits=logits[None, None], ruling=ruling)
 
 
@@ -124,7 +124,7 @@ def test_mask_status_equals_the_reference(places: int) -> None:
         arguments = (tags, chosen, owner, generated, ruled, first)
         if chosen is None:
             arguments = (tags[rows].transpose(0, 1).contiguous().transpose(0, 1), *arguments[1:])
-        masks.mask_status_reference(*arguments, outputs[0])
+        mask_rows.mask_status_reference(*arguments, outputs[0])
         mask_programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
         told = outputs[0][ruled]

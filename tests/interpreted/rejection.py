@@ -14,8 +14,8 @@ from torch import Tensor
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
-from stepgraph.sampling.kernels.programs import choice as choice_programs
-from stepgraph.sampling.kernels.programs import rejection as programs
+from stepgraph.sampling.kernels.triton import choice as choice_programs
+from stepgraph.sampling.kernels.triton import rejection as programs
 from stepgraph.sampling.rng import Purpose
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.stub_cuda import counters
-from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_flow, make_backend
+from tests.stub_cuda.subject import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 
 Step = Callable[[StaticBuffers], None]
 
@@ -71,7 +71,7 @@ def test_host_nodes_run_in_order_and_between_their_neighbours(backend: Backend) 
     buffers, order = buffers_of(backend), list[str]()
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         begun = flow.record()
         with flow.stream("side"):
             flow.wait(begun)
@@ -101,7 +101,7 @@ def host_sync(b: StaticBuffers) -> None:
 
 
 def unjoined_fork(b: StaticBuffers) -> None:
-    flow = current_flow()
+    flow = current_context()
     begun = flow.record()
     with flow.stream("side"):
         flow.wait(begun)
@@ -109,8 +109,8 @@ def unjoined_fork(b: StaticBuffers) -> None:
 
 
 def stream_outside(b: StaticBuffers) -> None:
-    with current_flow().stream("side"):
-        current_flow().record()
+    with current_context().stream("side"):
+        current_context().record()
 
 
 def pageable_copy(b: StaticBuffers) -> None:
@@ -134,7 +134,7 @@ FOREIGN = "generator"
     [
         (host_sync, "cuda", "if b.x.sum().item() > 0:"),
         (unjoined_fork, "unjoined-fork", ""),  # found at the end of the capture
-        (stream_outside, "stream-outside-capture", "current_flow().record()"),
+        (stream_outside, "stream-outside-capture", "current_context().record()"),
         (pageable_copy, "cuda", "b.y.copy_(torch.ones(4))"),
         (pageable_result, "cuda", "b.x.cpu()"),
         (device_sync, "cuda", "torch.cuda.synchronize()"),

@@ -10,7 +10,7 @@ import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
 from stepgraph.graphs.capture import Check
-from stepgraph.graphs.cuda import CudaBackend
+from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.kernels.filter_choice import breaks_in_a_graph
 from tests.stub_cuda.counters import counted

@@ -45,7 +45,9 @@ def test_fifty_constrained_rounds_allocate_nothing_wait_for_nothing_and_launch_o
     assert rounds == 50
     assert counts["graph_launches"] == 50
     assert not counts.of(counters.ALLOCATIONS)
-    assert not counts.of(("cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize", "cuCtxSynchronize", "cudaMemcpy", "cudaFree"))
+    assert not counts.of(
+        ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize", "cuCtxSynchronize", "cudaMemcpy", "cudaFree")
+    )
     for name, count in sorted(counts.items()):
         record_property(name, count)
     print({name: count / 50 for name, count in sorted(counts.items())})

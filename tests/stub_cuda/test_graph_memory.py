@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, current_flow
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, current_context
 from stepgraph.graphs.capture import Step
-from stepgraph.graphs.cuda import CudaBackend
+from stepgraph.graphs.cuda.backend import CudaBackend
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.sampling.cuda_graphs import replayed
@@ -129,7 +129,7 @@ def test_backends_one_after_the_other_take_the_same_streams_and_workspaces() -> 
     static = StaticBuffers([BufferSpec(name, (16, 16), torch.float32) for name in "xy"], DEVICE)
 
     def step(buffers: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         mark = flow.record()
         with flow.stream("side"):
             flow.wait(mark)

@@ -14,7 +14,7 @@ CAPTURE = """
 from tests.stub_cuda.preload import preload
 preload()
 import torch
-from stepgraph.runtime import Engine, EngineConfig
+from stepgraph import Engine, EngineConfig
 from tools.checks.context import VOCABULARY, toy_draft, toy_target
 device = torch.device("cuda", 0)
 config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=96, compile_isolation="none")

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from stepgraph.runtime.models.files.weights import places
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.weights import places
 from stepgraph.sampling.grammar import Vocabulary
 
 MODES = ("dynamic", "static", "compiled", "assisted")

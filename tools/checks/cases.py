@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig
+from stepgraph import Constraint, Engine, EngineConfig
 from tools.checks.context import Context, Figures
 from tools.checks.shapes import Shape, pair_of
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from stepgraph import Constraint, Engine, EngineConfig, Job, Vocabulary
 from stepgraph.graphs import Backend, make_backend
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 
 Figures = dict[str, object]
 Check = Callable[["Context"], Figures]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job
+from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.llama import Llama
@@ -20,7 +20,7 @@ from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import GrammarCompiler
-from stepgraph.sampling.grammar.constraint import BackendChoice
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.oracles import accepts, greedy
 from tools.checks.context import (
     CONSTRAINTS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.graphs.attention import attention_operation
+from stepgraph.graphs.attention.paged import attention_operation
 from tools import bench_kernels
 from tools.checks.context import Context, Figures
 from tools.checks.kernels import device_us

@@ -6,11 +6,11 @@ import ctypes
 import time
 from ctypes import byref, c_void_p
 
-from stepgraph.graphs import GraphKey, StaticBuffers, current_flow
-from stepgraph.graphs.driver import HostCallback, HostErrors
-from stepgraph.sampling.grammar.host_link import BEGIN, COMMIT, END, HostLink, advance
-from stepgraph.sampling.grammar.native import Unavailable, load
-from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
+from stepgraph.graphs import GraphKey, StaticBuffers, current_context
+from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
+from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
 from tools.checks.context import Context, Figures, Skipped
 from tools.checks.states import ROWS, RoundBench
 from tools.checks.timing import Stamp
@@ -41,7 +41,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
         def stamped(buffers: StaticBuffers) -> None:
             step(buffers)
-            current_flow().host_node("stamp", stamp)
+            current_context().host_node("stamp", stamp)
 
         recorded = backend.capture(stamped, bench.buffers)
         recorded.replay()

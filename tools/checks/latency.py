@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import BufferSpec, StaticBuffers, current_flow
+from stepgraph.graphs import BufferSpec, StaticBuffers, current_context
 from stepgraph.graphs.capture import Backend, Recorded
-from stepgraph.sampling.grammar.native import Unavailable
+from stepgraph.sampling.grammar.link.library import Unavailable
 from tools.checks.context import Context, Figures, Skipped, summary
 from tools.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.checks.timing import Stamp
@@ -82,14 +82,14 @@ def _asking(ask: Ask) -> Ask:
 
 
 def _ways(context: Context, buffers: StaticBuffers, found: Figures) -> Iterator[tuple[str, Ask]]:
-    yield "python host node", lambda b: current_flow().host_node("ask", lambda: None)
+    yield "python host node", lambda b: current_context().host_node("ask", lambda: None)
     try:
         stamp = Stamp()
-        yield "native host node", lambda b: current_flow().host_node("ask", stamp)
+        yield "native host node", lambda b: current_context().host_node("ask", stamp)
     except Unavailable as missing:
         found["native host node"] = f"not available: {missing}"
     if context.rehearsal:
-        yield "flag wait", lambda b: current_flow().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
+        yield "flag wait", lambda b: current_context().host_node("ask", lambda: _wait(buffers.flags_host), writes=[buffers.flags_host])
         return
     try:
         yield "wait value", _wait_value(buffers.flags_host)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from stepgraph.runtime import Constraint, Engine, SamplingParams
+from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
 from tests.chi_square import chi_square_p
 from tests.oracles import filtered, prefix_logits

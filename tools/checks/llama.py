@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention import HEAD_SIZES, attention, attention_operation, attention_reference
+from stepgraph import Engine, EngineConfig, SamplingParams
+from stepgraph.graphs.attention.paged import HEAD_SIZES, attention, attention_operation, attention_reference
 from stepgraph.graphs.model import ModelInput
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from tools.checks.context import Context, Figures

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import masks, processors
+from stepgraph.sampling.kernels import mask_rows, processors
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import Context, Figures
@@ -30,14 +30,14 @@ class Case(NamedTuple):
     rows: Tensor | None
     before: Tensor
     first: int
-    ruling: kernels.Ruling | None
+    ruling: kernels.GrammarMask | None
     ids: Tensor | None
 
     def on(self, device: torch.device) -> Case:
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
 
-        ruling = None if self.ruling is None else kernels.Ruling(*(moved(value) for value in self.ruling))
+        ruling = None if self.ruling is None else kernels.GrammarMask(*(moved(value) for value in self.ruling))
         settings = RowSettings(*(value.to(device) for value in self.settings))
         return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)
 
@@ -119,7 +119,7 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
     )
 
 
-def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.Ruling:
+def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
     """Bits beyond the vocabulary are set: they must not matter."""
     density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
     allowed = torch.rand(batch, positions, -(-vocabulary // bitmask.WORD) * bitmask.WORD, generator=made) < density
@@ -129,7 +129,7 @@ def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) 
     packed[rows[batch // 2], -1] = 0
     other = torch.randint(0, len(MaskStatus), (batch, positions), generator=made)
     status = torch.where(torch.rand(batch, positions, generator=made) < 0.8, int(MaskStatus.OK), other)
-    return kernels.Ruling(packed, rows, torch.arange(batch) % 5 != 4, status)
+    return kernels.GrammarMask(packed, rows, torch.arange(batch) % 5 != 4, status)
 
 
 def masks_and_processors_equal_references(context: Context) -> Figures:
@@ -167,9 +167,9 @@ def _check_tags(context: Context, batch: int, places: int) -> Figures:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
     status = torch.empty(batch, places, dtype=torch.int64, device=context.device)
     arguments = (tags, rows, owner, generated, ruled, 2, status)
-    masks.mask_status_reference(*arguments)
+    mask_rows.mask_status_reference(*arguments)
     assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), status), f"N={places}: statuses differ"
-    return times_of(context, partial(masks.mask_status_operation, *arguments), partial(masks.mask_status_reference, *arguments))
+    return times_of(context, partial(mask_rows.mask_status_operation, *arguments), partial(mask_rows.mask_status_reference, *arguments))
 
 
 def _check_process(context: Context, case: Case) -> Figures:

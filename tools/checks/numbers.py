@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.marks import OUTSIDE
+from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
 from tools.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
 from tools.checks.context import Context, Figures, summary

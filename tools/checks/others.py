@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph.graphs import Backend
-from stepgraph.graphs.attention_choice import choose_attention
+from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.sampling.grammar import GrammarCompiler
 from tools.baselines.three_graphs import PAGE, Sizes, ThreeGraphs
 from tools.baselines.transformers_generate import Generator, not_available, same_weights, small_assistant

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
+from stepgraph import Job
 from stepgraph.graphs import GraphKey
-from stepgraph.runtime import Job
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.oracles import accepts, greedy
 from tools.checks.context import (

@@ -26,17 +26,17 @@ import torch
 import triton
 from torch import Tensor
 
-from stepgraph.graphs.attention import attention_reference
-from stepgraph.graphs.attention_kernels import split, turning
-from stepgraph.graphs.rotation import turn_and_keep_reference
+from stepgraph.graphs.attention import paged_triton, rope_kv_triton
+from stepgraph.graphs.attention.paged import attention_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain as chains
 from stepgraph.sampling.kernels import choice as choices
 from stepgraph.sampling.kernels import filters as filtering
-from stepgraph.sampling.kernels import masks as tagging
+from stepgraph.sampling.kernels import mask_rows as tagging
 from stepgraph.sampling.kernels import processors as processing
 from stepgraph.sampling.kernels import rejection as rejecting
-from stepgraph.sampling.kernels.programs import chain, choice, filters, masks, processors, rejection
+from stepgraph.sampling.kernels.triton import chain, choice, filters, mask_rows, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from tools.checks import spin
 from tools.checks.filters import SETTINGS, filter_inputs
@@ -73,7 +73,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
 
     tags, owner, generated, under, home = tag_inputs(5, 3, device)
     taken = (tags, home, owner, generated, under, 2)
-    yield _case("mask_status", [_numbers(device, 5, 3)], masks.mask_status, tagging.mask_status_reference, taken)
+    yield _case("mask_status", [_numbers(device, 5, 3)], mask_rows.mask_status, tagging.mask_status_reference, taken)
 
     asked = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
     wanted = list(asked.outputs())
@@ -106,7 +106,7 @@ def compare_all(device: torch.device) -> dict[str, str]:
         reference(theirs)
         same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ours, theirs, strict=True))
         found[name] = "equal" if same else "differs"
-    return {**found, "attention": _attention(device), "turn_and_keep": _turning(device), "ask_and_spin": _spinning(device)}
+    return {**found, "attention": _attention(device), "rope_and_write_kv": _turning(device), "ask_and_spin": _spinning(device)}
 
 
 def _spinning(device: torch.device) -> str:
@@ -124,7 +124,7 @@ def _attention(device: torch.device) -> str:
     query, keys, values, inputs = attention_inputs(device, 2, 5, 60, 64)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, 64**-0.5)
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
-    split.attention(query, keys, values, *arguments, ours)
+    paged_triton.attention(query, keys, values, *arguments, ours)
     attention_reference(query, keys, values, *arguments, theirs)
     live = inputs.slots >= PAGE
     return "equal" if torch.allclose(ours[live].float(), theirs[live].float(), rtol=0.02, atol=0.02) else "differs"
@@ -137,8 +137,8 @@ def _turning(device: torch.device) -> str:
     slots = torch.randperm(9, generator=made)[:6].to(device)
     cache = torch.zeros(4, 9, 2, 64, device=device)
     ours, theirs = (torch.empty(6, 8, 64, device=device) for _ in range(2))
-    turning.turn_and_keep(query, key, value, cosines, sines, slots, ours, cache[0], cache[1])
-    turn_and_keep_reference(query, key, value, cosines, sines, slots, theirs, cache[2], cache[3])
+    rope_kv_triton.rope_and_write_kv(query, key, value, cosines, sines, slots, ours, cache[0], cache[1])
+    rope_and_write_kv_reference(query, key, value, cosines, sines, slots, theirs, cache[2], cache[3])
     return "equal" if torch.equal(ours, theirs) and torch.equal(cache[:2], cache[2:]) else "differs"
 
 

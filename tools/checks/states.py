@@ -17,9 +17,9 @@ from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.forced_tokens import Forcing, token_table
-from stepgraph.sampling.grammar.host_link import MatcherRow
-from stepgraph.sampling.grammar.native_link import open_host_link
+from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.sampler import Param
 from tools.checks.context import VOCABULARY, compiled, toy_target
 

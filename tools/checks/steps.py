@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, current_flow
+from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, current_context
 from stepgraph.graphs.capture import Backend, Recorded
 from tools.checks.context import Context, Figures
 
@@ -45,7 +45,7 @@ def capture_leaves_buffers_untouched(context: Context) -> Figures:
     def step(b: StaticBuffers) -> None:
         b.y.add_(b.x).mul_(3)
         b.y_host.copy_(b.y, non_blocking=True)
-        current_flow().host_node("count", node, reads=[b.y_host], writes=[b.x_host])
+        current_context().host_node("count", node, reads=[b.y_host], writes=[b.x_host])
         b.x.copy_(b.x_host, non_blocking=True)
         b.z.fill_(7)
 
@@ -82,7 +82,7 @@ def host_nodes(context: Context) -> Figures:
             raise ValueError("on purpose")
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         for name in ("first", "second", "third"):
             flow.host_node(name, lambda name=name: log.append(name))  # type: ignore[misc]
         flow.host_node("failing", failing)
@@ -101,7 +101,7 @@ def host_nodes(context: Context) -> Figures:
         recorded.replay()
         backend.synchronize()
         assert buffers.y.tolist() == [3.0] * 4
-        only = backend.capture(lambda b: current_flow().host_node("count", counting), buffers)
+        only = backend.capture(lambda b: current_context().host_node("count", counting), buffers)
         replays = context.count(10_000, 2_000)
         start = time.perf_counter()
         for _ in range(replays):
@@ -135,7 +135,7 @@ def streams_overlap_correct(context: Context) -> Figures:
         buffers.y_host.copy_(buffers.x_host * 2)
 
     def step(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         begun = flow.record()
         with flow.stream("side"):
             flow.wait(begun)
@@ -170,15 +170,15 @@ def illegal_step_raises(context: Context) -> Figures:
             b.y.add_(1)
 
     def fork_without_join(b: StaticBuffers) -> None:
-        flow = current_flow()
+        flow = current_context()
         begun = flow.record()
         with flow.stream("side"):
             flow.wait(begun)
             b.z.copy_(b.x)
 
     def stream_outside(b: StaticBuffers) -> None:
-        with current_flow().stream("side"):
-            current_flow().record()
+        with current_context().stream("side"):
+            current_context().record()
 
     def raises(b: StaticBuffers) -> None:
         raise KeyError("the user's own error")

@@ -11,10 +11,10 @@ from ctypes import addressof
 
 import torch
 
-from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_flow, run_eager
+from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
 from stepgraph.graphs.capture import Backend, Recorded
-from stepgraph.sampling.grammar.native import Unavailable, load
-from stepgraph.sampling.grammar.native.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.library import Unavailable, load
 from tools.checks.context import Context, Figures, microseconds, summary
 from tools.checks.states import ROWS, RoundBench
 
@@ -35,7 +35,7 @@ def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded,
     def with_nodes(b: StaticBuffers) -> None:
         b.x.add_(1)
         for place in range(nodes):
-            current_flow().host_node(f"node {place}", lambda: times.append(time.monotonic()))
+            current_context().host_node(f"node {place}", lambda: times.append(time.monotonic()))
 
     return backend.capture(plain, buffers), backend.capture(with_nodes, buffers), times
 
@@ -95,7 +95,7 @@ def _stamped(backend: Backend, stamp: Stamp) -> Recorded:
 
     def step(b: StaticBuffers) -> None:
         b.x.add_(1)
-        current_flow().host_node("stamp", stamp)
+        current_context().host_node("stamp", stamp)
 
     return backend.capture(step, buffers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from stepgraph.graphs import GraphKey, RecordedReport, make_backend
-from stepgraph.graphs.cuda_trace import UNNAMED
+from stepgraph.graphs.cuda.trace import UNNAMED
 from tools.checks.context import Context, Figures, random_asks, serve
 from tools.checks.states import ROWS, RoundBench
 

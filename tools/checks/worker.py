@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.sampling.grammar.native import Unavailable, load
+from stepgraph.sampling.grammar.link.library import Unavailable, load
 from tools.checks.context import Context, Skipped
 
 ROOT = Path(__file__).resolve().parent.parent.parent

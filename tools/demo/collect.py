@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig
-from stepgraph.runtime.models.pretrained import open_checkpoint
-from stepgraph.runtime.states_folder import INDEX, SavedStates
+from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.runtime.extras.states_folder import INDEX, SavedStates
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from tools.demo.prompts import DemoPrompt, prompt
 from tools.training.heads import default_feature_layers
 from tools.training.texts import Encoder

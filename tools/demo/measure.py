@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, StepEvent
+from stepgraph import Constraint, Engine, EngineConfig, StepEvent
 from stepgraph.runtime.demo.pair import DRAFTS
 from stepgraph.runtime.demo.variants import LOOK_UP
-from stepgraph.runtime.models.loading import load_models
+from stepgraph.runtime.models.files.loading import load_models
 from tools.demo.collect import LONGEST_PROMPT, encoded
 from tools.demo.prompts import KINDS, DemoPrompt, prompt
 from tools.demo.schemas import SCHEMAS

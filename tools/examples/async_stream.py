@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from stepgraph.runtime import AsyncEngine, Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
+from stepgraph import AsyncEngine, Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 VOCABULARY = Vocabulary.printable()

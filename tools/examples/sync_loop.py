@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 DATE = Constraint.regex(r"20[0-9]{2}-[01][0-9]-[0-3][0-9]")

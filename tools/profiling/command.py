@@ -60,6 +60,6 @@ def reasons(out: Path) -> list[str]:
     return [f"# {flag.format(out=out)}: {why.format(out=out)}" for flag, why in FLAGS]
 
 
-def shown(line: Sequence[str], told: Mapping[str, str]) -> str:
+def clip_repr(line: Sequence[str], told: Mapping[str, str]) -> str:
     """As one would type it."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in told.items()), *map(shlex.quote, line)])

@@ -17,7 +17,7 @@ KIND = "stepgraph rounds"
 
 
 class Run(NamedTuple):
-    """Nodes that a recording holds one after the other; `graphs/marks.py` has the same."""
+    """Nodes that a recording holds one after the other; `graphs/spans.py` has the same."""
 
     stream: str
     name: str

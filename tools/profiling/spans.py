@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Something took this long, as in `graphs/marks.py`. Where a GPU was profiled, one of a stage is one kernel, copy or fill."""
+    """Something took this long, as in `graphs/spans.py`. Where a GPU was profiled, one of a stage is one kernel, copy or fill."""
 
     stream: str
     name: str

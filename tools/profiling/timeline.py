@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stepgraph.graphs import cuda_trace, marks
+from stepgraph.graphs import spans as marks
+from stepgraph.graphs.cuda import trace
 from stepgraph.runtime.trace import Timeline
 from tools.profiling.sidecar import Sidecar
 from tools.profiling.spans import Profile, Span
@@ -38,4 +39,4 @@ def from_torch(events: Iterable[Mapping[str, Any]], sidecar: Sidecar) -> tuple[S
     """The n-th graph launch of the trace is the n-th round that the engine wrote down."""
     runs = [tuple(marks.StageRun(*run) for run in sidecar.stages.get(launch.key, ())) for launch in sidecar.launches]
     first = sidecar.launches[0].round if sidecar.launches else 0
-    return tuple(Span(*span) for span in cuda_trace.spans_of(events, runs, first, len(runs)))
+    return tuple(Span(*span) for span in trace.spans_of(events, runs, first, len(runs)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from stepgraph.runtime import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
 MAX_NEW_TOKENS = 200

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
-from stepgraph.runtime import AsyncEngine, EngineClosedError, FinishReason, Job, QueueFullError, StepEvent
+from stepgraph import AsyncEngine, EngineClosedError, FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.runtime.aio import JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
 from stepgraph.runtime.text import TextCodec

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime import Constraint, SamplingParams
+from stepgraph import Constraint, SamplingParams
 from stepgraph.runtime.text import TextCodec
 from tools.serving.http import HttpError
 from tools.serving.tools import ToolUse, tool_use

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepgraph.runtime import FinishReason, Job, StepEvent, TokenLogprob
+from stepgraph import FinishReason, Job, StepEvent, TokenLogprob
 from stepgraph.runtime.text import TextCodec
 from tools.serving.fields import Asked
 from tools.serving.tools import CLOSING, OPENING, call_of

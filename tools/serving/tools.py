@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.runtime import Constraint
+from stepgraph import Constraint
 from tools.serving.http import HttpError
 
 OPENING, CLOSING = "<tool_call>\n", "\n</tool_call>"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stepgraph.runtime import AsyncEngine, StepEvent
+from stepgraph import AsyncEngine, StepEvent
 from stepgraph.runtime.aio import JobStream
 from tools.soaking.asking import Asks
 from tools.soaking.telling import Act, Followed, Told, submitter

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepgraph.runtime import Constraint, Engine, Job, SamplingParams
+from stepgraph import Constraint, Engine, Job, SamplingParams
 from stepgraph.sampling.params import GREEDY
 from tools.soaking.kinds import MAX_LENGTH, VOCABULARY, Kind
 

@@ -6,7 +6,7 @@ import collections
 import random
 from dataclasses import replace
 
-from stepgraph.runtime import Engine, FinishReason, Job, SamplingParams
+from stepgraph import Engine, FinishReason, Job, SamplingParams
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler
 from stepgraph.sampling.params import GREEDY
 from tests.oracles import accepts

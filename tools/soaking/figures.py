@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from stepgraph.runtime import Engine
+from stepgraph import Engine
 from stepgraph.runtime.stats import EngineStats
 
 PROCESS = Path("/proc/self")

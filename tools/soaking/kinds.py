@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from stepgraph.runtime import Engine, EngineConfig, Vocabulary
+from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config

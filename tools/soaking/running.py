@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.runtime import Engine
+from stepgraph import Engine
 from tools.soaking.acts import loop_act, served_act
 from tools.soaking.asking import Asks
 from tools.soaking.checking import Checker

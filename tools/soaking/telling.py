@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stepgraph.runtime import Engine, EngineClosedError, Job, QueueFullError, StepEvent
+from stepgraph import Engine, EngineClosedError, Job, QueueFullError, StepEvent
 from tools.soaking.asking import Ask, Asks
 
 Followed = Literal["whole", "part", "no"]  # who reads only so far is told no more; who submits beside a server is told nothing

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stepgraph import Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.graphs.model import DraftModel
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, StepEvent, Vocabulary
 from stepgraph.runtime.models.llama import Llama
 
 

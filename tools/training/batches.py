@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from stepgraph.runtime.extras.states_folder import SavedStates, SavedText
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.states_folder import SavedStates, SavedText
 from tools.training.plan import TrainingPlan
 
 _SLICE = 256  # places whose logits over the whole vocabulary are in memory at once

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from stepgraph import Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.model import ModelInput
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime import Engine, EngineConfig, SamplingParams, Vocabulary
-from stepgraph.runtime.hidden_states import states_layout
+from stepgraph.runtime.extras.hidden_states import states_layout
+from stepgraph.runtime.extras.states_folder import INDEX, SavedStates, SavedText, StatesWriter
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.states_folder import INDEX, SavedStates, SavedText, StatesWriter
 from tools.training.texts import Text
 
 PAGE_SIZE = 64

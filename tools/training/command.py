@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from stepgraph.runtime.extras.states_folder import SavedStates, StatesLayout, read_index
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.pretrained import Checkpoint, open_checkpoint
-from stepgraph.runtime.states_folder import SavedStates, StatesLayout, read_index
 from tools.training.acceptance import measure
 from tools.training.batches import TrainingSet
 from tools.training.collect import answer, check_states, collect

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.model import DraftModel
-from stepgraph.runtime.models.draft_tensors import save_eagle3, save_mtp
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.draft_names import save_eagle3, save_mtp
 from stepgraph.runtime.models.llama import Llama, LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
 from tools.training.unroll import Eagle3Learner, Learner, MtpLearner

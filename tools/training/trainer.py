@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from stepgraph.graphs.pointwise import product
+from stepgraph.graphs.layers.dense import product
 from tools.training.batches import Batch, TrainingSet, embed, moved
 from tools.training.heads import Head
 from tools.training.plan import TrainingPlan

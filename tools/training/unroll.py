@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.placing import angles
-from stepgraph.graphs.pointwise import product, rms_norm
-from stepgraph.graphs.rotation import rotate
+from stepgraph.graphs.attention.rope_kv import rotate
+from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.layers.slot_mapping import angles
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule

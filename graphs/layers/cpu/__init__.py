@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.cpu_kernels import calls
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.kernels.native import loader
-from stepgraph.sampling.kernels.register import Prepare, Run
+from stepgraph.graphs.layers.cpu import calls
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.kernels.cpu import loader
+from stepgraph.sampling.kernels.operation import Prepare, Run
 
 FOLDER = Path(__file__).parent
 OUTSIDE = "a cache slot or a page lies outside of the cache"

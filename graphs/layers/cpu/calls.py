@@ -7,8 +7,8 @@ from ctypes import CDLL, Structure, c_float, sizeof
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.native.loader import address, fields, prepared_call
-from stepgraph.sampling.kernels.register import Run
+from stepgraph.sampling.kernels.cpu.loader import address, fields, prepared_call
+from stepgraph.sampling.kernels.operation import Run
 
 VERSION = 3  # of the structs and of what the kernels make of them
 MOST_SIZE = 256  # numbers of a head
@@ -121,7 +121,7 @@ def attention(
     return prepared_call(library.stepgraph_attention, AttentionCall(*(each.data_ptr() for each in tensors), *shape), tensors)
 
 
-def turn_and_keep(
+def rope_and_write_kv(
     library: CDLL,
     query: Tensor,
     key: Tensor,

@@ -12,11 +12,11 @@ from torch import nn
 
 from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.models.gguf_file import GgufSource
+from stepgraph.runtime.models.files.gguf import GgufSource
+from stepgraph.runtime.models.files.tokens import folder_vocabulary, gguf_vocabulary
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, places, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
-from stepgraph.runtime.models.tokens import folder_vocabulary, gguf_vocabulary
-from stepgraph.runtime.models.weights import SafetensorsSource, Source, check_numbers, check_tensors, load_tensors, places, read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 

@@ -11,15 +11,12 @@ import torch
 
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.models.draft_config import is_eagle3, read_d2t, read_eagle3, read_mtp
 from stepgraph.runtime.models.draft_llama import DraftLlama, Translation, translate
-from stepgraph.runtime.models.draft_tensors import eagle3_name, eagle3_places, mtp_layers, mtp_places, mtp_shared, refuse_other_layers
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import ARCHITECTURES
-from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.pretrained import Checkpoint, memory, open_checkpoint
-from stepgraph.runtime.models.weights import (
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, memory, open_checkpoint
+from stepgraph.runtime.models.files.draft_config import is_eagle3, read_d2t, read_eagle3, read_mtp
+from stepgraph.runtime.models.files.draft_names import eagle3_name, eagle3_places, mtp_layers, mtp_places, mtp_shared, refuse_other_layers
+from stepgraph.runtime.models.files.weights import (
     PartSource,
     Place,
     SafetensorsSource,
@@ -30,6 +27,9 @@ from stepgraph.runtime.models.weights import (
     places,
     read_json,
 )
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import ARCHITECTURES
+from stepgraph.runtime.models.mtp import Mtp
 
 OWN_MTP = "mtp"
 Device = str | torch.device

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3Config
+from stepgraph.runtime.models.files.weights import Source
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
-from stepgraph.runtime.models.weights import Source
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Fields that change a head's arithmetic and are not implemented, and what they are where nothing changes.

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.weights import Place, Source, layer_places
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.weights import Place, Source, layer_places
 
 # What tells layers of other families.
 _OTHERS = {

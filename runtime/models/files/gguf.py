@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.gguf_front import check_front
-from stepgraph.runtime.models.weights import Stored
+from stepgraph.runtime.models.files.gguf_front import check_front
+from stepgraph.runtime.models.files.weights import Stored
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")

@@ -10,8 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.runtime.models.chat_template import ChatTemplate
-from stepgraph.runtime.models.tokenizer_file import SPECIAL, OpenedTokenizer, library
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.tokenizer import SPECIAL, OpenedTokenizer, library
 from stepgraph.sampling.grammar.tokenizers.gguf_fields import from_fields
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by the format's type

@@ -11,9 +11,9 @@ import torch
 
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, check_config, checked_drafter, named_proposer, without_drafts
-from stepgraph.runtime.models.draft_folder import OWN_MTP, open_draft
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.pretrained import open_checkpoint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 

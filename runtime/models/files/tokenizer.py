@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.runtime.models.chat_template import ChatTemplate
+from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -32,7 +32,7 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     if path.is_dir():
         return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
-        from stepgraph.runtime.models.gguf_tokenizer import open_gguf
+        from stepgraph.runtime.models.files.gguf_tokenizer import open_gguf
 
         return open_gguf(path)
     raise ValueError(f"path: got {str(path)!r}, want a local folder with a tokenizer.json, or a .gguf file")

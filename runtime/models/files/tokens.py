@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime.models.gguf_file import GgufSource
+from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.sampling.grammar.tokenizers.gguf_fields import from_fields
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import from_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.sampling.fields import said
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
-from stepgraph.sampling.shown import said
 
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

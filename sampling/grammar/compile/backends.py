@@ -9,14 +9,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint
-from stepgraph.sampling.grammar.limits import GrammarLimits, check_size, named
-from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.productive import EndlessError
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits, check_size, named
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
-from stepgraph.sampling.grammar.xgrammar_grammar import XGrammarBuilder
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import EndlessError
 
 # Under "auto" in this order. xgrammar first: its grammars are written here rule by rule and keep the masks of their states, so a
 # mask costs about a microsecond in most places. llguidance enforces more schemas; its masks are computed anew each time.
@@ -64,7 +64,7 @@ def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_thread
         return XGrammarBuilder(vocabulary, limits, max_threads)
     if not installed(name):
         raise ValueError(f"{name} is not installed; pip install 'stepgraph[{name}]'")
-    from stepgraph.sampling.grammar.llguidance_grammar import LLGuidanceBuilder  # an optional library
+    from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceBuilder  # an optional library
 
     return LLGuidanceBuilder(vocabulary, limits)
 

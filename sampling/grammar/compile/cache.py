@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stepgraph.sampling.grammar.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
 
 if TYPE_CHECKING:
-    from stepgraph.sampling.grammar.compiler import CompiledConstraint, GrammarCompiler
+    from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, GrammarCompiler
 
 
 @dataclass(eq=False)

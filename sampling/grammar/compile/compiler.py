@@ -12,16 +12,16 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from stepgraph.sampling.exits import end_at_exit
-from stepgraph.sampling.grammar.backends import Backends, Grammar
-from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
-from stepgraph.sampling.grammar.constraint import BackendChoice, Constraint, checked_backend
-from stepgraph.sampling.grammar.grammar_cache import CacheEntry, Claim, GrammarCache
-from stepgraph.sampling.grammar.limits import MIB, GrammarLimits
-from stepgraph.sampling.grammar.marker import Marker, MarkerMatcher, check_marker
-from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
+from stepgraph.sampling.grammar.compile.cache import CacheEntry, Claim, GrammarCache
+from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint, checked_backend
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
+from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
-from stepgraph.sampling.grammar.worker_process import CompileWorker
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.lifetimes import end_at_exit
 
 Isolation = Literal["process", "none"]
 

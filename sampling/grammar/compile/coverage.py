@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepgraph.sampling.grammar.backends import Builder, asked, builder, reason_of, try_out
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.limits import GrammarLimits, check_size
-from stepgraph.sampling.grammar.productive import EndlessError
-from stepgraph.sampling.grammar.refusal import Refusal, RefusedError
+from stepgraph.sampling.grammar.compile.backends import Builder, asked, builder, reason_of, try_out
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits, check_size
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.unsupported import Refusal, RefusedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import EndlessError
 
 MAX_REFUSALS = 100
 _BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])

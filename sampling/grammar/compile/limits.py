@@ -7,10 +7,10 @@ import math
 import re
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.grammar.constraint import MAX_PAYLOAD_CHARS, Constraint
-from stepgraph.sampling.grammar.lark import PIECE
+from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS, Constraint
+from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
 from stepgraph.sampling.grammar.vocabulary import is_int
-from stepgraph.sampling.shown import shown
 
 MIB = 1 << 20
 
@@ -69,14 +69,14 @@ class GrammarLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (not is_int(value) or value < 1):
-                raise ValueError(f"GrammarLimits.{field.name}: got {shown(value)}, want an int >= 1")
+                raise ValueError(f"GrammarLimits.{field.name}: got {clip_repr(value)}, want an int >= 1")
             real = isinstance(value, (int, float)) and not isinstance(value, bool)
             if field.type == "float" and not (real and 0 < value < math.inf):
-                raise ValueError(f"GrammarLimits.{field.name}: got {shown(value)}, want a number > 0")
+                raise ValueError(f"GrammarLimits.{field.name}: got {clip_repr(value)}, want a number > 0")
         if self.max_chars > MAX_PAYLOAD_CHARS:
             raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, want at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
-            raise ValueError(f"GrammarLimits.compile_seconds: got {shown(self.compile_seconds)}, want at most 3600")
+            raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, want at most 3600")
 
     @property
     def fuel(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ def _grammar_of(payload: str) -> str:
     """Of a constraint of kind ebnf: the text behind the name of its first rule."""
     told = json.loads(payload)
     if not isinstance(told, list) or [type(part) for part in told] != [str, str]:
-        raise ValueError(f"Constraint.payload of ebnf: got {shown(payload)}, want what Constraint.ebnf writes")
+        raise ValueError(f"Constraint.payload of ebnf: got {clip_repr(payload)}, want what Constraint.ebnf writes")
     return str(told[1])
 
 

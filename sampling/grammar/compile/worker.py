@@ -122,7 +122,7 @@ class _LLGuidance:
         import llguidance
 
         self.tokens = tokens
-        self.eos_token_id, self.special_token_ids = options["stop_token_ids"][0], options["silent_ids"]
+        self.eos_token_id, self.special_token_ids = options["stop_token_ids"][0], options["non_text_ids"]
         self._tokenizer = llguidance.LLTokenizer(self, eos_token=options["stop_token_ids"])  # type: ignore[arg-type]
         self._limits = llguidance.LLParserLimits(verbose_errors=False, **options["fuel"])
         self._matcher = llguidance.LLMatcher

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from stepgraph.sampling.grammar import compile_worker
-from stepgraph.sampling.grammar.compile_worker import DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
-from stepgraph.sampling.grammar.limits import MIB, GrammarLimits, over
+from stepgraph.sampling.grammar.compile import worker as compile_worker
+from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits, over
+from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 SCRIPT = Path(compile_worker.__file__)
@@ -114,7 +114,7 @@ class CompileWorker:
         vocabulary, limits = self._vocabulary, self._limits
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
-            "silent_ids": sorted(vocabulary.silent_ids),
+            "non_text_ids": sorted(vocabulary.non_text_ids),
             "num_tokens": len(vocabulary.tokens),
             "width": vocabulary.logits_width,
             "max_threads": self._max_threads,

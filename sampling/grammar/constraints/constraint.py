@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from stepgraph.sampling.grammar.response_format import checked_response_format
-from stepgraph.sampling.grammar.structural_tag import checked_tag
+from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.constraints.response_format import checked_response_format
+from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 from stepgraph.sampling.grammar.vocabulary import is_int
-from stepgraph.sampling.shown import shown
 
 if TYPE_CHECKING:
-    from stepgraph.sampling.grammar.coverage import Coverage
-    from stepgraph.sampling.grammar.limits import GrammarLimits
+    from stepgraph.sampling.grammar.compile.coverage import Coverage
+    from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
 BackendChoice = Literal["auto", "xgrammar", "llguidance"]
@@ -31,7 +31,7 @@ MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are taken out
 
 def checked_backend(name: str, value: object) -> None:
     if not isinstance(value, str) or value not in get_args(BackendChoice):
-        raise ValueError(f"{name}: got {shown(value)}, want one of {', '.join(get_args(BackendChoice))}")
+        raise ValueError(f"{name}: got {clip_repr(value)}, want one of {', '.join(get_args(BackendChoice))}")
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in get_args(ConstraintKind):
-            raise ValueError(f"Constraint.kind: got {shown(self.kind)}, want one of {', '.join(get_args(ConstraintKind))}")
+            raise ValueError(f"Constraint.kind: got {clip_repr(self.kind)}, want one of {', '.join(get_args(ConstraintKind))}")
         if not isinstance(self.payload, str):
             raise ValueError(f"Constraint.payload: got {type(self.payload).__name__}, want str")
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, want at most {MAX_PAYLOAD_CHARS}")
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
         if not isinstance(self.any_whitespace, bool):
-            raise ValueError(f"Constraint.any_whitespace: got {shown(self.any_whitespace)}, want a bool")
+            raise ValueError(f"Constraint.any_whitespace: got {clip_repr(self.any_whitespace)}, want a bool")
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, want it for constraints with JSON in them only")
         checked_backend("Constraint.backend", self.backend)
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
-            raise ValueError(f"Constraint.marker: got {shown(self.marker)}, want a text or token ids, at least one")
+            raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, want a text or token ids, at least one")
         if len(self.marker or ()) > MAX_MARKER:
             raise ValueError(f"Constraint.marker: got {len(self.marker or ())} characters or ids, want at most {MAX_MARKER}")
         if isinstance(self.marker, str):
@@ -114,10 +114,10 @@ class Constraint:
     def choice(cls, options: Sequence[str], backend: BackendChoice = "auto") -> Constraint:
         """Exactly one of the options."""
         if isinstance(options, str) or not isinstance(options, Sequence) or not options:
-            raise ValueError(f"Constraint.choice: got {shown(options)}, want a sequence of at least one string")
+            raise ValueError(f"Constraint.choice: got {clip_repr(options)}, want a sequence of at least one string")
         for index, option in enumerate(options):
             if not isinstance(option, str) or not option:
-                raise ValueError(f"Constraint.choice[{index}]: got {shown(option)}, want a string that is not empty")
+                raise ValueError(f"Constraint.choice[{index}]: got {clip_repr(option)}, want a string that is not empty")
             _check_text(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
@@ -126,7 +126,7 @@ class Constraint:
         """A text of the grammar, in the GBNF notation of llama.cpp: `root ::= "a" | "b" root`. For xgrammar."""
         for name, value in (("grammar", grammar), ("root", root)):
             if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"Constraint.ebnf.{name}: got {shown(value)}, want a string that is not blank")
+                raise ValueError(f"Constraint.ebnf.{name}: got {clip_repr(value)}, want a string that is not blank")
             _check_text(f"Constraint.ebnf.{name}", value)
         return cls("ebnf", json.dumps([root, grammar]))
 
@@ -137,7 +137,7 @@ class Constraint:
         Refused are tokens by name or number, `stop=` and `max_tokens=`, which cannot be taken back with drafts (`suffix=` can),
         and `~` that does not stand behind `&`, as it allows bytes that are no text."""
         if not isinstance(grammar, str) or not grammar.strip():
-            raise ValueError(f"Constraint.lark.grammar: got {shown(grammar)}, want a string that is not blank")
+            raise ValueError(f"Constraint.lark.grammar: got {clip_repr(grammar)}, want a string that is not blank")
         return cls("lark", grammar)
 
     @classmethod
@@ -155,12 +155,12 @@ class Constraint:
         try:
             return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
         except TypeError:
-            raise ValueError(f"Constraint.marker: got {shown(marker)}, want a text or token ids, at least one") from None
+            raise ValueError(f"Constraint.marker: got {clip_repr(marker)}, want a text or token ids, at least one") from None
 
     def coverage(self, limits: GrammarLimits | None = None) -> Coverage:
         """What each grammar library makes of this constraint, and which one would enforce it. Compiles it in a worker process that
         ends with the call, at the limits of any compile: seconds, and for each library twice `compile_seconds` at the most."""
-        from stepgraph.sampling.grammar.coverage import coverage  # builds grammars, and so needs what needs this module
+        from stepgraph.sampling.grammar.compile.coverage import coverage  # builds grammars, and so needs what needs this module
 
         return coverage(self, limits)
 
@@ -206,7 +206,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json: an object whose keys are all different."""
     if len(dict(pairs)) < len(pairs):
         repeated = min(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {shown(repeated)} appears twice")
+        raise ValueError(f"the key {clip_repr(repeated)} appears twice")
     return dict(pairs)
 
 

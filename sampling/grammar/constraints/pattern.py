@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from stepgraph.sampling.grammar.charset import (
+from stepgraph.sampling.grammar.constraints.charset import (
     EVERY,
     IN_JSON,
     SPELLABLE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepgraph.sampling.shown import called, shown
+from stepgraph.sampling.fields import called, clip_repr
 
 _FIELDS = {
     "text": {"type"},
@@ -21,22 +21,22 @@ def checked_response_format(value: Any) -> tuple[str, Any]:
         raise ValueError(f"{name}: got {type(value).__name__}, want a dict with a type")
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(f"{name}.type: got {shown(kind)}, want one of {', '.join(_FIELDS)}")
+        raise ValueError(f"{name}.type: got {clip_repr(kind)}, want one of {', '.join(_FIELDS)}")
     _check_fields(value, _FIELDS[kind], name)
     if kind != "json_schema":
         return kind, value if kind == "structural_tag" else None
     inner, name = value.get("json_schema"), f"{name}.json_schema"
     if not isinstance(inner, dict):
-        raise ValueError(f"{name}: got {shown(inner)}, want an object with a name and a schema")
+        raise ValueError(f"{name}: got {clip_repr(inner)}, want an object with a name and a schema")
     _check_fields(inner, {"name", "description", "schema", "strict"}, name)
     if not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise ValueError(f"{name}.name: got {shown(inner.get('name'))}, want a string that is not empty")
+        raise ValueError(f"{name}.name: got {clip_repr(inner.get('name'))}, want a string that is not empty")
     if not isinstance(inner.get("description", ""), str):
-        raise ValueError(f"{name}.description: got {shown(inner['description'])}, want a string")
+        raise ValueError(f"{name}.description: got {clip_repr(inner['description'])}, want a string")
     if not isinstance(inner.get("strict"), (bool, type(None))):
-        raise ValueError(f"{name}.strict: got {shown(inner['strict'])}, want true, false or null")
+        raise ValueError(f"{name}.strict: got {clip_repr(inner['strict'])}, want true, false or null")
     if not isinstance(inner.get("schema"), dict):
-        raise ValueError(f"{name}.schema: got {shown(inner.get('schema'))}, want a JSON schema")
+        raise ValueError(f"{name}.schema: got {clip_repr(inner.get('schema'))}, want a JSON schema")
     return kind, inner["schema"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.shown import called, shown
+from stepgraph.sampling.fields import called, clip_repr
 
 
 class Tag(NamedTuple):
@@ -32,29 +32,29 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name}.{unknown[0]}: got a field that is not known, want triggers and structures")
     triggers, structures = value.get("triggers"), value.get("structures")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
-        raise ValueError(f"{name}.triggers: got {shown(triggers)}, want a list of at least one string that is not empty")
+        raise ValueError(f"{name}.triggers: got {clip_repr(triggers)}, want a list of at least one string that is not empty")
     if not isinstance(structures, list) or not structures:
-        raise ValueError(f"{name}.structures: got {shown(structures)}, want a list of at least one tag")
+        raise ValueError(f"{name}.structures: got {clip_repr(structures)}, want a list of at least one tag")
     for index, tag in enumerate(structures):
         _check_structure(tag, triggers, f"{name}.structures[{index}]")
     for trigger in triggers:
         if not any(tag["begin"].startswith(trigger) for tag in structures):
-            raise ValueError(f"{name}.triggers: got {shown(trigger)}, want the beginning of a structure's begin")
+            raise ValueError(f"{name}.triggers: got {clip_repr(trigger)}, want the beginning of a structure's begin")
         if any(other != trigger and trigger in other for other in triggers):
-            raise ValueError(f"{name}.triggers: got {shown(trigger)} inside another trigger, want triggers that tell tags apart")
+            raise ValueError(f"{name}.triggers: got {clip_repr(trigger)} inside another trigger, want triggers that tell tags apart")
     return {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
 
 
 def _check_structure(tag: Any, triggers: list[str], name: str) -> None:
     if not isinstance(tag, dict) or tag.keys() - {"begin", "schema", "end"}:
-        raise ValueError(f"{name}: got {shown(tag)}, want an object of begin, schema and end")
+        raise ValueError(f"{name}: got {clip_repr(tag)}, want an object of begin, schema and end")
     for field in ("begin", "end"):
         if not isinstance(tag.get(field), str):
-            raise ValueError(f"{name}.{field}: got {shown(tag.get(field))}, want a string")
+            raise ValueError(f"{name}.{field}: got {clip_repr(tag.get(field))}, want a string")
     if not isinstance(tag.get("schema"), dict):
-        raise ValueError(f"{name}.schema: got {shown(tag.get('schema'))}, want a JSON schema")
+        raise ValueError(f"{name}.schema: got {clip_repr(tag.get('schema'))}, want a JSON schema")
     if not any(tag["begin"].startswith(trigger) for trigger in triggers):
-        raise ValueError(f"{name}.begin: got {shown(tag['begin'])}, want one that starts with a trigger")
+        raise ValueError(f"{name}.begin: got {clip_repr(tag['begin'])}, want one that starts with a trigger")
 
 
 def tag_groups(payload: str) -> list[TagGroup]:

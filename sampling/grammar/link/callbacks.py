@@ -9,10 +9,10 @@ from ctypes import c_int, c_int64, c_void_p
 
 from torch import Tensor
 
-from stepgraph.sampling.grammar.forced_tokens import forced_bytes
-from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.native.layout import FAULT_BYTES, LibraryStruct
+from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LibraryStruct
+from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 ACCEPT = ROLLBACK = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p)
 FILL = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
-from stepgraph.sampling.grammar.forced_tokens import FORCED_BYTES, TokenTable
-from stepgraph.sampling.grammar.host_link import NODE_BOUNDS_NS, HostAction
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, TokenTable
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
 VERSION = 9  # of the layout: counted up whenever the two sides would misunderstand each other

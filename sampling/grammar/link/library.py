@@ -12,7 +12,7 @@ import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-from stepgraph.sampling.grammar.native.layout import (
+from stepgraph.sampling.grammar.link.layout import (
     OWN_LAYOUT,
     CountsStruct,
     LLGuidanceStruct,
@@ -21,9 +21,9 @@ from stepgraph.sampling.grammar.native.layout import (
     XGrammarStruct,
     layout_of,
 )
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceBinding, llguidance_api
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.grammar.native.xgrammar_binding import XGrammarBinding
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding
 
 __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
 

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import numpy as np
 
-from stepgraph.sampling.grammar.native.layout import LLGuidanceStruct
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 SYMBOLS = {  # what host nodes call
@@ -143,7 +143,7 @@ class LLGuidanceTokenizer:
 
     def __init__(self, api: LLGuidanceApi, vocabulary: Vocabulary) -> None:
         self.api, self._bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
-        tokens = [_MARK if index in vocabulary.silent_ids else token for index, token in enumerate(vocabulary.tokens)]
+        tokens = [_MARK if index in vocabulary.non_text_ids else token for index, token in enumerate(vocabulary.tokens)]
         tokens += [b""] * (vocabulary.logits_width - len(tokens))
         lengths = (c_uint32 * len(tokens))(*map(len, tokens))
         first, *others = vocabulary.stop_token_ids

@@ -19,16 +19,16 @@ from ctypes import addressof, byref, c_void_p
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.backends import installed
-from stepgraph.sampling.grammar.forced_tokens import Forcing
-from stepgraph.sampling.grammar.host_link import HostAction, HostLink, HostStats, HostStep, MatcherRow
-from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.native import NativeLibrary, Unavailable, load
-from stepgraph.sampling.grammar.native.layout import MAX_SLOTS, NodeStruct, ShapeStruct, StepStruct, tokens_struct
-from stepgraph.sampling.grammar.native_row import NativeRow
-from stepgraph.sampling.grammar.node_log import NodeLog
-from stepgraph.sampling.grammar.python_link import PythonLink
+from stepgraph.sampling.grammar.compile.backends import installed
+from stepgraph.sampling.grammar.link.layout import MAX_SLOTS, NodeStruct, ShapeStruct, StepStruct, tokens_struct
+from stepgraph.sampling.grammar.link.library import NativeLibrary, Unavailable, load
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.node_log import NodeLog
+from stepgraph.sampling.grammar.link.protocol import HostAction, HostLink, HostStats, HostStep, MatcherRow
+from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.forced import Forcing
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 HOST_LINKS = ("auto", "native", "python")
 

@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.checked_matcher import CheckedMatcher
-from stepgraph.sampling.grammar.marker import MarkerMatcher
-from stepgraph.sampling.grammar.matcher import Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.native import NativeLibrary
-from stepgraph.sampling.grammar.native.callbacks import PythonLibrary
-from stepgraph.sampling.grammar.native.layout import CheckedStruct, MarkerStruct, MarkerTextStruct, RowStruct
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
+from stepgraph.sampling.grammar.link.callbacks import PythonLibrary
+from stepgraph.sampling.grammar.link.layout import CheckedStruct, MarkerStruct, MarkerTextStruct, RowStruct
+from stepgraph.sampling.grammar.link.library import NativeLibrary
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
+from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
+from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
 
 _mixed: weakref.WeakKeyDictionary[Vocabulary, npt.NDArray[np.int32]] = weakref.WeakKeyDictionary()  # words with ids that are no text
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from stepgraph.sampling.grammar.matcher import Matcher
-from stepgraph.sampling.grammar.node_log import NodeLog
+from stepgraph.sampling.grammar.link.node_log import NodeLog
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 
 class HostAction(IntEnum):
@@ -86,7 +86,7 @@ class HostLink(Protocol):
         """A row for `announce`. The matcher belongs to the host nodes from now on. From any thread."""
 
     def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
-        """A host node for `Flow.host_node`. BEGIN is the first step of a round's first node, END the last of its last."""
+        """A host node for `CaptureContext.host_node`. BEGIN is the first step of a round's first node, END the last of its last."""
 
     def announce(self, batch: Sequence[MatcherRow | None]) -> None:
         """Say who sits in which slot of the next round; by the launching thread, before the launch."""

@@ -13,8 +13,8 @@ import os
 import re
 from typing import Any
 
-from stepgraph.sampling.grammar.native.layout import XGrammarStruct
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
+from stepgraph.sampling.grammar.link.layout import XGrammarStruct
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
 
 MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
 SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments

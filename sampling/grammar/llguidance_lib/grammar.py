@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 import llguidance
 
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.lark import checked_lark, head
-from stepgraph.sampling.grammar.limits import GrammarLimits
-from stepgraph.sampling.grammar.llguidance_matcher import LLGuidanceMatcher, SharedStart
-from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.grammar.pattern import regex_of
-from stepgraph.sampling.grammar.refusal import refuse
-from stepgraph.sampling.grammar.structural_tag import TagGroup, tag_groups
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.pattern import regex_of
+from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
+from stepgraph.sampling.grammar.constraints.unsupported import refuse
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher, SharedStart
+from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.worker_process import CompileWorker
 
 # The library does not tell what a grammar takes. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two of this.
 # Nor what its lexer learns as masks are made, which is in no account: `GrammarLimits.lexer_states` alone bounds it.
@@ -53,7 +53,7 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.for_llguidance
         self.eos_token_id = vocabulary.stop_token_ids[0]
-        self.special_token_ids = sorted(vocabulary.silent_ids)
+        self.special_token_ids = sorted(vocabulary.non_text_ids)
 
     def __call__(self, text: str) -> Sequence[int]:
         raise RuntimeError("no grammar here has tokens of its own")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from stepgraph.sampling.grammar.constraint import no_constants, unique_keys
-from stepgraph.sampling.grammar.llguidance_schema import llguidance_schema
-from stepgraph.sampling.grammar.refusal import refuse
+from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
+from stepgraph.sampling.grammar.constraints.unsupported import refuse
+from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 
 PIECE = re.compile(
     r"""

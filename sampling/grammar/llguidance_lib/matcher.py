@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.mask_row import checked_row, classify
-from stepgraph.sampling.grammar.native.llguidance_binding import LLGuidanceNativeGrammar
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar
+from stepgraph.sampling.grammar.link.mask_row import checked_row, classify
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -92,7 +92,7 @@ class LLGuidanceMatcher:
         if token_id in self._stop_ids:
             self._ended = bool(self._matcher.is_accepting())
             return self._ended
-        if token_id in vocabulary.silent_ids:
+        if token_id in vocabulary.non_text_ids:
             return False
         start = time.thread_time()
         accepted = self._consumed(token_id)

@@ -12,10 +12,10 @@ import math
 from decimal import Decimal
 from typing import Any
 
-from stepgraph.sampling.grammar.charset import SPELLABLE, charset, intersection
-from stepgraph.sampling.grammar.pattern import regex_of
-from stepgraph.sampling.grammar.refusal import refuse, step
-from stepgraph.sampling.grammar.schema import ANNOTATIONS, MAX_DEPTH, SOVEREIGN, types_of
+from stepgraph.sampling.grammar.constraints.charset import SPELLABLE, charset, intersection
+from stepgraph.sampling.grammar.constraints.pattern import regex_of
+from stepgraph.sampling.grammar.constraints.unsupported import refuse, step
+from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, MAX_DEPTH, SOVEREIGN, types_of
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uuid".split())

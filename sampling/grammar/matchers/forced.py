@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.matcher import Matcher
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 FORCED_BYTES = 128  # of a forced text that are looked at together
 TAIL_BYTES = 32  # at the end of a text that was cut there: what they are written in depends on the rest
@@ -50,11 +50,11 @@ class TokenTable:
         token_of: dict[bytes, int] = {}
         for token_id, token in enumerate(vocabulary.tokens):
             # Of two tokens with one text the first is what merging gives; of a single byte the first may be a fallback, <0x41>.
-            if token_id not in vocabulary.silent_ids and (len(token) == 1 or token not in token_of):
+            if token_id not in vocabulary.non_text_ids and (len(token) == 1 or token not in token_of):
                 token_of[token] = token_id
         texts = sorted(token_of)
         places = {text: place for place, text in enumerate(texts)}
-        silent = vocabulary.silent_ids
+        silent = vocabulary.non_text_ids
         self.token_of = token_of
         self.texts: npt.NDArray[np.uint8] = np.frombuffer(b"".join(texts), np.uint8)
         self.starts = np.cumsum([0, *map(len, texts)], dtype=np.int32)

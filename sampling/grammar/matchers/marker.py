@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.forced_tokens import forced_bytes
-from stepgraph.sampling.grammar.mask_row import checked_row
-from stepgraph.sampling.grammar.matcher import Matcher
+from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.link.mask_row import checked_row
+from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
-from stepgraph.sampling.shown import shown
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 Words = npt.NDArray[np.int32]
 
@@ -49,9 +49,9 @@ class Marker:
         """The state behind one more token; None where the token may not follow. A stop token may not: the marker is still to come."""
         if self._ids:
             seen = (*self._ids[:state], token_id)
-            follows = token_id not in self.vocabulary.silent_ids or token_id == self._ids[state] or token_id == self._ids[0]
+            follows = token_id not in self.vocabulary.non_text_ids or token_id == self._ids[state] or token_id == self._ids[0]
             return _overlap(seen, self._ids) if follows else None
-        if token_id in self.vocabulary.silent_ids:
+        if token_id in self.vocabulary.non_text_ids:
             return None
         text = self._text[:state] + self.vocabulary.tokens[token_id]
         found = text.find(self._text)
@@ -78,13 +78,13 @@ class Marker:
 
     def _added(self) -> list[set[int]]:
         """By state, the ids that may follow though they stand for no text: the next one, and the one that begins the marker again."""
-        return [{self._ids[0], token_id} & self.vocabulary.silent_ids for token_id in self._ids]
+        return [{self._ids[0], token_id} & self.vocabulary.non_text_ids for token_id in self._ids]
 
     def _forbidden(self) -> list[set[int]]:
         """By state, the tokens that reach beyond the marker's end: behind as much of it as they go on from, and in every state that
         ends with so much."""
         beyond: list[set[int]] = [set() for _ in range(self.complete)]
-        last, text, silent = self._text[-1], self._text, self.vocabulary.silent_ids
+        last, text, silent = self._text[-1], self._text, self.vocabulary.non_text_ids
         for token_id, token in enumerate(self.vocabulary.tokens):
             if last not in token[:-1] or token_id in silent:
                 continue
@@ -166,7 +166,7 @@ def check_marker(marker: str | tuple[int, ...], vocabulary: Vocabulary) -> None:
     """ValueError for ids that can be no part of one."""
     for token_id in () if isinstance(marker, str) else marker:
         if token_id >= len(vocabulary.tokens) or token_id in vocabulary.stop_token_ids:
-            raise ValueError(f"Constraint.marker: got id {shown(token_id)}, want one below {len(vocabulary.tokens)}, no stop token")
+            raise ValueError(f"Constraint.marker: got id {clip_repr(token_id)}, want one below {len(vocabulary.tokens)}, no stop token")
 
 
 def _shorter(symbols: list[int]) -> Words:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
-from stepgraph.sampling.shown import shown
 
 MOST_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single wrong id makes takes half a second and 400 MB
 # Control tokens that only ever end a turn, whether or not a file says that they do.
@@ -18,7 +18,7 @@ class Table:
 
     def __init__(self, where: str, logits_width: int | None) -> None:
         if logits_width is not None and not (is_int(logits_width) and 1 <= logits_width <= MOST_IDS):
-            raise ValueError(f"{where}: logits_width: got {shown(logits_width)}, want a whole number from 1 to {MOST_IDS}, or None")
+            raise ValueError(f"{where}: logits_width: got {clip_repr(logits_width)}, want a whole number from 1 to {MOST_IDS}, or None")
         self.where, self._width = where, logits_width
         self.tokens = dict[int, bytes]()
         self.control = dict[str, int]()  # by name: ids that are no text

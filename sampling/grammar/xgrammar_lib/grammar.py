@@ -11,18 +11,18 @@ from functools import cached_property
 
 import xgrammar
 
-from stepgraph.sampling.grammar.constraint import Constraint
-from stepgraph.sampling.grammar.json_grammar import TOKEN, Converter, json_grammar
-from stepgraph.sampling.grammar.limits import GrammarLimits
-from stepgraph.sampling.grammar.matcher import XGrammarMatcher
-from stepgraph.sampling.grammar.pattern import ebnf_of
-from stepgraph.sampling.grammar.productive import check_least
-from stepgraph.sampling.grammar.refusal import refuse
-from stepgraph.sampling.grammar.schema import check_schema
-from stepgraph.sampling.grammar.structural_tag import Tag, TagGroup, tag_groups
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.constraints.pattern import ebnf_of
+from stepgraph.sampling.grammar.constraints.structural_tag import Tag, TagGroup, tag_groups
+from stepgraph.sampling.grammar.constraints.unsupported import refuse
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.wide_classes import with_wide_classes
-from stepgraph.sampling.grammar.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.xgrammar_lib.json_ebnf import TOKEN, Converter, json_grammar
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.schema import check_schema
+from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import check_least
+from stepgraph.sampling.grammar.xgrammar_lib.wide_classes import with_wide_classes
 
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
 # What may follow a string where no blanks may, as the library looks ahead: it reckons with blanks all the same. Tokens that go on

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from stepgraph.sampling.grammar.charset import IN_JSON, complement, intersection, spelled, spelled_open, union
-from stepgraph.sampling.grammar.pattern import ebnf_of
-from stepgraph.sampling.grammar.schema import types_of
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, complement, intersection, spelled, spelled_open, union
+from stepgraph.sampling.grammar.constraints.pattern import ebnf_of
+from stepgraph.sampling.grammar.xgrammar_lib.schema import types_of
 
 Converter = Callable[[str, int], str]  # a JSON schema, and the longest run of blanks between JSON tokens, 0 for none
 

@@ -45,7 +45,7 @@ class XGrammarMatcher:
         self._fuel_seconds = fuel_seconds
         self._text_words = vocabulary.text_words
         self._stop_words = vocabulary.stop_words
-        self._unheard = (vocabulary.silent_ids | vocabulary.swallowed_ids) - set(vocabulary.stop_token_ids)
+        self._unheard = (vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids) - set(vocabulary.stop_token_ids)
         self._num_accepted = 0
         self._fault = ""
 

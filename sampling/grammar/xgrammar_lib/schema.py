@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-from stepgraph.sampling.grammar.pattern import MAX_REPEAT, ebnf_of
-from stepgraph.sampling.grammar.refusal import refuse, step
+from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, ebnf_of
+from stepgraph.sampling.grammar.constraints.unsupported import refuse, step
 from stepgraph.sampling.grammar.vocabulary import is_int
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepgraph.sampling.grammar.limits import GrammarLimits, over
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits, over
 
 # The library's kinds of expressions, by number; a token, a set of them and a part of a text want nothing that could grow.
 _BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT, _TOKEN, _OTHER_TOKENS, _TOKEN_TAGS, _REGEX, _PART = range(14)

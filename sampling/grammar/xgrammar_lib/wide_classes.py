@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from stepgraph.sampling.grammar.charset import LAST_ASCII, CharSet, complement, spelled_open, union
+from stepgraph.sampling.grammar.constraints.charset import LAST_ASCII, CharSet, complement, spelled_open, union
 
 Normal = Callable[[str, str], str]  # a grammar and the name of its root rule -> the grammar as the library writes it
 

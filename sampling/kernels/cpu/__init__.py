@@ -10,10 +10,10 @@ import ctypes
 import functools
 from pathlib import Path
 
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.kernels.native import calls
-from stepgraph.sampling.kernels.native.loader import find_library, open_library
-from stepgraph.sampling.kernels.register import Prepare, Run
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.kernels.cpu import calls
+from stepgraph.sampling.kernels.cpu.loader import find_library, open_library
+from stepgraph.sampling.kernels.operation import Prepare, Run
 
 FOLDER = Path(__file__).parent
 OUTSIDE = "a row, an id or a place lies outside of its table"

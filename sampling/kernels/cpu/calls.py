@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import TAG_FIELDS
-from stepgraph.sampling.kernels.native.loader import address, fields, prepared_call
-from stepgraph.sampling.kernels.register import Run
+from stepgraph.sampling.kernels.cpu.loader import address, fields, prepared_call
+from stepgraph.sampling.kernels.operation import Run
 
 VERSION = 2  # of the structs and of what is made of them
 NARROW = {torch.float32: 0, torch.bfloat16: 1}

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from stepgraph.sampling.grammar.native.unavailable import Unavailable
-from stepgraph.sampling.kernels.register import Run
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.kernels.operation import Run
 
 Functions = Mapping[str, type[Structure]]
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.programs.choice import exponential, ordered, take_best
-from stepgraph.sampling.kernels.programs.weights import portable_exp
+from stepgraph.sampling.kernels.triton.choice import exponential, ordered, take_best
+from stepgraph.sampling.kernels.triton.weights import portable_exp
 from stepgraph.sampling.rng import GOLDEN, signed
 from stepgraph.sampling.sampler import Param
 

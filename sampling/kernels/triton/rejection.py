@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.programs.choice import coin, exponential, ordered
+from stepgraph.sampling.kernels.triton.choice import coin, exponential, ordered
 from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
 REJECTION_TILE = 1024  # tokens per program
