@@ -58,18 +58,18 @@ coverage: $(VENV)/.ready-dev
 	$(BIN)/coverage combine -q
 	mkdir -p build
 	$(BIN)/coverage json -q -o build/coverage.json --fail-under=0
-	$(BIN)/python -m tests.uncovered build/coverage.json
+	$(BIN)/python -m tests.helpers.uncovered build/coverage.json
 	$(BIN)/coverage report
 
 soak: $(VENV)/.ready-test
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -q -m soak -n $(WORKERS) --dist worksteal $(ARGS)
-	$(BIN)/python tools/soak.py --minutes $(MINUTES)
+	$(BIN)/python -m tools.soak --minutes $(MINUTES)
 
 models: $(VENV)/.ready-test $(VENV)/.model
 	$(BIN)/pytest -q -m models $(ARGS)
 
 bench: $(VENV)/.ready-test $(VENV)/.model
-	$(BIN)/python tools/bench.py $(ARGS)
+	$(BIN)/python -m tools.bench $(ARGS)
 
 stub-cuda: $(STUB_VENV)/.ready
 	$(STUB_BIN)/python -m tests.stub_cuda.build

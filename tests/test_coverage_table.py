@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.documents import ROOT
-from tests.uncovered import MODULE, ROW, definitions, table, unlisted
+from tests.helpers.documents import ROOT
+from tests.helpers.uncovered import MODULE, ROW, definitions, table, unlisted
 
 TABLE = table()
 

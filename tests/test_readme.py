@@ -12,7 +12,7 @@ import torch
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import BufferSpec, StaticBuffers, capture
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.documents import READMES, ROOT, SNIPPETS, snippet
+from tests.helpers.documents import READMES, ROOT, SNIPPETS, snippet
 
 EMBED, MODEL, CAPTURE = snippet("max_rows=8"), snippet("class Recurrent"), snippet('backend="tape"')
 
@@ -85,9 +85,9 @@ def test_the_error_it_shows_is_the_error_one_gets() -> None:
 
 @pytest.mark.parametrize("document", READMES)
 def test_every_test_and_file_it_names_exists(document: str) -> None:
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.relative_to(ROOT / "tests").as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     text, last = READMES[document], ""
-    for file, name in re.findall(r"`(?=test_|::)(test_\w+\.py)?(?:::(test_\w+))?`", text):
+    for file, name in re.findall(r"`(?:tests/)?(?=(?:\w+/)*test_|::)((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", text):
         last = file or last
         assert last in tests, last
         assert not name or f"def {name}(" in tests[last], f"{last}::{name}"

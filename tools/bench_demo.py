@@ -25,9 +25,9 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
 from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, variants
-from tools.demo.collect import LONGEST_PROMPT, encoded
-from tools.demo.prompts import prompt
-from tools.demo.schemas import MEASURED, SCHEMAS
+from tools.train.demo.collect import LONGEST_PROMPT, encoded
+from tools.train.demo.prompts import prompt
+from tools.train.demo.schemas import MEASURED, SCHEMAS
 
 FIRST_SEED = 1000  # beyond those that the card was measured on
 NEW_TOKENS = 160
@@ -57,7 +57,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         case.engine.capture()
     other = None
     if baseline:
-        from tools.baselines.transformers_generate import Baseline
+        from tools.gpu.baselines.transformers_generate import Baseline
 
         other = Baseline(target_path(), torch.bfloat16)
         grammars = {kind: other.compile(json.dumps(SCHEMAS[kind])) for kind in MEASURED}

@@ -29,9 +29,9 @@ from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
-from tools import bench_compile
-from tools.grammar_documents import TEXTS, Reader, StepLock, encode, vocabulary
-from tools.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
+from tools.bench import compile_cost as bench_compile
+from tools.bench.grammar_documents import TEXTS, Reader, StepLock, encode, vocabulary
+from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 
 BATCHES = (1, 8, 32, 64)
 FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both from C
@@ -122,7 +122,7 @@ def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
     """The library's own ways, without a link."""
     if backend == "xgrammar":
         return PythonLoop, LibraryBatch
-    from tools.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # of an optional library
+    from tools.bench.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # of an optional library
 
     return LLGuidanceLoop, LLGuidanceBatch
 

@@ -40,9 +40,9 @@ from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.sampler import Param
-from tools.checks.context import Context
-from tools.checks.kernels import stopwatch
-from tools.plain_sampling import plain_sampling
+from tools.bench.plain_sampling import plain_sampling
+from tools.gpu.checks.context import Context
+from tools.gpu.checks.kernels import stopwatch
 
 SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
 ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}

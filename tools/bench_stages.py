@@ -37,8 +37,8 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
-from tools.checks.context import Context, summary
-from tools.checks.kernels import stopwatch
+from tools.gpu.checks.context import Context, summary
+from tools.gpu.checks.kernels import stopwatch
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled

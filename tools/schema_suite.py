@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.*
 
-from tests import schema_cases
+from tests.helpers import schema_cases
 
 
 def imported(folder: Path) -> str:

@@ -27,8 +27,8 @@ from stepgraph.runtime.commands.terminal import leave, shows_progress
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
-from tools.serving.app import App
-from tools.serving.http import Bounds, Connection, serve_connection
+from tools.serve.app import App
+from tools.serve.http import Bounds, Connection, serve_connection
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

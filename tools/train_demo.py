@@ -42,9 +42,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     from stepgraph.runtime.demo.pair import HEAD, target_path
-    from tools.demo.card import card
-    from tools.demo.collect import collect
-    from tools.demo.measure import measure
+    from tools.train.demo.card import card
+    from tools.train.demo.collect import collect
+    from tools.train.demo.measure import measure
 
     target, states, head = target_path(), options.work / "states", options.work / "head"
     options.work.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         check(options)
-        from tools.training.command import run  # torch takes seconds, which a wrong flag should not
+        from tools.train.command import run  # torch takes seconds, which a wrong flag should not
 
         return run(options)
     except ValueError as error:

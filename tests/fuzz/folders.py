@@ -24,10 +24,10 @@ from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
-from tests.draft_engines import DRAFTERS
-from tests.families import BASE, folder_of, random_model, save_tokenizer
 from tests.fuzz.loop import Door
 from tests.fuzz.values import Value, blob, bytes_of, written
+from tests.helpers.draft_engines import DRAFTERS
+from tests.helpers.families import BASE, folder_of, random_model, save_tokenizer
 
 LIMITS = EngineConfig(max_rows=1, max_length=32, num_speculative_tokens=1)
 FAMILIES = ("smollm2", "llama-3.1", "qwen2.5, two layers slide", "qwen3", "mistral")

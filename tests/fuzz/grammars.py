@@ -18,9 +18,9 @@ from stepgraph.sampling.grammar.compile.limits import named as limit_named
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import LIMITS, WORKER
 from tests.fuzz.values import Value, written
-from tests.grammar_texts import PERSON, TAGS
-from tests.schema_cases import BYTES
-from tests.test_schema_fuzz import random_schema
+from tests.helpers.grammar_texts import PERSON, TAGS
+from tests.helpers.schema_cases import BYTES
+from tests.laws.test_schema_fuzz import random_schema
 
 SUITE = Path(__file__).resolve().parent.parent / "data" / "json_schema_test_suite.jsonl"
 TOKENS = 6  # of a walk

@@ -13,7 +13,7 @@ from typing import Any
 import stepgraph
 
 _ROOT = Path(stepgraph.__file__).parent  # not resolved: code objects know the path that they were imported by
-_OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serving"))
+_OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serve"))
 
 
 _MOST_CALLS = 8  # of one function that are looked at for one input: what is called again and again would take all the time

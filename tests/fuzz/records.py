@@ -18,7 +18,7 @@ from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import LIMITS, WORKER
 from tests.fuzz.values import Value, blob, bytes_of
-from tests.toy_engines import TARGET, VOCABULARY
+from tests.helpers.toy_engines import TARGET, VOCABULARY
 
 CONFIG = EngineConfig(
     max_rows=2,

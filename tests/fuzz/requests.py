@@ -15,10 +15,10 @@ from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.compile.limits import MIB
-from tests.families import folder_of
 from tests.fuzz.loop import Door
 from tests.fuzz.values import Value, built, form, written
-from tests.grammar_texts import PERSON, TAGS
+from tests.helpers.families import folder_of
+from tests.helpers.grammar_texts import PERSON, TAGS
 
 LIMITS = GrammarLimits(max_chars=4000, max_nesting=50, compile_seconds=0.5, compile_bytes=128 * MIB, result_bytes=4 * MIB, step_seconds=2.0)
 WORKER = frozenset({"subprocess.Popen", "open", "tempfile.mkstemp", "os.posix_spawn", "os.remove", "tempfile.mkdtemp", "ctypes.dlopen"})

@@ -13,11 +13,11 @@ from stepgraph import AsyncEngine
 from tests.fuzz.loop import Door
 from tests.fuzz.requests import WORKER
 from tests.fuzz.values import Value, blob, bytes_of
-from tests.grammar_texts import PERSON
-from tests.running_server import ASK, FORMAT, TOOLS
+from tests.helpers.grammar_texts import PERSON
+from tests.helpers.running_server import ASK, FORMAT, TOOLS
+from tools.serve.app import App
+from tools.serve.http import Bounds, Connection, serve_connection
 from tools.serve_example import open_engine, parse
-from tools.serving.app import App
-from tools.serving.http import Bounds, Connection, serve_connection
 
 FLAGS = ["toy", "--eager", "-k", "0", "--max-rows", "1", "--max-length", "96", "--max-queued", "2"]
 STATUSES = {200, 400, 404, 405, 408, 413, 417, 429, 431, 501, 505}

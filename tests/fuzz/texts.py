@@ -11,7 +11,7 @@ from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
 from tests.fuzz.folders import FolderDoor, put
 from tests.fuzz.values import Value, blob
-from tests.made_tokenizers import pieces, unigram
+from tests.helpers.made_tokenizers import pieces, unigram
 
 BYTE_LEVEL = {
     "model": {"type": "BPE", "vocab": {"a": 3, "b": 4, "\u0120": 5, "ab": 6, "<0x0A>": 7}, "merges": ["a b"]},

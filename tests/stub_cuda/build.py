@@ -130,7 +130,7 @@ def _build_library(library: str, names: set[str], versioned: bool, folder: Path)
 def fingerprint() -> str:
     """Of everything that the libraries depend on."""
     digest = hashlib.sha256()
-    for path in sorted((HERE / "native").iterdir()) + [Path(__file__)]:
+    for path in [*sorted((HERE / "native").iterdir()), Path(__file__)]:
         digest.update(path.read_bytes())
     for path in libraries():
         digest.update(f"{path} {path.stat().st_size}".encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stepgraph import Engine, EngineConfig
-from tools.checks.context import VOCABULARY, toy_draft, toy_target
+from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 
 __all__ = [
     *("Backend", "BufferSpec", "CaptureError", "Constraint", "Engine", "HostNodeError", "StaticBuffers"),

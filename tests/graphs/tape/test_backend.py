@@ -1,0 +1,719 @@
+"""The tape as a backend: no trace of a capture, replays in place, host state that was baked in, errors, events, threads."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import CaptureError, HostNodeError, capture, current_context, make_backend, run_eager
+from stepgraph.graphs.tape import backend as tape
+from stepgraph.graphs.tape.backend import TapeBackend
+
+SPECS = [
+    BufferSpec("x", (4, 8), torch.float32, fill=1),
+    BufferSpec("y", (4, 8), torch.float32),
+    BufferSpec("index", (4,), torch.int64),
+    BufferSpec("x_host", (4, 8), torch.float32, memory="pinned"),
+    BufferSpec("ring_host", (4, 8), torch.float32, memory="pinned"),
+]
+
+
+@pytest.fixture
+def buffers() -> StaticBuffers:
+    return StaticBuffers(SPECS)
+
+
+def snapshot(b: StaticBuffers) -> dict[str, Tensor]:
+    return {name: b[name].clone() for name in b}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def through_host(function: Callable[[], None], name: str = "double") -> Callable[[StaticBuffers], None]:
+    """x -> pinned -> host node on a side stream -> y, while the main stream goes on."""
+
+    def step(b: StaticBuffers) -> None:
+        flow = current_context()
+        b.x_host.copy_(b.x, non_blocking=True)
+        fork = flow.record()
+        with flow.stream("side"):
+            flow.wait(fork)
+            flow.host_node(name, function, reads=[b.x_host], writes=[b.ring_host])
+            join = flow.record()
+        b.x.add_(1)
+        flow.wait(join)
+        b.y.copy_(b.ring_host, non_blocking=True)
+
+    return step
+
+
+def doubling(b: StaticBuffers) -> Callable[[], None]:
+    def double() -> None:
+        torch.mul(b.x_host, 2, out=b.ring_host)
+
+    return double
+
+
+def add_one(b: StaticBuffers) -> None:
+    b.x.add_(1)
+
+
+# a capture leaves no trace
+
+
+def test_capture_changes_nothing(buffers: StaticBuffers) -> None:
+    called = []
+
+    def step(b: StaticBuffers) -> None:
+        b.x[1:].mul_(3).add_(b.y[:3])
+        b.index.view(2, 2)[0].add_(7)
+        through_host(lambda: called.append(1))(b)
+
+    buffers.x.copy_(torch.randn(4, 8))
+    before, fingerprint = snapshot(buffers), buffers.fingerprint()
+    TapeBackend().capture(step, buffers, check="twice")
+    assert same(before, snapshot(buffers)) and buffers.fingerprint() == fingerprint
+    assert called == []
+
+
+@pytest.mark.parametrize("failure", [ValueError("mine"), KeyboardInterrupt(), None])
+def test_capture_changes_nothing_when_the_step_raises(buffers: StaticBuffers, failure: BaseException | None) -> None:
+    def step(b: StaticBuffers) -> None:
+        b.x.mul_(3)
+        current_context().host_node("write", lambda: None, writes=[b.x_host])
+        if failure is not None:
+            raise failure
+        b.x @ b.x  # shapes that do not fit
+
+    before = snapshot(buffers)
+    backend = TapeBackend()
+    with pytest.raises(RuntimeError if failure is None else type(failure)):
+        backend.capture(step, buffers)
+    assert same(before, snapshot(buffers))
+    with pytest.raises(RuntimeError, match="no step is running"):
+        current_context()
+    backend.capture(lambda b: None, buffers).replay()
+
+
+def test_generators_are_put_back(buffers: StaticBuffers) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+
+    def step(b: StaticBuffers) -> None:
+        b.x.uniform_(generator=generator)
+
+    recorded = TapeBackend().capture(step, buffers, generators=[generator])
+    assert torch.equal(generator.get_state(), state)
+    recorded.replay()
+    assert torch.equal(buffers.x, torch.empty(4, 8).uniform_(generator=torch.Generator().manual_seed(5)))
+
+
+# host state frozen into a recording
+
+
+class Host:
+    """Host state that changes between the two recordings."""
+
+    def __init__(self) -> None:
+        self.number, self.flag, self.rows, self.name, self.column = 2.0, True, 2, "y", 1
+
+    def change(self) -> None:
+        self.number, self.flag, self.rows, self.name, self.column = 3.0, False, 3, "x", 2
+
+
+HOST = Host()
+PEEK: dict[str, Any] = {}
+
+
+def baked_scalar(b: StaticBuffers) -> None:
+    b.x.mul_(HOST.number)  # baked
+
+
+def baked_store(b: StaticBuffers) -> None:
+    b.x[0] = HOST.number  # baked
+
+
+def baked_slice(b: StaticBuffers) -> None:
+    rows = b.x[: HOST.rows]  # baked
+    rows.add_(1)
+
+
+def baked_index(b: StaticBuffers) -> None:
+    b.x[:, HOST.column].add_(1)  # baked
+
+
+def baked_fill(b: StaticBuffers) -> None:
+    b.y.copy_(torch.full((4, 8), HOST.number, device=b.device))  # baked
+
+
+def baked_operation(b: StaticBuffers) -> None:
+    if HOST.flag:
+        b.x.add_(1)
+    else:
+        b.x.neg_()  # baked
+
+
+def baked_extra(b: StaticBuffers) -> None:
+    b.y.zero_()
+    if HOST.flag:
+        b.x.add_(1)  # baked
+
+
+def baked_buffer(b: StaticBuffers) -> None:
+    b[HOST.name].add_(1)  # baked
+
+
+def baked_stream(b: StaticBuffers) -> None:
+    flow = current_context()
+    mark = flow.record()
+    with flow.stream("one" if HOST.flag else "two"):
+        flow.wait(mark)  # baked
+        b.x.add_(1)
+        end = flow.record()
+    flow.wait(end)
+
+
+def baked_host_node(b: StaticBuffers) -> None:
+    current_context().host_node(f"fill {HOST.rows}", lambda: None)  # baked
+
+
+def baked_device_value(b: StaticBuffers) -> None:
+    b.y.add_(float(PEEK["array"][0]))  # baked
+
+
+@pytest.mark.parametrize(
+    ("step", "rule", "values"),
+    [
+        (baked_scalar, "baked-scalar", ("2.0", "3.0")),
+        (baked_store, "baked-scalar", ("2.0", "3.0")),
+        (baked_slice, "baked-scalar", ("2", "3")),
+        (baked_index, "baked-scalar", ("1", "2")),
+        (baked_fill, "baked-scalar", ("2.0", "3.0")),
+        (baked_operation, "baked-branch", ("add_", "neg_")),
+        (baked_extra, "baked-branch", ("add_",)),
+        (baked_buffer, "baked-branch", ("'y'", "'x'")),
+        (baked_stream, "baked-branch", ("'one'", "'two'")),
+        (baked_host_node, "baked-branch", ("fill 2", "fill 3")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_baked_values(buffers: StaticBuffers, step: Callable[[StaticBuffers], None], rule: str, values: tuple[str, ...]) -> None:
+    HOST.__init__()  # type: ignore[misc]
+    before = snapshot(buffers)
+    TapeBackend().capture(step, buffers, check="twice")  # the host state stays: nothing to see
+    with pytest.raises(CaptureError) as caught:
+        TapeBackend().capture(step, buffers, check="twice", between=HOST.change)
+    error = caught.value
+    assert error.rule == rule and "# baked" in error.source and all(value in str(error) for value in values), str(error)
+    assert same(before, snapshot(buffers))
+
+
+def test_a_buffer_read_behind_the_recorder_is_seen(buffers: StaticBuffers) -> None:
+    PEEK["array"] = buffers.index.numpy()  # shares the memory
+    with pytest.raises(CaptureError) as caught:
+        TapeBackend().capture(baked_device_value, buffers, check="twice")
+    assert caught.value.rule == "baked-scalar" and "# baked" in caught.value.source
+    assert buffers.index.tolist() == [0, 0, 0, 0]
+
+
+def test_altered_contents_that_an_operation_refuses() -> None:
+    def step(b: StaticBuffers) -> None:
+        b.one.copy_(b.one[b.index])
+
+    b = StaticBuffers([BufferSpec("index", (1,), torch.int64), BufferSpec("one", (1,), torch.float32)])
+    TapeBackend().capture(step, b, check="twice").replay()
+
+
+# replay
+
+
+def test_replays_in_place(buffers: StaticBuffers) -> None:
+    def step(b: StaticBuffers) -> None:
+        hidden = torch.relu(b.x @ b.x.T) @ b.x
+        values, where = hidden.max(dim=1)
+        b.index.copy_(where)
+        b.x.copy_(hidden.softmax(-1) + values[:, None])
+
+    recorded = TapeBackend().capture(step, buffers)
+    intermediates, fingerprint = [t.data_ptr() for t in recorded._memory], buffers.fingerprint()
+    assert recorded.report.nbytes == sum(t.untyped_storage().nbytes() for t in recorded._memory) > 0
+    for _ in range(100):
+        recorded.replay()
+    assert [t.data_ptr() for t in recorded._memory] == intermediates and buffers.fingerprint() == fingerprint
+
+
+def test_replay_keeps_no_memory(buffers: StaticBuffers) -> None:
+    b = StaticBuffers([BufferSpec("x", (256, 256), torch.float32, fill=1)])
+
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_((b.x @ b.x).softmax(-1).cumsum(1).sort(dim=1)[0])
+
+    recorded = TapeBackend().capture(step, b)
+    recorded.replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for _ in range(20):
+            recorded.replay()
+    kept = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert kept == 0
+
+
+def test_a_fresh_recording_is_poisoned(buffers: StaticBuffers) -> None:
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_(torch.empty(4, 8, device=b.device))
+        b.index.copy_(torch.empty(4, dtype=torch.int64, device=b.device))
+
+    TapeBackend().capture(step, buffers).replay()
+    assert bool(buffers.x.isnan().all()) and int(buffers.index.min()) > 2**60
+
+
+def test_a_step_that_reads_the_last_round_is_seen_with_poison_every(buffers: StaticBuffers) -> None:
+    def step(b: StaticBuffers) -> None:
+        scratch = torch.empty(4, 8, device=b.device)
+        scratch[:2].copy_(b.x[:2])
+        b.y.copy_(scratch)
+        scratch.fill_(1)
+
+    for poison, stale in (("first", False), ("every", True)):
+        recorded = TapeBackend(poison=poison).capture(step, buffers)  # type: ignore[arg-type]
+        recorded.replay()
+        recorded.replay()
+        assert bool(buffers.y[2:].isnan().any()) == stale
+
+
+def test_tapes_share_buffers(buffers: StaticBuffers) -> None:
+    backend = TapeBackend()
+
+    def twice(b: StaticBuffers) -> None:
+        b.x.mul_(2)
+
+    add, double = backend.capture(add_one, buffers), backend.capture(twice, buffers)
+    for recorded in (add, double, add):
+        recorded.replay()
+    assert bool((buffers.x == 5).all()) and backend.stats.replays == 3
+
+
+def test_report(buffers: StaticBuffers) -> None:
+    def step(b: StaticBuffers) -> None:
+        b.y.fill_(1)
+        b.y.add_(b.x.exp())
+        through_host(lambda: None, "walk")(b)
+
+    report = TapeBackend().capture(step, buffers).report
+    assert dict(report.nodes) == {"fill": 1, "kernel": 3, "copy": 2, "host": 1, "wait": 2}
+    assert report.host_nodes == ("walk",) and report.nbytes == 4 * 8 * 4 and report.seconds > 0
+
+
+def test_replay_ignores_the_grad_mode_and_autocast(buffers: StaticBuffers) -> None:
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    b = StaticBuffers(SPECS, constants={"weight": weight})
+
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_(b.x @ weight)
+
+    recorded = TapeBackend().capture(step, b)
+    run_eager(step, b)
+    expected = b.x.clone()
+    for context in (torch.enable_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        b.reset()
+        with context:
+            recorded.replay()
+        assert torch.equal(b.x, expected) and not b.x.requires_grad
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)])
+def test_capture_inside_other_modes(context: Callable[[], Any]) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    b = StaticBuffers(SPECS, constants={"layer": layer})
+
+    def step(b: StaticBuffers) -> None:
+        q = layer(b.x).reshape(1, 2, 4, 4)
+        b.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(4, 8) @ b.x.T @ b.x)
+
+    with context():
+        run_eager(step, b)  # autocast keeps its casts of the weights
+        recorded = TapeBackend().capture(step, b, check="twice")
+        run_eager(step, b)
+    expected = b.y.clone()
+    b.y.zero_()
+    recorded.replay()
+    assert torch.equal(b.y, expected)
+
+
+def test_through_the_public_function(buffers: StaticBuffers) -> None:
+    recorded = capture(through_host(doubling(buffers)), buffers, backend="tape")
+    recorded.replay()
+    assert bool((buffers.y == 2).all())
+    assert make_backend("tape").name == "tape"
+
+
+def test_arguments_are_checked(buffers: StaticBuffers) -> None:
+    with pytest.raises(ValueError, match=r"poison: got 'never', want 'first' or 'every'"):
+        TapeBackend(poison="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"check: got 'thrice', want 'once' or 'twice'"):
+        TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
+
+
+_library = torch.library.Library("stepgraph_test_tape", "DEF")  # .out overloads of which not one repeats the functional result
+for _name in ("idle", "other", "broken"):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
+    _library.define(f"{_name}.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    _library.impl(_name, lambda x: x * 2, "CPU")
+_library.impl("idle.out", lambda x, *, out: out, "CPU")
+_library.impl("other.out", lambda x, *, out: out.copy_(x * 2).add_(2**-20), "CPU")
+_library.impl("broken.out", lambda x, *, out: torch.mm(x, x, out=out), "CPU")
+
+
+@pytest.mark.parametrize("name", ["idle", "other", "broken"])
+def test_an_out_overload_is_tried_before_it_is_used(buffers: StaticBuffers, name: str) -> None:
+    operation = getattr(torch.ops.stepgraph_test_tape, name)
+
+    def step(b: StaticBuffers) -> None:
+        b.y.copy_(operation(b.x))
+
+    recorded = TapeBackend(poison="every").capture(step, buffers)
+    recorded.replay()
+    assert bool((buffers.y == 2).all()) and recorded.report.nodes["copied"] == 1
+
+
+# host nodes
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_host_node_error_names_the_node_and_the_next_replay_works(buffers: StaticBuffers, asynchronous: bool) -> None:
+    faults = [ZeroDivisionError("boom")]
+
+    def work() -> None:
+        if faults:
+            raise faults.pop()
+        doubling(buffers)()
+
+    backend = TapeBackend(asynchronous=asynchronous)
+    recorded = backend.capture(through_host(work, "fill row 3"), buffers)
+
+    def replay() -> None:
+        recorded.replay()
+        backend.synchronize()
+
+    with pytest.raises(HostNodeError, match="'fill row 3' failed: ZeroDivisionError: boom") as caught:
+        replay()
+    assert caught.value.node == "fill row 3" and isinstance(caught.value.__cause__, ZeroDivisionError)
+    buffers.reset()
+    replay()
+    assert bool((buffers.y == 2).all()) and backend.stats.host_nodes == 2
+    backend.close()
+
+
+def test_an_error_on_any_stream_skips_the_rest_and_frees_the_others(buffers: StaticBuffers) -> None:
+    """Each stream waits for each other; whichever fails, the replay ends with its error, and the next one works."""
+    broken: set[str] = set()
+
+    def node(name: str) -> Callable[[], None]:
+        def work() -> None:
+            if name in broken:
+                raise ValueError(name)
+
+        return work
+
+    def step(b: StaticBuffers) -> None:
+        flow, streams = current_context(), ("one", "two", "three")
+        for turn in range(2):
+            marks = [flow.record()]
+            for stream in streams:
+                with flow.stream(stream):
+                    for mark in marks:
+                        flow.wait(mark)
+                    flow.host_node(f"{stream} {turn}", node(f"{stream} {turn}"))
+                    marks.append(flow.record())
+            for mark in marks:
+                flow.wait(mark)
+        b.x.add_(1)
+
+    backend = TapeBackend()
+    recorded = backend.capture(step, buffers)
+    for name in ("one 0", "two 0", "three 0", "one 1", "three 1"):
+        broken.add(name)
+        with pytest.raises(HostNodeError, match=name):
+            recorded.replay()
+        broken.clear()
+        buffers.reset()
+        recorded.replay()
+        assert bool((buffers.x == 2).all())
+    backend.close()
+
+
+def test_an_operation_that_fails_in_a_replay_names_its_line(buffers: StaticBuffers) -> None:
+    def step(b: StaticBuffers) -> None:
+        b.x.copy_(b.y[b.index])  # out of range later
+
+    recorded = TapeBackend().capture(step, buffers)
+    buffers.index.fill_(99)
+    with pytest.raises(RuntimeError, match=r"index, recorded at .*test_backend.py:\d+, failed in a replay: .*out of") as caught:
+        recorded.replay()
+    assert isinstance(caught.value.__cause__, IndexError)
+    buffers.index.fill_(3)
+    recorded.replay()
+
+
+def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
+    def work() -> None:
+        doubling(buffers)()
+        buffers.x_host[2, 3] = 9
+
+    TapeBackend().capture(through_host(work), buffers).replay()
+    backend = TapeBackend(verify_host_nodes=True)
+    with pytest.raises(HostNodeError, match="'double' failed: RuntimeError: undeclared write to 'x_host'"):
+        backend.capture(through_host(work), buffers).replay()
+    with pytest.raises(HostNodeError, match="undeclared write"):
+        TapeBackend(poison="every").capture(through_host(work), buffers).replay()
+
+
+def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: StaticBuffers) -> None:
+    started = threading.Event()
+
+    def work() -> None:  # ends when the copy beside it has happened
+        started.set()
+        deadline = time.monotonic() + 10
+        while buffers.x_host[3, 7] == 0 and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
+    def step(b: StaticBuffers) -> None:
+        flow = current_context()
+        fork = flow.record()
+        with flow.stream("side"):
+            flow.wait(fork)
+            flow.host_node("slow", work, writes=[b.ring_host])
+            join = flow.record()
+        b.x_host.copy_(b.x, non_blocking=True)
+        flow.wait(join)
+
+    backend = TapeBackend(verify_host_nodes=True, delay=lambda name: started.wait(10) and None if name == "main" else None)
+    backend.capture(step, buffers).replay()
+    assert started.is_set() and bool((buffers.x_host == 1).all())
+    backend.close()
+
+
+def test_streams_run_beside_each_other(buffers: StaticBuffers) -> None:
+    """The main stream passes the host node while it runs: shown by a hand-shake, not by time."""
+    seen, arrived = threading.Event(), threading.Event()
+
+    def work() -> None:
+        arrived.set()
+        assert seen.wait(10)
+
+    def delay(name: str) -> None:
+        if name == "main" and arrived.wait(0):
+            seen.set()
+
+    def step(b: StaticBuffers) -> None:
+        flow = current_context()
+        fork = flow.record()
+        with flow.stream("side"):
+            flow.wait(fork)
+            flow.host_node("waits for main", work)
+            join = flow.record()
+        for _ in range(200):
+            b.x.add_(1)
+            flow.host_node("tick", lambda: time.sleep(1e-3))
+        flow.wait(join)
+
+    backend = TapeBackend(delay=delay)
+    backend.capture(step, buffers).replay()
+    assert seen.is_set()
+    backend.close()
+
+
+def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
+    threads = threading.active_count()
+    backend = TapeBackend(asynchronous=True)
+    recorded = [backend.capture(through_host(doubling(buffers)), buffers) for _ in range(3)]
+    for _ in range(10):
+        for one in recorded:
+            one.replay()
+    backend.synchronize()
+    assert threading.active_count() == threads + 2
+    backend.close()
+    assert threading.active_count() == threads
+
+
+def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
+    threads, tapes = threading.active_count(), len(tape._tapes)
+    recorded = capture(through_host(doubling(buffers)), buffers, backend=TapeBackend(asynchronous=True))
+    recorded.replay()
+    dead = weakref.ref(recorded)
+    deadline = time.monotonic() + 10
+    del recorded
+    while (dead() is not None or threading.active_count() > threads) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert dead() is None and threading.active_count() <= threads and len(tape._tapes) <= tapes
+
+
+def test_leaving_without_close_is_clean() -> None:
+    """A process may end with launches in flight and nothing closed."""
+    program = """
+import time, torch
+from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.tape.backend import TapeBackend
+def step(b):
+    flow = current_context()
+    fork = flow.record()
+    with flow.stream("side"):
+        flow.wait(fork)
+        b.y.copy_(b.y @ b.y)
+        join = flow.record()
+    b.x.copy_(b.x @ b.x)
+    flow.wait(join)
+buffers = StaticBuffers([BufferSpec(name, (64, 64), torch.float32) for name in "xy"])
+backend = TapeBackend(asynchronous=True)
+recorded = backend.capture(step, buffers)
+for _ in range(50):
+    recorded.replay()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# asynchronous launches
+
+
+def test_asynchronous_order(buffers: StaticBuffers) -> None:
+    gate, order = threading.Event(), []
+    backend = TapeBackend(asynchronous=True)
+    recorded = backend.capture(through_host(doubling(buffers)), buffers)
+    backend.run(lambda: gate.wait(10))
+    backend.run(lambda: order.append(float(buffers.y.sum())))
+    recorded.replay()
+    first = backend.event()
+    recorded.replay()
+    backend.run(lambda: order.append(float(buffers.y.sum())))
+    last = backend.event()
+    assert not first.query() and not last.query() and order == [] and backend.stats.event_waits == 0
+    gate.set()
+    first.wait()
+    assert first.query()
+    last.wait()
+    assert order == [0.0, 4.0 * 32] and bool((buffers.x == 3).all())
+    assert (backend.stats.replays, backend.stats.event_waits, backend.stats.syncs, backend.stats.host_nodes) == (2, 2, 0, 2)
+    backend.synchronize()
+    assert backend.stats.syncs == 1
+    backend.close()
+
+
+def test_asynchronous_rounds_stay_in_order_under_delays(buffers: StaticBuffers) -> None:
+    seen: list[float] = []
+
+    def work() -> None:
+        doubling(buffers)()
+        seen.append(float(buffers.x_host[0, 0]))
+
+    backend = TapeBackend(asynchronous=True, delay=lambda name: time.sleep(1e-3 if name == "double" else 0))
+    recorded = backend.capture(through_host(work), buffers)
+    for _ in range(20):
+        recorded.replay()
+    backend.synchronize()
+    assert seen == [float(number) for number in range(1, 21)]
+    backend.close()
+
+
+@pytest.mark.parametrize("deliver", ["replay", "run", "event", "synchronize"])
+def test_an_asynchronous_error_is_delivered_once(buffers: StaticBuffers, deliver: str) -> None:
+    backend = TapeBackend(asynchronous=True)
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError("late")
+
+    recorded = backend.capture(add_one, buffers)
+    gate = threading.Event()
+    backend.run(lambda: gate.wait(10))
+    backend.run(fail)
+    backend.run(lambda: ran.append(1))
+    event = backend.event()
+    gate.set()
+    while not event.query():
+        time.sleep(1e-3)
+    calls: dict[str, Callable[[], object]] = {
+        "replay": recorded.replay,
+        "run": lambda: backend.run(lambda: None),
+        "event": event.wait,
+        "synchronize": backend.synchronize,
+    }
+    with pytest.raises(ZeroDivisionError, match="late"):
+        calls[deliver]()
+    assert ran == [1]  # the queue went on
+    recorded.replay()
+    backend.synchronize()
+    assert bool((buffers.x == 2).all())
+    backend.close()
+
+
+def test_synchronous_calls_raise_at_once(buffers: StaticBuffers) -> None:
+    backend = TapeBackend()
+    with pytest.raises(ZeroDivisionError):
+        backend.run(lambda: 1 / 0)
+    event = backend.event()
+    assert event.query()
+    event.wait()
+    assert backend.stats.event_waits == 1
+
+
+def test_run_is_without_gradients(buffers: StaticBuffers) -> None:
+    modes: list[bool] = []
+    for asynchronous in (False, True):
+        backend = TapeBackend(asynchronous=asynchronous)
+        backend.run(lambda: modes.append(torch.is_grad_enabled()))
+        backend.synchronize()
+        backend.close()
+    assert modes == [False, False]
+
+
+# the end
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_close(buffers: StaticBuffers, asynchronous: bool) -> None:
+    backend = TapeBackend(asynchronous=asynchronous)
+    recorded = backend.capture(through_host(doubling(buffers)), buffers)
+    recorded.replay()
+    backend.close()
+    assert bool((buffers.y == 2).all())
+    backend.close()
+    calls = (
+        recorded.replay,
+        backend.synchronize,
+        backend.event,
+        lambda: backend.run(lambda: None),
+        lambda: backend.capture(print, buffers),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="the backend is closed"):
+            call()
+
+
+def test_close_tells_of_an_error_that_nobody_saw() -> None:
+    backend = TapeBackend(asynchronous=True)
+    backend.run(lambda: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="never raised: division by zero"):
+        backend.close()
+
+
+def test_replay_inside_a_capture_is_refused(buffers: StaticBuffers) -> None:
+    backend = TapeBackend()
+    recorded = backend.capture(lambda b: None, buffers)
+    for call in (recorded.replay, lambda: backend.run(lambda: None), backend.event().wait):
+        with pytest.raises(CaptureError, match="inside a step that is being captured"):
+            backend.capture(lambda b, call=call: call(), buffers)  # type: ignore[misc]

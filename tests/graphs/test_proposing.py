@@ -1,0 +1,210 @@
+"""Drafts from the text alone: whatever is proposed, tokens are those of plain decoding, and what is right is taken."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph import Engine, SamplingParams
+from stepgraph.graphs import GraphKey, Limits, StaticBuffers, TapeBackend
+from stepgraph.graphs.batch import read_batch
+from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.drafting import keep_chain
+from stepgraph.graphs.proposing import propose, text_specs
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.sampling.acceptance import FinishCode
+from tests.helpers.proposers import Proposes, noise
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, plain, shared_engine
+from tests.laws.test_greedy_oracle import Ask, answer, asks, run_schedule
+from tools.gpu.checks.states import RoundBench
+
+SETUPS = [
+    Setup(k=6, drafter="ngram"),
+    Setup(k=1, drafter="ngram", max_rows=2),
+    Setup(k=2, drafter="parrot", max_rows=2, rounds_in_flight=3),
+    Setup(k=3, drafter="noise", max_rows=2, forced_drafts=True),
+    Setup(k=4, drafter="control", max_rows=2),
+    Setup(k=5, drafter="stops", max_rows=2, rounds_in_flight=1, forced_drafts=True),
+    Setup(k=4, drafter="function", max_rows=2, rounds_in_flight=1),
+]
+MORE_SETUPS = [
+    Setup(k=2, drafter="ngram", rounds_in_flight=3),
+    Setup(k=6, drafter="outside", asynchronous=False),
+    Setup(k=8, drafter="noise", max_rows=3),
+]
+
+
+@st.composite
+def asks_with_texts(draw: st.DrawFn) -> Ask:
+    """Requests of which some tell what they expect: the right text, that with a part changed or lost, or any."""
+    ask = draw(asks)
+    right = answer(replace(ask, draft_ids=None)).tokens
+    cut = draw(st.integers(0, 12))
+    damaged = [*right[:cut], *draw(st.lists(st.integers(0, CONTROL), max_size=2)), *right[cut + draw(st.integers(0, 2)) :]]
+    told = draw(st.sampled_from([None, right, damaged, list(ask.prompt)]))
+    return ask if told is None else replace(ask, draft_ids=tuple(told))
+
+
+batches = st.lists(st.tuples(asks_with_texts(), st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=8)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", [*SETUPS, *MORE_SETUPS], ids=str)
+@settings(max_examples=1000, derandomize=False)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], SETUPS[6]], ids=str)
+@pytest.mark.parametrize("place", range(4))
+def test_a_text_that_was_foreseen_takes_the_fewest_rounds(setup: Setup, place: int) -> None:
+    engine, constraint = shared_engine(setup), CONSTRAINTS[place]
+    expected = plain([place, 9], 40, constraint)
+    job = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens)
+    assert (job.tokens, job.finish_reason) == (expected.tokens, expected.reason)
+    assert job.rounds <= len(job.tokens) // (setup.k + 1) + 1, "the first round drafts as well"
+    fewer = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens, num_speculative_tokens=1)
+    assert fewer.tokens == expected.tokens and len(job.tokens) // 2 <= fewer.rounds <= len(job.tokens) // 2 + 1
+
+
+def test_the_look_up_finds_its_way_back_into_a_text_that_differs() -> None:
+    engine, expected = shared_engine(SETUPS[0]), plain([2, 9], 60, CONSTRAINTS[2]).tokens
+    told = [*expected[:9], 1, 1, *expected[11:20], *expected[26:]]  # two tokens changed, six missing
+    job = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60, draft_ids=told)
+    assert job.tokens == expected
+    alone = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60)
+    assert job.rounds < 20 < alone.rounds
+
+
+def test_what_the_device_keeps_of_a_text_is_the_text() -> None:
+    """Prompts in chunks, a prompt of one token, rows that had owners before, rows that emit at different speeds."""
+    with make_engine(Setup(k=3, drafter="ngram", max_rows=2, asynchronous=False)) as engine:
+        for seed in range(3):
+            jobs = [engine.submit([*range(seed, 14 * seed + 1)], max_new_tokens=12 + 9 * seed) for _ in range(2)]
+            while engine.has_work:
+                engine.step()
+                for job in jobs:
+                    if not job.finished and job.tokens:
+                        known = [*job.prompt_ids, *job.tokens]
+                        assert known in engine.buffers.row_text[:2, : len(known)].tolist()
+        assert int(engine.buffers.row_text[:, engine.limits.max_length].max()) == -1
+
+
+def test_rows_without_speculation_and_their_neighbours_say_what_they_say_alone() -> None:
+    engine = shared_engine(SAMPLED)
+    wanted = [{"num_speculative_tokens": 0} if place % 2 else {} for place in range(6)]
+    alone = [ask(engine, place, **wanted[place]) for place in range(6)]
+    jobs = [submit(engine, place, **wanted[place]) for place in range(6)]
+    for _ in engine.stream():
+        pass
+    assert [job.tokens for job in jobs] == alone
+    assert alone[3] == ask(engine, 3) == plain([3, 7], 30, sampling=jobs[3].sampling).tokens, "greedy ones what everybody says"
+    assert all(job.num_accepted_drafts == 0 for job in jobs[1::2]) and all(job.num_accepted_drafts for job in jobs[::2])
+
+
+SAMPLED = Setup(k=3, drafter="ngram", max_rows=2, greedy_only=False)
+
+
+def submit(engine: Engine, place: int, **options: Any) -> Any:
+    """Greedy and sampled requests by turns, some with a grammar; what repeats much is often foreseen."""
+    sampling = SamplingParams(temperature=place % 3 * 0.4, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
+    return engine.submit([place, 7], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=30, **options)
+
+
+def ask(engine: Engine, place: int, **options: Any) -> list[int]:
+    job = submit(engine, place, **options)
+    for _ in engine.stream():
+        pass
+    return list(job.tokens)
+
+
+def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
+    engine = shared_engine(SAMPLED)
+    alone = [ask(engine, place) for place in range(6)]
+    with make_engine(replace(SAMPLED, eager=True)) as eager:
+        jobs = [submit(eager, place) for place in reversed(range(6))]
+        for _ in eager.stream():
+            pass
+        assert [job.tokens for job in reversed(jobs)] == alone
+    submit(engine, 1, draft_ids=alone[1] * 2)
+    assert ask(engine, 2) == ask(engine, 2, draft_ids=[]) == alone[2], "in a row whose former owner gave a text, beside one that does"
+    assert ask(engine, 2) == alone[2]
+    assert alone[0] == plain([0, 7], 30, sampling=SamplingParams(temperature=0, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})).tokens
+
+
+@pytest.mark.parametrize(
+    ("k", "proposer", "forced"), [(1, NgramLookup(), False), (4, NgramLookup(3, 2), True), (8, noise(CONTROL), False)], ids="148"
+)
+def test_rounds_replay_as_eager(k: int, proposer: Any, forced: bool) -> None:
+    backend = TapeBackend(poison="every")
+    bench = RoundBench(backend, k, proposer=proposer, forced_drafts=forced)
+    for constrained, sampled in itertools.product((False, True), (False, True)):
+        step = bench.round.step(GraphKey(4, constrained, sampled))
+        bench.compare(step, 4, (lambda: bench.announce(4)) if constrained else lambda: None)
+    ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
+    assert len(ruled.report.host_nodes) == (k + 1 if forced else 1), "one walks the chain, or each place has its own"
+    assert ruled.report.nodes.get("copied", 0) == 0
+    backend.close()
+
+
+def test_what_is_proposed_is_cut_where_it_ends() -> None:
+    """At an id that is no token's, at what the request wants; and nothing is kept for a row that has ended, or for padding."""
+    limits = Limits(
+        max_rows=7, num_speculative_tokens=3, max_length=16, page_size=8, num_pages=14, vocab_size=12, num_tokens=10, feature_size=0
+    )
+    buffers = StaticBuffers([spec for spec in (*round_specs(limits), *text_specs(limits)) if not spec.name.endswith("_host")])
+    proposed = torch.tensor([[1, 2, 3], [4, -1, 5], [6, 10, 7], [2**40, 1, 1], [1, -(2**40), 1], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    buffers.batch_rows.copy_(torch.tensor([0, 1, 2, 3, 4, 5, 6]))
+    buffers.row_state[:7, Column.FINISH] = int(FinishCode.RUNNING)
+    buffers.row_state[:7, Column.LENGTH] = 4
+    buffers.row_state[:7, Column.DRAFT_LIMIT] = 3
+    buffers.row_state[5, Column.DRAFT_LIMIT] = 2
+    buffers.row_state[6, Column.FINISH] = int(FinishCode.STOP)
+    batch = read_batch(buffers, 7)
+    keep_chain(buffers, batch, propose(buffers, batch, Proposes(lambda history, index: proposed[:7]), limits))
+    kept = [[1, 2, 3], [4, -1, -1], [6, -1, -1], [-1] * 3, [1, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
+    assert buffers.row_drafts.tolist() == kept
+    assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]
+
+
+def test_nothing_is_kept_of_distributions() -> None:
+    engine = shared_engine(SAMPLED)
+    assert engine.buffers.row_draft_probs.numel() == 0 and bool(engine.buffers.row_certain.all())
+
+
+@pytest.mark.parametrize(
+    ("setup", "asked", "message"),
+    [
+        (Setup(k=3, eager=True), {}, r"draft_ids: got 2 tokens, want None: the engine drafts from no text; Engine\(draft='ngram'\) does"),
+        (SAMPLED, {"num_speculative_tokens": 0}, "draft_ids: got 2 tokens with num_speculative_tokens=0, want None"),
+        (SAMPLED, {"draft_ids": [1, CONTROL + 1]}, rf"draft_ids\[1\]: got {CONTROL + 1}, want a token id from 0 to {CONTROL}"),
+        (SAMPLED, {"draft_ids": [1] * 97}, "draft_ids: got 97 tokens, want at most max_length=96"),
+        (SAMPLED, {"draft_ids": "text"}, "draft_ids: got str, want a sequence of token ids"),
+    ],
+    ids=str,
+)
+def test_a_text_that_cannot_be_of_use_is_refused(setup: Setup, asked: dict[str, Any], message: str) -> None:
+    engine = shared_engine(setup)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **asked})
+    assert not engine.has_work
+
+
+def test_a_text_as_long_as_a_row() -> None:
+    expected = plain([1], 40).tokens
+    job = shared_engine(SETUPS[0]).generate([1], max_new_tokens=40, draft_ids=[*expected, *[3] * (96 - len(expected))])
+    assert job.tokens == expected

@@ -1,0 +1,238 @@
+"""Stages have names: each node of a recording is told its stage, and a profiler sees ranges where it asked for them, else nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
+from stepgraph.graphs.capture import EagerContext
+from stepgraph.graphs.cuda.driver import HostErrors
+from stepgraph.graphs.cuda.flow import CudaCaptureContext
+from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
+from stepgraph.runtime.models.toy import ToyTarget
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
+
+CONSTRAINT = CONSTRAINTS[3]  # a-c, then maybe x
+
+
+class Ranges:
+    """A profiler that writes down every range, with those around it."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, ...]] = []
+        self._open: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before, self._open = self._open, (*self._open, name)
+        self.begun.append(self._open)
+        yield
+        self._open = before
+
+
+def small_engine(k: int, drafter: str = "fair", *, backend: TapeBackend | None = None, **others: Any) -> Engine:
+    sizes = {"max_rows": 1, "num_speculative_tokens": k, "max_length": 64, "page_size": 8, "greedy_only": True}
+    config = EngineConfig(**sizes, compile_isolation="none", backend="tape", **others)  # type: ignore[arg-type]
+    engine = Engine(TARGET, DRAFTERS[drafter](), vocabulary=VOCABULARY, config=config, backend=backend)
+    engine.capture()
+    return engine
+
+
+def report_of(engine: Engine, constrained: bool) -> RecordedReport:
+    return engine._graphs[engine._graphs.key_for(1, constrained, False)].report
+
+
+def names(report: RecordedReport, stream: str) -> list[str]:
+    """What a recording does on one stream, in order."""
+    return [name for name, _ in groupby(run.name for run in report.stages if run.stream == stream)]
+
+
+def node_counts(report: RecordedReport) -> tuple[int, int]:
+    """In its stages, and of the kinds that a CUDA graph has as well."""
+    return sum(run.nodes for run in report.stages), sum(count for kind, count in report.nodes.items() if kind != "wait")
+
+
+SHOWN = [f"{verb}{node}" for node in ("head", "commit", "advance 1", "advance 2") for verb in ("show ", "", "place ")]
+DRAFTED = ["draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2", "draft_decode 2", "choose_draft 3", "keep_chain"]
+
+
+def test_a_round_tells_its_stages_in_the_order_of_the_picture() -> None:
+    with small_engine(3) as engine:
+        reports = {constrained: report_of(engine, constrained) for constrained in (True, False)}
+    for constrained, report in reports.items():
+        assert names(report, "main") == ["read_batch", "target_verify", "accept", *DRAFTED]
+        assert names(report, "side") == (SHOWN if constrained else [])
+        assert tuple(run.name for run in report.stages if run.kind == "host") == report.host_nodes
+        assert all(run.nodes == 1 for run in report.stages if run.kind == "host")
+        assert len(set(node_counts(report))) == 1, "every node has a stage"
+
+
+def test_proposed_and_unguided_rounds_have_names_for_all_they_do() -> None:
+    reports = []
+    for drafter, option, on in (("ngram", "forced_drafts", True), ("ngram", "forced_drafts", False), ("fair", "draft_masks", False)):
+        options: dict[str, Any] = {option: on}
+        with small_engine(2, drafter, **options) as engine:
+            reports.append(report_of(engine, True))
+    guided, free, unguided = reports
+    assert names(guided, "main") == ["read_batch", "target_verify", "accept", "propose", "choose_draft 1", "choose_draft 2", "propose"]
+    assert names(guided, "side") == SHOWN[:9]
+    assert names(free, "main") == ["read_batch", "target_verify", "accept", "propose"]
+    assert names(free, "side") == names(unguided, "side") == SHOWN[:3]
+    assert all(len(set(node_counts(report))) == 1 for report in reports)
+
+
+def small_step(buffers: StaticBuffers) -> None:
+    flow = current_context()
+    buffers.x.add_(1)
+    with flow.stage("outer"):
+        buffers.x.mul_(2)
+        with flow.stage("inner"):
+            buffers.x.neg_()
+        begun = flow.record()
+        with flow.stream("side"):
+            flow.wait(begun)
+            buffers.there_host.copy_(buffers.x, non_blocking=True)
+            flow.host_node("think", lambda: None, reads=[buffers.there_host])
+            done = flow.record()
+        buffers.y.sub_(3)  # beside the copy
+    flow.wait(done)
+
+
+def small_buffers() -> StaticBuffers:
+    specs = [BufferSpec(name, (2,), torch.float32) for name in ("x", "y")]
+    return StaticBuffers([*specs, BufferSpec("there_host", (2,), torch.float32, "pinned")])
+
+
+def test_the_innermost_stage_counts_and_what_has_none_is_the_step() -> None:
+    expected = [
+        StageRun("main", STEP, "stage", 1),
+        StageRun("main", "outer", "stage", 1),
+        StageRun("main", "inner", "stage", 1),
+        StageRun("side", "outer", "stage", 1),
+        StageRun("side", "think", "host", 1),
+        StageRun("main", "outer", "stage", 1),
+    ]
+    assert list(capture(small_step, small_buffers(), "tape").report.stages) == expected
+
+
+def test_host_nodes_are_runs_of_their_own() -> None:
+    label, node = Label("main", "a"), Label("main", "a", "host")
+    assert [run.nodes for run in stage_runs([label, label, node, node, label])] == [2, 1, 1, 1]
+    assert stage_runs([]) == ()
+
+
+def test_an_eager_run_has_a_range_per_stage_and_host_node() -> None:
+    ranges = Ranges()
+    run_eager(small_step, small_buffers(), ranges)
+    assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]
+
+
+def test_a_replay_has_one_range_with_its_round_and_key_and_an_eager_round_its_stages_in_it() -> None:
+    for eager in (False, True):
+        ranges = Ranges()
+        engine = small_engine(2, eager=eager, backend=TapeBackend(ranges=ranges))
+        with engine:
+            engine.generate([1, 2, 3], constraint=CONSTRAINT, max_new_tokens=6)
+            rounds = engine.stats().rounds
+            key = engine._graphs.key_for(1, True, False)
+        outer = [begun[0] for begun in ranges.begun if len(begun) == 1]
+        assert outer == [f"round {number}: {key}" for number in range(rounds)]
+        inside = [begun[1] for begun in ranges.begun if begun[0] == outer[0] and len(begun) == 2]
+        order = ["read_batch", "show head", "head", "place head", "target_verify", "accept"]
+        assert inside[: len(order)] == (order if eager else [])
+
+
+def calls_of(functions: tuple[Callable[..., object], ...], work: Callable[[], object]) -> int:
+    """How often `work` calls one of these functions on this thread."""
+    codes, count = {function.__code__ for function in functions}, 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code in codes
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
+    makers = (spans._pushed.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
+    counts = []
+    for ranges in (None, Ranges()):
+        with small_engine(2, eager=eager, backend=TapeBackend(ranges=ranges)) as engine:
+            engine.submit([1, 2, 3], max_new_tokens=40)
+            engine.step()
+            counts.append(calls_of(makers, engine.step))
+    assert counts[0] == 0
+    assert counts[1] == 2 * (10 if eager else 1)  # a range is called to begin and to end; an eager round has nine stages
+
+
+def test_an_eager_stage_without_a_range_is_one_object_for_all() -> None:
+    flow = EagerContext()
+    assert flow.stage("a") is flow.stage("b") is flow.stream("side")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where torch makes no ranges")
+@pytest.mark.parametrize("by", ["config", "environment"])
+def test_ranges_that_cannot_be_made_are_refused_by_name(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "environment":
+        monkeypatch.setenv("STEPGRAPH_NVTX", "1")
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, nvtx=by == "config")
+    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got True, want False: torch .* makes no ranges"):
+        Engine(ToyTarget(8), config=config)
+
+
+def test_a_flag_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got 1, want True or False"):
+        EngineConfig(nvtx=1)  # type: ignore[arg-type]
+
+
+class CountingDriver:
+    """As much of a driver as a flow needs in order to tell whose the captured nodes are."""
+
+    def __init__(self) -> None:
+        self.nodes = 0
+
+    def captured_nodes(self, stream: int) -> int:
+        return self.nodes
+
+    def launch_host(self, stream: int, callback: object) -> None:
+        self.nodes += 1
+
+
+class OneStream:
+    cuda_stream = 1
+
+    def __getitem__(self, name: str) -> OneStream:
+        return self
+
+
+def test_the_cuda_flow_tells_whose_nodes_were_captured_by_how_many_there_are() -> None:
+    driver, ranges = CountingDriver(), Ranges()
+    flow = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
+    driver.nodes += 2
+    with flow.stage("outer"):
+        driver.nodes += 1
+        with flow.stage("inner"):
+            driver.nodes += 3
+        flow.host_node("think", lambda: None)
+        driver.nodes += 1
+    driver.nodes += 1
+    flow.label_nodes()
+    told = [(run.name, run.kind, run.nodes) for run in stage_runs(flow.labels)]
+    outer, think = ("outer", "stage", 1), ("think", "host", 1)
+    assert told == [(STEP, "stage", 2), outer, ("inner", "stage", 3), think, outer, (STEP, "stage", 1)]
+    assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]

@@ -1,0 +1,154 @@
+"""What tests of AsyncEngine share: a gate that holds an engine, loops that complain aloud, what every stream must have told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import warnings
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Engine, FinishReason, Job, SamplingParams, StepEvent
+from stepgraph.runtime.aio import JobStream
+from stepgraph.runtime.wake import WakeSignal
+from tests.helpers.oracles import Answer
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
+
+SETUP = Setup(k=2, max_rows=3, eager=True, greedy_only=False)  # eager: the same rounds, and no capture to wait for
+LONG = SamplingParams(temperature=0, ignore_eos=True)  # what asks so ends by its length, or is cancelled
+
+
+class Gate:
+    """Lets an engine make so many steps, and then holds whoever steps it."""
+
+    def __init__(self, engine: Engine, steps: int = 0) -> None:
+        self._permits, self._step, self._engine = threading.Semaphore(steps), engine.step, engine
+        self.made, self._opened = 0, False
+        engine.step = self._held  # type: ignore[method-assign]
+
+    def _held(self) -> list[StepEvent]:
+        assert self._opened or self._permits.acquire(timeout=60), "a test forgot to open the gate"
+        self.made += 1
+        return self._step()
+
+    def allow(self, steps: int) -> None:
+        self._permits.release(steps)
+
+    def open(self) -> None:
+        self._opened = True
+        self._permits.release()
+
+
+@contextmanager
+def captured() -> Iterator[Engine]:
+    """An engine for many tests."""
+    with make_engine(SETUP) as engine:
+        gc.collect()
+        gc.freeze()  # collecting all of torch takes longer than most tests
+        yield engine
+        gc.unfreeze()
+
+
+@contextmanager
+def kept_idle(engine: Engine) -> Iterator[None]:
+    """It is handed back idle by whatever a test does with it."""
+    yield
+    engine.__dict__.pop("step", None)
+    assert not engine.has_work
+    assert engine.stats().running == engine.stats().waiting == 0
+    engine.step()
+
+
+def threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "stepgraph-aio"]
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Whatever a loop would only log fails the test: lost tasks, errors in callbacks, coroutines that nobody awaits."""
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        await main
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    complaints: list[dict[str, Any]] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(watched(), debug=True)
+    assert complaints == []
+    assert [str(warning.message) for warning in warned if "never awaited" in str(warning.message)] == []
+
+
+async def first(count: int, stream: JobStream) -> list[StepEvent]:
+    """As many events, or fewer where it ends."""
+    events: list[StepEvent] = []
+    while len(events) < count and not (events and events[-1].finish_reason):
+        events.append(await stream.__anext__())
+    return events
+
+
+async def read(stream: JobStream) -> list[StepEvent]:
+    return [event async for event in stream]
+
+
+def check_told(events: list[StepEvent], job: Job) -> None:
+    """Once, in order, with its reason at the end."""
+    assert [token for event in events for token in event.tokens] == job.tokens
+    assert [told for event in events for told in event.logprobs] == job.logprobs
+    assert sum(event.num_accepted_drafts for event in events) == job.num_accepted_drafts
+    assert [event.job_id for event in events] == [job.id] * len(events)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [job.finish_reason]
+    assert job.finished and events[-1].error == job.error
+
+
+def check_alone(job: Job, answer: Answer) -> None:
+    """What it would have said alone, or as much of it as it came to."""
+    if job.finish_reason == FinishReason.CANCELLED:
+        assert job.tokens == answer.tokens[: len(job.tokens)]
+    else:
+        assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+
+
+ASKS: list[dict[str, Any]] = [
+    {"prompt_ids": [place, 5], "constraint": CONSTRAINTS[place % 4], "max_new_tokens": 12 + place, "sampling": sampling}
+    for place, sampling in enumerate([LONG, None, None, None, SamplingParams(temperature=0, logprobs=True), None, None, None])
+]
+
+
+def answers() -> list[Answer]:
+    return [plain(ask["prompt_ids"], ask["max_new_tokens"], ask["constraint"], sampling=ask["sampling"] or LONG_OFF) for ask in ASKS]
+
+
+LONG_OFF = SamplingParams(temperature=0)
+
+
+def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when somebody begins to sleep without an end in sight."""
+    asleep = threading.Event()
+    real = WakeSignal.wait
+
+    def wait(bell: WakeSignal, seconds: float | None = None) -> bool:
+        if bell is engine._bell and seconds is None:
+            asleep.set()
+        elif bell is engine._bell:
+            polls.append(seconds)
+        return real(bell, seconds)
+
+    polls: list[float | None] = []
+    asleep.polls = polls  # type: ignore[attr-defined]
+    monkeypatch.setattr(WakeSignal, "wait", wait)
+    return asleep
+
+
+async def opened(engine: Engine) -> None:
+    async with AsyncEngine(engine):
+        raise AssertionError("it opened")
+
+
+async def opened_again(serving: AsyncEngine) -> None:
+    async with serving:
+        assert (await serving.generate([2], max_new_tokens=9).result()).tokens == plain([2], 9).tokens

@@ -1,0 +1,58 @@
+"""A folder as users have it, for commands: a tiny random model with a tokenizer of its own and a chat template."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.commands.doctor import ask_a_process
+from stepgraph.runtime.demo.variants import toy_pair
+from tests.helpers.families import BASE, random_model
+from tests.helpers.made_tokenizers import byte_level
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def model_folder() -> Path:
+    """Written once; its name is `model`, as in the examples of --help, and nothing but recordings lies beside it."""
+    folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    tokenizer = byte_level()
+    sizes = {"vocab_size": tokenizer.get_vocab_size() + 3, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    sizes["max_position_embeddings"] = 4096
+    random_model("Llama", BASE | sizes, seed=5).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    return folder
+
+
+@functools.cache
+def recordings() -> Path:
+    """A folder with what two engines were asked: `run.jsonl` of the model above, `toy.jsonl` of the toy pair."""
+    folder = model_folder().parent
+    config, pair = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, eager=True), toy_pair()
+    for engine in (
+        Engine.from_pretrained(model_folder(), "ngram", config=config, record=folder / "run.jsonl"),
+        Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config, record=folder / "toy.jsonl"),
+    ):
+        with engine:
+            engine.generate([1, 2, 3], max_new_tokens=12)
+            engine.generate([4, 2, 3], max_new_tokens=12)
+    return folder
+
+
+@functools.cache
+def doctor_answers() -> dict[str, dict[str, Any]]:
+    """Of the process that `stepgraph doctor` asks for seconds: once will do."""
+    return ask_a_process()

@@ -1,0 +1,154 @@
+"""Drafts in folders beside the tiny models of tests/helpers/families.py, engines that load them, and what the papers say they draft."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.draft_names import save_eagle3, save_mtp
+from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.runtime.models.rope import RopeConfig
+from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
+from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
+
+CONFIG = EngineConfig(
+    max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
+)
+LETTERS = 106  # of the families' tokenizer, behind four markers
+OWN_IDS = [*range(LETTERS, LETTERS + 4), *range(LETTERS - 1, -1, -1)]  # of the smaller model, for each of the target's tokens
+D2T = torch.arange(2, 110, 2)  # every other token, the stop token among them
+EAGLE_LAYERS = (3, 0, 2)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What drafts, beside a target of which family."""
+
+    name: str
+    family: str
+    most: int = 6  # drafts
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Of the draft."""
+        target, folder = open_checkpoint(folder_of(self.family)).load("cpu"), _temporary() / self.name
+        if self.name == "eagle3":
+            layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
+            config = Eagle3Config(layer, EAGLE_LAYERS, target.config.hidden_size, len(D2T))
+            return save_eagle3(folder, Eagle3(config, d2t=D2T).randomise(3), own_embedding=True)
+        if self.name == "model":
+            return save_smaller(folder)
+        layers = replace(target.config, windows=(target.config.windows[-1],) * (1 if self.name == "mtp" else 3))
+        return save_mtp(folder, Mtp(layers, embedding=target.embedding, head=target.unembedding).randomise(3), first=4)
+
+    @functools.cached_property
+    def target(self) -> Path:
+        """Its folder. With "mtp" it holds the module itself, and what that shares with it once more, as public checkpoints do."""
+        folder = folder_of(self.family)
+        if self.name != "mtp":
+            return folder
+        whole = Path(shutil.copytree(folder, _temporary() / "with mtp"))
+        tensors, modules = load_file(whole / "model.safetensors"), load_file(self.folder / "model.safetensors")
+        repeated = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": tensors["lm_head.weight"]}
+        tensors |= modules | {f"model.layers.4.{name}.weight": tensor.clone() for name, tensor in repeated.items()}
+        save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+        change_json(whole / "config.json", num_nextn_predict_layers=1)
+        return whole
+
+    @property
+    def draft(self) -> str | Path:
+        return "mtp" if self.name == "mtp" else self.folder
+
+    @functools.cached_property
+    def loaded(self) -> Loaded:
+        return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1))
+
+    def engine(self, k: int, **changes: Any) -> Engine:
+        """Captured. All run in the caller's thread, and have the same models."""
+        target, draft, vocabulary, _ = self.loaded
+        config = replace(CONFIG, num_speculative_tokens=k, **changes)
+        engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
+        engine.capture()
+        return engine
+
+    def said(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
+        """Logits over the target's tokens that follow a history, and each of `drafts` behind it, without a cache."""
+        text = torch.tensor([history])
+        with torch.no_grad():
+            told = judge(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
+        tensors, fields = _read(self.folder)
+        if self.name == "eagle3":
+            features = torch.cat([told[layer][0] for layer in EAGLE_LAYERS], -1)
+            whole, *chain = eagle3_logits(tensors, fields, features, history, drafts, tensors["embed_tokens.weight"])
+            return [torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, D2T, each) for each in (whole[-1], *chain)]
+        if self.name == "model":
+            with torch.no_grad():
+                whole = smaller()(torch.tensor([[OWN_IDS[token] for token in (*history, *drafts)]])).logits[0]
+            return list(whole[len(history) - 1 :, OWN_IDS].double())
+        layers = range(4, 4 + fields["num_nextn_predict_layers"])
+        its = judge(self.family)
+        embedding, head = its.get_input_embeddings().weight.detach(), its.get_output_embeddings().weight.detach()
+        whole, *chain = mtp_logits(tensors, fields, layers, told[-1][0], history, drafts, embedding, head)
+        return [whole[-1], *chain]
+
+
+@functools.cache
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="drafts-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def smaller() -> Any:
+    """Another family, fewer layers, and more tokens than the target has."""
+    return random_model("Qwen2", BASE | {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY + 16}, seed=9)
+
+
+def save_smaller(folder: Path) -> Path:
+    """Its tokens are the target's in another order, and some of its own."""
+    smaller().save_pretrained(folder)
+    save_tokenizer(folder, VOCABULARY)
+    path = folder / "tokenizer.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    letters = {letter: OWN_IDS[token] for letter, token in written["model"]["vocab"].items()}
+    added = [entry | {"id": OWN_IDS[entry["id"]]} for entry in written["added_tokens"]]
+    more = {"ab": LETTERS + 4, "!!": LETTERS + 5}
+    change_json(path, model=written["model"] | {"vocab": letters | more}, added_tokens=added)
+    change_json(folder / "config.json", eos_token_id=OWN_IDS[2])
+    change_json(folder / "generation_config.json", eos_token_id=OWN_IDS[2])
+    return folder
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+DRAFTERS = [
+    Drafter("eagle3", "smollm2"),
+    Drafter("mtp", "qwen3"),
+    Drafter("mtp, one per draft", "mistral", most=3),
+    Drafter("model", "llama-2"),
+]

@@ -1,0 +1,49 @@
+"""Texts of the tiny models in tests/helpers/families.py: what is asked of them, and plain greedy decoding by `transformers` without a cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
+from tests.helpers.families import folder_of, judge
+
+CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]), Constraint.json_object())
+CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape", buckets=(1, 3))
+PROMPTS = [[7, 30, 5], [9], [40 + place for place in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
+
+
+@functools.cache
+def plain(family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int) -> tuple[list[int], str]:
+    """One token at a time over the whole text so far."""
+    model, vocabulary = judge(family), open_checkpoint(folder_of(family)).vocabulary
+    matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
+    masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1, : len(vocabulary.tokens)]
+        if matcher is not None:
+            status = matcher.fill_next_token_bitmask(masks, 0)
+            if status != MaskStatus.OK:
+                return tokens, {MaskStatus.COMPLETE: "constraint_complete", MaskStatus.DEAD_END: "dead_end"}[status]
+            legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(vocabulary.tokens))]
+            logits = logits.masked_fill(~torch.tensor(legal, dtype=torch.bool), -torch.inf)
+        tokens.append(int(logits.argmax()))
+        if matcher is not None:
+            assert matcher.accept_token(tokens[-1])
+        if tokens[-1] in vocabulary.stop_token_ids:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def decode(engine: Engine, prompts: list[list[int]], constraint: Constraint | None = None, **sampling: Any) -> list[Job]:
+    params = SamplingParams(temperature=0, **sampling)
+    jobs = [engine.submit(prompt, constraint=constraint, sampling=params, max_new_tokens=24) for prompt in prompts]
+    for _ in engine.stream():
+        pass
+    return jobs

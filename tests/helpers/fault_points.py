@@ -1,0 +1,263 @@
+"""Faults at named points, each where the real one would come from: a context manager that fails the n-th operation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Engine, Job
+from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
+from stepgraph.graphs.capture import HostNodeError
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.tape.backend import TapeBackend
+from stepgraph.graphs.tape.event import TapeEvent
+from stepgraph.graphs.tape.player import HostCall, Segment
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from tests.helpers.planted import fail, innermost, plant
+
+CAUSE = "planted fault"
+DRAFT_NONSENSE = (float("nan"), float("inf"), float("-inf"))
+CALLS = {  # what a matcher in Python calls of its library
+    "xgrammar": {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"},
+    "llguidance": {"accept": "try_consume_tokens", "fill": "unsafe_compute_mask_ptr", "rollback": "rollback"},
+}
+
+
+class Fault:
+    """Operation `number` of a point fails, from 1; `seen` are those that there were."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.seen = number, 0
+
+    def due(self) -> bool:
+        self.seen += 1
+        return self.seen == self.number
+
+    @property
+    def struck(self) -> bool:
+        return 1 <= self.number <= self.seen
+
+    def strike(self) -> None:
+        if self.due():
+            raise RuntimeError(f"{CAUSE} {self.number}")
+
+
+Point = Callable[[Engine, Fault], contextlib.AbstractContextManager[None]]
+
+
+class Failing:
+    """A library's object, one of whose calls fails once."""
+
+    def __init__(self, real: Any, name: str, fault: Fault) -> None:
+        self._real, self._name, self._fault = real, name, fault
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name != self._name:
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self._fault.strike()
+            return found(*arguments)
+
+        return call
+
+
+def matcher_call(library: str, operation: str) -> Point:
+    """Of the first request that `library` serves: one of the calls that its host nodes make."""
+
+    @contextlib.contextmanager
+    def point(engine: Engine, fault: Fault) -> Iterator[None]:
+        real, found = engine._host.row, list[int]()
+
+        def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
+            made, inner = real(owner, matcher, committed), innermost(matcher)
+            if not found and isinstance(inner, XGrammarMatcher) == (library == "xgrammar"):
+                found.append(made.owner)
+                if isinstance(made, NativeRow):
+                    plant(made, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
+                else:
+                    inner._matcher = Failing(inner._matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._host, "row", row)
+            yield
+
+    return point
+
+
+@contextlib.contextmanager
+def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    compiler._cache.clear()  # or nothing would be compiled
+    real = compiler._backends.build
+
+    def build(*arguments: Any) -> Any:
+        fault.strike()
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler._backends, "build", build)
+        yield
+
+
+@contextlib.contextmanager
+def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
+    """The copy out of a slot that is wanted again has not been made: whoever writes it has to wait."""
+    real = TapeEvent.query
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TapeEvent, "query", lambda event: not fault.due() and real(event))
+        yield
+
+
+@contextlib.contextmanager
+def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
+    prefixes = engine._desk.rows._prefixes
+    real = prefixes.take
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "take", lambda count: None if fault.due() else real(count))
+        yield
+
+
+@contextlib.contextmanager
+def target_not_finite(engine: Engine, fault: Fault) -> Iterator[None]:
+    with _countdown(engine, fault, "target_fault"):
+        yield
+
+
+def draft_not_finite(nonsense: float) -> Point:
+    @contextlib.contextmanager
+    def point(engine: Engine, fault: Fault) -> Iterator[None]:
+        engine.backend.run(lambda: engine.buffers.draft_nonsense.fill_(nonsense))
+        with _countdown(engine, fault, "draft_fault"):
+            yield
+
+    return point
+
+
+@contextlib.contextmanager
+def _countdown(engine: Engine, fault: Fault, name: str) -> Iterator[None]:
+    """Passes of a model are counted where they are made: in the graph."""
+    counter = engine.buffers[name]
+    engine.backend.run(lambda: counter.fill_(fault.number))
+    yield
+    engine.backend.synchronize()
+    fault.seen = fault.number - int(counter)
+
+
+class FaultyTarget(ToyTarget):
+    """In the pass that `target_fault` counts down to, the first of a batch is no number."""
+
+    def cache_specs(self, limits: Limits) -> tuple[BufferSpec, ...]:
+        return (*super().cache_specs(limits), BufferSpec("target_fault", (1,), torch.int64))
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        output = super().forward(inputs, buffers)
+        return output._replace(hidden=_spoilt(output.hidden, buffers.target_fault, float("nan")))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _carried(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
+
+
+class FaultyDraft(ToyDraft):
+    """The same of a draft; what comes instead is in `draft_nonsense`."""
+
+    def cache_specs(self, limits: Limits) -> tuple[BufferSpec, ...]:
+        own = BufferSpec("draft_fault", (1,), torch.int64), BufferSpec("draft_nonsense", (1,), torch.float32)
+        return (*super().cache_specs(limits), *own)
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        output = super().forward(inputs, buffers)
+        return output._replace(hidden=_spoilt(output.hidden, buffers.draft_fault, buffers.draft_nonsense))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _carried(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
+
+
+def _spoilt(hidden: Tensor, countdown: Tensor, value: Tensor | float) -> Tensor:
+    countdown.sub_(1)
+    first = torch.arange(len(hidden), device=hidden.device) == 0
+    return torch.where(((countdown == 0) & first)[:, None, None], value, hidden)
+
+
+def _carried(hidden: Tensor, logits: Tensor) -> Tensor:
+    return torch.where(hidden[..., :1].isfinite(), logits, hidden[..., :1])
+
+
+def function_raises(fault: Fault) -> Callable[[Job], list[int]]:
+    """A drafter that is asked on the host."""
+
+    def draft(job: Job) -> list[int]:
+        fault.strike()
+        return [7, 8]
+
+    return draft
+
+
+@contextlib.contextmanager
+def host_node_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+    real = HostCall.__call__
+
+    def call(node: HostCall, skip: bool) -> None:
+        if not skip and fault.due():
+            raise HostNodeError(node.name, RuntimeError(CAUSE))
+        real(node, skip)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCall, "__call__", call)
+        yield
+
+
+@contextlib.contextmanager
+def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+    """An operation of the device fails in the middle of a round."""
+    real = Segment.__call__
+
+    def call(segment: Segment, skip: bool) -> None:
+        if not skip:
+            fault.strike()
+        real(segment, skip)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segment, "__call__", call)
+        yield
+
+
+@contextlib.contextmanager
+def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
+    """What runs between rounds: prompts through both models, tables, copies in and out."""
+    real = TapeBackend.run
+
+    def run(backend: TapeBackend, function: Callable[[], object]) -> None:
+        def job() -> None:
+            fault.strike()
+            function()
+
+        real(backend, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TapeBackend, "run", run)
+        yield
+
+
+@contextlib.contextmanager
+def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
+    real = engine._host.announce
+
+    def announce(batch: Any) -> None:
+        fault.strike()
+        real(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._host, "announce", announce)
+        yield

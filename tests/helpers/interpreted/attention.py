@@ -1,0 +1,150 @@
+"""The attention programs in Triton's interpreter, against the reference. test_kernels.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from stepgraph.graphs.attention import paged_triton, rope_kv_triton
+from stepgraph.graphs.attention.paged import attention
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
+from tests.graphs.attention.test_paged import Case, make_case
+from tools.bench_attention import Shape, figures
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+
+
+def run(case: Case, window: int = 0, least_part: int = paged_triton.LEAST_PART) -> torch.Tensor:
+    """Into memory full of garbage."""
+    query, keys, values, (_, positions, slots, tables, size, *_) = case
+    output = torch.full_like(query, 7.5)
+    paged_triton.attention(
+        query, keys, values, positions, slots, tables, size, window, query.shape[3] ** -0.5, output, least_part=least_part
+    )
+    return output
+
+
+def compare(case: Case, window: int = 0, tolerance: float = 2e-6) -> None:
+    expected = attention(case.query, case.keys, case.values, case.inputs, window or None)
+    live = case.inputs.slots >= case.inputs.page_size
+    for least_part in (paged_triton.LEAST_PART, 4096):  # several parts, and one
+        found = run(case, window, least_part)
+        assert torch.isfinite(found).all(), "an inert query gives numbers too"
+        torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
+
+
+LENGTHS = [9, 150, 0, 260]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "count", "window"),
+    [(4, 2, 64, 5, 0), (3, 3, 96, 1, 40), (9, 3, 64, 4, 130), (8, 1, 128, 9, 0), (1, 1, 192, 3, 1), (4, 2, 64, 1, 0)],
+)
+def test_it_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
+    compare(make_case(LENGTHS, count, heads, kv_heads, size, page=16), window)
+
+
+@pytest.mark.parametrize(("page", "size"), [(16, 256), (32, 64), (64, 96)])
+def test_pages_and_heads_of_all_sizes(page: int, size: int) -> None:
+    compare(make_case([70, 200], 5, 2, 1, size, page=page))
+
+
+def test_a_prompt_takes_several_blocks_of_queries() -> None:
+    compare(make_case([150, 60], 50, 2, 1, 64, page=16), 60)
+
+
+@pytest.mark.parametrize(("size", "page"), [(64, 16), (96, 64), (128, 32), (192, 16), (256, 64)])
+def test_half_precision(size: int, page: int) -> None:
+    for dtype, tolerance in ((torch.bfloat16, 0.02), (torch.float16, 0.003))[: 1 + (size in (64, 256))]:
+        compare(make_case([9, 200], 4, 4, 2, size, dtype, page=page), 150, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_as_many_queries_as_a_round_may_have(count: int) -> None:
+    """Heads in threes: no power of two, neither alone nor by the queries."""
+    compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
+
+
+@pytest.mark.parametrize(("length", "window"), [(8_200, 0), (32_750, 300)])
+def test_long_rows(length: int, window: int) -> None:
+    """Parts are longer there, and in a window most of them see nothing."""
+    case = make_case([length], 2, 2, 1, 64, page=64)
+    torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    """Alone, in any place of a batch of any size, beside rows that are inert altogether."""
+    case = make_case(LENGTHS, 4, 4, 2, 64, page=16)
+    together = run(case)
+    for rows in ([0], [1], [2], [3, 2], [2, 3, 1, 0], [2, 2, 1, 2, 2, 2]):
+        found = run(case.rows(torch.tensor(rows)))
+        assert torch.equal(found, together[rows])
+
+
+def test_a_batch_without_a_live_position_reads_nothing() -> None:
+    case = make_case([0, 0], 3, 2, 1, 64, page=16)
+    assert bool(case.keys.isnan().all())
+    for least_part in (paged_triton.LEAST_PART, 4096):
+        assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
+
+
+def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
+    """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
+    case = make_case([300, 200], 2, 2, 1, 64, page=16)
+    for least_part in (paged_triton.LEAST_PART, 4096):
+        clean = run(case, least_part=least_part)
+        case.query[0, 1, 0, 5] = torch.nan
+        faulty = run(case, least_part=least_part)
+        assert bool(faulty[0, 1, 0].isnan().all())
+        faulty[0, 1, 0] = clean[0, 1, 0]
+        assert torch.equal(faulty, clean)
+        case.query[0, 1, 0, 5] = 1.0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((300, 40), 3, 6, 2, 64, max_length=640),
+        Shape((600,), 5, 3, 1, 96, window=70, max_length=640, page=32),
+        Shape((100,), 5, 8, 2, 64, window=9, max_length=128),
+    ],
+    ids=str,
+)
+def test_it_moves_what_its_tiles_say_and_no_more(shape: Shape) -> None:
+    """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
+    found = figures(shape)
+    assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float32, 96), (torch.bfloat16, 128), (torch.float16, 6)])
+def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, size: int) -> None:
+    """Parts of one product, and tensors of their own; bit for bit but in bfloat16, whose last bits the interpreter cuts off."""
+    made = torch.Generator().manual_seed(size)
+    for packed in (True, False):
+        mixed = torch.randn(5, 7, size, generator=made).to(dtype)
+        parts = [part if packed else part.clone() for part in mixed.split([3, 2, 2], 1)]
+        cosines, sines = (torch.randn(5, 1, size, generator=made).to(dtype) for _ in range(2))
+        slots = torch.tensor([9, 0, 4, 11, 7])
+        found, expected = (
+            [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
+        )
+        for run_it, outputs in ((rope_kv_triton.rope_and_write_kv, found), (rope_and_write_kv_reference, expected)):
+            arguments: list[Any] = [*parts, cosines, sines, slots, *outputs]
+            run_it(*arguments)
+        near = 2**-6 if dtype is torch.bfloat16 else 0.0
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+def test_heads_that_are_too_wide_are_refused() -> None:
+    with pytest.raises(ValueError, match="got heads of 300 numbers, want at most 256"):
+        run(make_case([9], 1, 2, 1, 300, page=16))
+
+
+def test_the_last_entry_of_every_part_counts() -> None:
+    """Where a row ends exactly with a part, one before, one after."""
+    for end in (128, 129, 255, 256):
+        compare(make_case([end], 1, 2, 1, 64, page=16))

@@ -1,0 +1,251 @@
+"""The Triton programs in Triton's interpreter, against the torch references. test_kernels.py runs this file in a process of its
+own: whether programs are interpreted is decided once, when triton is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stepgraph.sampling import bitmask, rng, sampler
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import chain, choice
+from stepgraph.sampling.kernels.triton import chain as chain_programs
+from stepgraph.sampling.kernels.triton import choice as choice_programs
+from stepgraph.sampling.rng import Purpose
+from tests.helpers.pairs import pairs
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+WIDTHS = [1, 31, 32, 33, 1000, 4097, 32_768, 131_071, 131_072, 151_669, 151_936, 262_144]
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)
+
+
+def compare(
+    logits: Tensor,
+    masks: Tensor,
+    rows: Tensor | None,
+    ruled: Tensor,
+    tile: int = 0,
+    ids: Tensor | None = None,
+    status: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Kernel and reference on the same inputs, into memory full of garbage."""
+    shape = logits.shape[:2]
+    outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
+    choice.masked_argmax_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
+    tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
+    choice_programs.masked_argmax(logits, masks, rows, ruled, ids, status, *outputs[1], tile=tile)
+    torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(outputs[1][1], outputs[0][1])
+    assert bool((outputs[1][1] >= 0).all()) and bool((outputs[1][1] < logits.shape[2]).all())
+    return outputs[1]
+
+
+def padded(batch: int, positions: int, width: int, dtype: torch.dtype, seed: int, *, coarse: bool = False) -> Tensor:
+    """Logits that are the head of wider ones, whose rest must never be chosen."""
+    values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(seed)) * 4
+    values = (values.round() if coarse else values).to(dtype)
+    values[..., width:] = INF
+    values[..., width + 1 :: 2] = math.nan
+    return values[..., :width]
+
+
+def random_masks(rows: int, positions: int, width: int, density: float, seed: int) -> Tensor:
+    """Bits beyond the width are set: they must not matter."""
+    allowed = torch.rand(rows, positions, -(-width // 32) * 32, generator=torch.Generator().manual_seed(seed)) < density
+    allowed[..., width:] = True
+    return bitmask.pack(allowed)
+
+
+@pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [torch.float32, torch.bfloat16, torch.float16]))
+def test_masked_argmax_at_every_width(width: int, dtype: torch.dtype) -> None:
+    rows, ruled = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
+    for density in (0.5, 3 / width):
+        masks = random_masks(4, 2, width, density, width)
+        compare(padded(3, 2, width, dtype, width), masks, rows, ruled)
+        compare(padded(3, 2, width, dtype, width, coarse=True), masks[:3], None, ruled)
+
+
+@pytest.mark.parametrize("tile", [32, 256, 4096])
+def test_masked_argmax_over_many_tiles(tile: int) -> None:
+    width = 10 * tile + 5
+    masks = random_masks(5, 3, width, 0.02, tile)
+    compare(padded(2, 3, width, torch.bfloat16, tile, coarse=True), masks, torch.tensor([4, 1]), torch.tensor([True, False]), tile)
+
+
+def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+    allowed = torch.zeros(1, 1, 96, dtype=torch.bool)
+    allowed[..., 31::32] = True
+    logits = torch.zeros(1, 1, 96)
+    logits[0, 0, 95] = 1
+    assert compare(logits, bitmask.pack(allowed), None, torch.tensor([True]))[1].item() == 95
+    logits[0, 0, 95] = 0
+    assert compare(logits, bitmask.pack(allowed), None, torch.tensor([True]))[1].item() == 31
+
+
+def test_ties_go_to_the_lowest_id_also_between_the_two_zeros_and_across_tiles() -> None:
+    width = 300
+    masks, ruled = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
+    for values in ((0.0, -0.0), (-0.0, 0.0), (5.0, 5.0), (INF, INF), (-INF, -INF)):
+        logits = torch.full((1, 1, width), -INF)
+        logits[0, 0, 70], logits[0, 0, 290] = values
+        best, token = compare(logits, masks, None, ruled, tile=64)
+        assert (best.item(), token.item()) == (values[0], 70 if values[0] > -INF else 0)
+
+
+@pytest.mark.parametrize("legal", [True, False])
+def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(legal: bool) -> None:
+    width = 1000
+    allowed = torch.ones(1, 1, width, dtype=torch.bool)
+    logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1))
+    for place, value in ((200, math.nan), (900, math.nan), (100, INF)):
+        logits[0, 0, place] = value
+        allowed[0, 0, place] = legal
+    logits[0, 0, 900].neg_()
+    best, token = compare(logits, bitmask.pack(allowed), None, torch.tensor([True]), tile=128)
+    assert bool(best.isfinite()) != legal
+    assert (token.item() == 200) == legal
+    compare(logits, bitmask.pack(allowed), None, torch.tensor([False]), tile=128)
+
+
+def test_a_row_without_a_legal_token_is_minus_infinity_and_token_zero() -> None:
+    masks = torch.zeros(2, 2, 5, dtype=torch.int32)
+    masks[1] = -1
+    best, token = compare(padded(2, 2, 150, torch.float16, 1), masks, None, torch.tensor([True, True]), tile=64)
+    assert best[0].tolist() == [-INF, -INF] and token[0].tolist() == [0, 0]
+    assert bool(best[1].isfinite().all())
+
+
+def test_views_with_any_leading_strides() -> None:
+    logits = torch.randn(3, 4, 200, generator=torch.Generator().manual_seed(2)).transpose(0, 1)
+    masks = random_masks(3, 6, 200, 0.3, 3).transpose(0, 1)
+    compare(logits, masks, torch.tensor([5, 0, 2, 2]), torch.tensor([True, True, False, True]), tile=64)
+
+
+@pytest.mark.parametrize("width", [1, 40, 1024, 32_000])
+def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -> None:
+    target = 131_072
+    ids = torch.randperm(target, generator=torch.Generator().manual_seed(width))[:width].sort().values
+    for density in (0.5, 0.01):
+        masks = random_masks(3, 1, target, density, width)
+        logits = padded(4, 1, width, torch.bfloat16, width, coarse=True)
+        compare(logits, masks, torch.tensor([2, 0, 1, 1]), torch.tensor([True, True, False, True]), tile=4096, ids=ids)
+
+
+@pytest.mark.parametrize("status", list(MaskStatus))
+@pytest.mark.parametrize("own", [False, True])
+def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus, own: bool) -> None:
+    """Whatever its bits say; a row without a mask has no status to heed."""
+    masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
+    told = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
+    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=told)
+    assert best.tolist() == [[1.0 if status == MaskStatus.OK else -INF, 1.0], [1.0, 1.0]]
+    assert token.tolist() == [[0, 0], [0, 0]]
+
+
+@triton.jit
+def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    arguments = (tl.load(seed + place), tl.load(position + place), tl.load(index + place))
+    tl.store(chance + place, choice_programs.uniform(arguments[0], arguments[1], arguments[2], SALT))
+    tl.store(noise + place, choice_programs.exponential(arguments[0], arguments[1], arguments[2], SALT))
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
+    """The uniform ones bit for bit; the exponential ones within four units of the last place: numpy's logarithm stands in."""
+    count = 1 << 18
+    made = torch.Generator().manual_seed(int(purpose))
+    seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
+    index = torch.randint(0, 262_144, (count,), generator=made)
+    chance, noise = torch.empty(count), torch.empty(count)
+    _numbers[(1,)](seed, position, index, chance, noise, SALT=rng.signed(purpose * rng.GOLDEN), COUNT=count)
+    assert torch.equal(chance, rng.uniform(seed, position, purpose, index))
+    away = (noise.view(torch.int32) - rng.exponential(seed, position, purpose, index).view(torch.int32)).abs()
+    assert int(away.max()) <= 4
+
+
+@pytest.mark.parametrize("width", [1, 33, 5000, 131_072, 151_669, 262_144])
+def test_race_draws_the_reference_s_tokens(width: int) -> None:
+    rows = 20
+    made = torch.Generator().manual_seed(width)
+    settings_of_rows = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [8.0, 0, 1, 0]]).repeat(rows // 4, 1)
+    weights = sampler.distribution(torch.randn(rows, width, generator=made) * 3, settings_of_rows)
+    weights[5] = 0
+    seed, position = torch.randint(0, 2**62, (rows,), generator=made), torch.arange(rows)
+    expected, token = torch.full((2, rows), -9)
+    choice.race_reference(weights, seed, position, Purpose.TARGET, expected)
+    choice_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
+    assert torch.equal(token, expected), f"{int((token != expected).sum())} of {rows} differ"
+    assert token[5].item() == 0
+
+
+def test_race_over_many_tiles_and_a_view() -> None:
+    weights = sampler.distribution(torch.randn(3, 5000, generator=torch.Generator().manual_seed(4)), torch.tensor([[1.0, 0, 1, 0]] * 3))
+    wide = torch.cat([weights, torch.full((3, 100), INF)], 1)
+    expected, token = torch.full((2, 3), -9)
+    choice.race_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
+    choice_programs.race(wide[:, :5000], torch.arange(3), torch.arange(3), Purpose.DRAFT, token, tile=256)
+    assert torch.equal(token, expected)
+
+
+def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:
+    outputs: Any = [torch.full((2, len(inputs[0])), -9) for _ in range(3)]
+    for version, run in enumerate((chain.chain_accept_reference, chain_programs.chain_accept)):
+        arguments: Any = (*inputs, known, *(output[version] for output in outputs))
+        run(*arguments)
+    for name, output in zip(("emitted", "accepted", "finish"), outputs, strict=True):
+        assert torch.equal(output[0], output[1]), name
+
+
+STATUSES = [MaskStatus.OK] * 6 + [status for status in MaskStatus if status != MaskStatus.OK]
+
+
+@given(data=st.data(), k=st.integers(0, 8))
+def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
+    """The cases of test_acceptance.py."""
+
+    def several(strategy: st.SearchStrategy[int], count: int) -> list[int]:
+        return data.draw(st.lists(strategy, min_size=count, max_size=count))
+
+    sampled = several(st.integers(0, 4), k + 1)
+    drafts = [data.draw(st.one_of(st.just(sampled[place]), st.integers(-1, 4))) for place in range(k)]
+    finite = torch.tensor([several(st.sampled_from([1] * 9 + [0]), k + 1)], dtype=torch.bool)
+    status = several(st.sampled_from(STATUSES), k + 1)
+    count, room = data.draw(st.integers(0, k)), data.draw(st.integers(1, 12))
+    stops = several(st.integers(-1, 6), 2)
+    row = [torch.tensor([values], dtype=torch.int64) for values in (sampled, drafts, status, stops)]
+    one = [torch.tensor([value]) for value in (count, room)]
+    known = torch.tensor([data.draw(st.integers(0, k))]) if data.draw(st.booleans()) else None
+    compare_chains(row[0], finite, row[1], one[0], row[2], row[3], one[1], known=known)
+
+
+@pytest.mark.parametrize("k", [0, 3, 8])
+def test_chain_accept_of_a_batch(k: int) -> None:
+    made = torch.Generator().manual_seed(k)
+    batch = 120
+
+    def draw(high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, (batch, *shape), generator=made)
+
+    sampled = draw(5, k + 1)
+    drafts = torch.where(draw(4, k) > 0, sampled[:, :k], draw(5, k, low=-1))
+    status = torch.tensor([int(value) for value in STATUSES])[draw(len(STATUSES), k + 1)]
+    status = torch.where(draw(2, 1) > 0, status, int(MaskStatus.OK))
+    room, stops = draw(13), draw(7, 3, low=-1)
+    compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room)
+    compare_chains(sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, stops, room, known=draw(k + 1))

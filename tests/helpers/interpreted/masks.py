@@ -1,0 +1,131 @@
+"""Tags, masks and processors in Triton's interpreter, against the references. test_kernels.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from stepgraph.sampling import bitmask
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import GrammarMask, Processed, mask_rows, processors
+from stepgraph.sampling.kernels.triton import mask_rows as mask_programs
+from stepgraph.sampling.kernels.triton import processors as processor_programs
+from tests.helpers.pairs import pairs
+from tools.gpu.checks.masks import Case, make_case, tag_inputs
+
+assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
+WIDTHS = [32, 33, 100, 1000, 4097, 32_768, 131_071, 151_669, 151_936, 262_144]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+INF = math.inf
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message="invalid value encountered", category=RuntimeWarning)  # NaN minus a penalty
+
+
+def compare(case: Case, tile: int = 0) -> Processed:
+    """Program and reference on the same inputs: equal bits, but that both zeros are one."""
+    ours, expected = case.outputs(), case.outputs()
+    processors.process_reference(*case.arguments(expected))
+    tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
+    processor_programs.process(*case.arguments(ours), tile=tile)
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    return Processed(*ours)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [*zip(WIDTHS, DTYPES * 4, strict=False), (131_071, torch.float32), (131_071, torch.float16)])
+def test_process_at_every_width(width: int, dtype: torch.dtype) -> None:
+    found = compare(make_case(4, 2, width, dtype))
+    assert 0 < int(found.finite.sum()) < found.finite.numel()
+    compare(make_case(4, 1, width, dtype, ruled=False, first=2))
+
+
+@pytest.mark.parametrize(("tile", "places"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
+def test_process_over_many_tiles_at_every_place(tile: int, places: tuple[int, int]) -> None:
+    first, positions = places
+    for ruled in (True, False):
+        compare(make_case(4, positions, tile + 5, torch.bfloat16, ruled=ruled, first=first, seed=tile), tile=tile)
+
+
+@pytest.mark.parametrize("own", [1, 40, 1024, 32_000])
+def test_a_vocabulary_of_its_own_reads_what_it_stands_for(own: int) -> None:
+    case = make_case(5, 1, 131_071, torch.bfloat16, own=own, first=2, seed=own)
+    compare(case, tile=max(32, triton.next_power_of_2(own) // 4))
+    assert case.ids is not None
+    shuffled = case.ids[torch.randperm(own, generator=torch.Generator().manual_seed(own))]
+    compare(case._replace(ids=shuffled))
+
+
+def test_rows_of_their_own_need_no_table() -> None:
+    case = make_case(6, 2, 500, torch.float16)
+    settings = case.settings._replace(**{name: getattr(case.settings, name)[:6] for name in case.settings._fields[:-1]})
+    assert case.ruling is not None
+    compare(case._replace(settings=settings, rows=None, ruling=case.ruling._replace(rows=None)), tile=128)
+
+
+def one_row(allowed: Tensor, logits: Tensor, status: MaskStatus = MaskStatus.OK) -> Case:
+    """A row that asks for nothing, at one place under one mask."""
+    case = make_case(1, 1, logits.shape[0], torch.float32)
+    ruling = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
+    return case._replace(logits=logits[None, None], ruling=ruling)
+
+
+@pytest.mark.parametrize("status", list(MaskStatus))
+def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus) -> None:
+    found = compare(one_row(torch.ones(96, dtype=torch.bool), torch.zeros(96), status), tile=32)
+    assert bool((found.logits == (0.0 if status == MaskStatus.OK else -INF)).all())
+    assert (found.finite.item(), found.status.item()) == (status == MaskStatus.OK, status)
+
+
+def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+    allowed = torch.arange(96) % 32 == 31
+    assert torch.equal(compare(one_row(allowed, torch.zeros(96)), tile=64).logits[0, 0] == 0, allowed)
+
+
+def test_a_mask_without_a_bit_is_no_dead_end_of_the_request() -> None:
+    found = compare(one_row(torch.zeros(70, dtype=torch.bool), torch.zeros(70)), tile=32)
+    assert (found.finite.item(), found.status.item()) == (False, MaskStatus.OK)
+
+
+def test_bans_of_all_that_is_legal_are_a_dead_end() -> None:
+    allowed = torch.zeros(70, dtype=torch.bool)
+    allowed[[3, 69]] = True
+    case = one_row(allowed, torch.zeros(70))
+    settings, rows = case.settings, case.rows
+    assert rows is not None
+    for banned, expected in (((3, 69), MaskStatus.DEAD_END), ((3, 68), MaskStatus.OK)):
+        settings.bias_ids[rows[0], :2], settings.biases[rows[0], :2] = torch.tensor(banned), -INF
+        found = compare(case, tile=32)
+        assert (found.finite.item(), found.status.item()) == (expected == MaskStatus.OK, expected)
+
+
+def test_a_nan_is_seen_where_it_is_legal_only() -> None:
+    logits = torch.zeros(70)
+    logits[40] = math.nan
+    for legal in (True, False):
+        allowed = torch.ones(70, dtype=torch.bool)
+        allowed[40] = legal
+        found = compare(one_row(allowed, logits), tile=32)
+        assert (found.finite.item(), found.status.item()) == (not legal, MaskStatus.OK)
+
+
+@pytest.mark.parametrize("places", [1, 2, 5, 9])
+def test_mask_status_equals_the_reference(places: int) -> None:
+    tags, owner, generated, ruled, rows = tag_inputs(40, places, torch.device("cpu"))
+    for first, chosen in ((2, rows), (0, rows), (2, None)):
+        outputs = [torch.full((40, places), -9) for _ in range(2)]
+        arguments = (tags, chosen, owner, generated, ruled, first)
+        if chosen is None:
+            arguments = (tags[rows].transpose(0, 1).contiguous().transpose(0, 1), *arguments[1:])
+        mask_rows.mask_status_reference(*arguments, outputs[0])
+        mask_programs.mask_status(*arguments, outputs[1])
+        assert torch.equal(*outputs)
+        told = outputs[0][ruled]
+        assert int((told == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((told != MaskStatus.NONE).sum()) > 0)

@@ -1,0 +1,139 @@
+"""The JSON-Schema-Test-Suite (draft 2020-12, required tests) put to the grammars: every case passes or is classed as what it is.
+
+A value counts as taken where one of its writings is: object keys in any order, characters as they are or escaped, numbers as they
+stand or in full. So a valid value is not called rejected for its layout, and an invalid one has no writing by which to come through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import islice, permutations, product
+from pathlib import Path
+from typing import Any
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+
+DATA = Path(__file__).parent.parent / "data"
+SUITE = DATA / "json_schema_test_suite.jsonl"
+TABLE = DATA / "json_schema_test_suite_classes.json"
+
+PASS, FALSE_ACCEPT, FALSE_REJECT = ".AR"  # of one case; a refused schema has the reason in place of a letter for every case
+REFUSED = "refused: "
+MAX_WRITINGS = 400
+
+BACKENDS: tuple[BackendChoice, ...] = ("xgrammar", "llguidance", "auto")
+BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_token_ids=[256])
+
+
+@dataclass(frozen=True)
+class Group:
+    """One schema and the values that it is tried on."""
+
+    file: str
+    description: str
+    schema: Any
+    cases: tuple[tuple[Any, bool], ...]  # value, valid
+
+
+def groups() -> list[Group]:
+    found = []
+    for line in SUITE.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        cases = tuple((test["data"], test["valid"]) for test in entry["tests"])
+        found.append(Group(entry["file"], entry["description"], entry["schema"], cases))
+    return found
+
+
+def writings(value: Any) -> Iterator[str]:
+    """The texts of a JSON value in the default layout, the plainest first; and without blanks, as constants are written."""
+    yield from dict.fromkeys(
+        text for comma, colon in ((", ", ": "), (",", ":")) for text in islice(_laid_out(value, comma, colon), MAX_WRITINGS)
+    )
+
+
+def _laid_out(value: Any, comma: str, colon: str) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from dict.fromkeys(json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True))
+    elif isinstance(value, float):
+        yield from dict.fromkeys(
+            [json.dumps(value), format(Decimal(repr(value)), "f"), str(int(value)) if value.is_integer() else json.dumps(value)]
+        )
+    elif isinstance(value, list):
+        for parts in product(*(list(islice(_laid_out(item, comma, colon), MAX_WRITINGS)) for item in value)):
+            yield f"[{comma.join(parts)}]"
+    elif isinstance(value, dict):
+        for names in permutations(value):
+            pairs = [product(_laid_out(name, comma, colon), islice(_laid_out(value[name], comma, colon), MAX_WRITINGS)) for name in names]
+            for members in product(*pairs):
+                yield f"{{{comma.join(f'{name}{colon}{item}' for name, item in members)}}}"
+    else:
+        yield json.dumps(value)
+
+
+def takes(compiled: CompiledConstraint, text: str) -> bool:
+    matcher = compiled.matcher()
+    return all(matcher.accept_token(byte) for byte in text.encode("utf-8", "surrogatepass")) and matcher.accept_token(256)
+
+
+def classed(group: Group, compiler: GrammarCompiler) -> str:
+    """One letter per case, or why the schema is refused."""
+    try:
+        compiled = compiler.compile(Constraint.json_schema(group.schema))
+    except ValueError as error:
+        return REFUSED + str(error).removeprefix("constraint json_schema: cannot be compiled: ")
+    letters = ""
+    for value, valid in group.cases:
+        taken = any(takes(compiled, text) for text in writings(value))
+        letters += PASS if taken == valid else FALSE_ACCEPT if taken else FALSE_REJECT
+    return letters
+
+
+def totals(classes: dict[str, str]) -> dict[str, int]:
+    """How many cases are of each class; `classes` is by the place of each group."""
+    counted = Counter[str]()
+    for group in groups():
+        outcome = classes[place(group)]
+        counted.update(["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
+    names = {"pass": PASS, "refused": "refused", "false accept": FALSE_ACCEPT, "false reject": FALSE_REJECT}
+    return {name: counted[key] for name, key in names.items()}
+
+
+def place(group: Group) -> str:
+    return f"{group.file}: {group.description}"
+
+
+def outcomes() -> dict[str, dict[str, str]]:
+    """What every back end makes of every group, now. The reasons of both are those of "auto"; they are not told twice."""
+    compilers = {name: GrammarCompiler(BYTES, max_threads=1, backend=name) for name in BACKENDS}
+    found = {place(group): {str(name): classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
+    return {where: {**row, "auto": REFUSED if row["auto"].startswith(REFUSED) else row["auto"]} for where, row in found.items()}
+
+
+def kept() -> dict[str, dict[str, str]]:
+    """What the table says."""
+    table: dict[str, dict[str, str]] = json.loads(TABLE.read_text(encoding="utf-8"))["groups"]
+    return table
+
+
+def written(found: dict[str, dict[str, str]]) -> str:
+    """The table as text, with the totals in front."""
+    table = {"totals": {name: totals({where: row[name] for where, row in found.items()}) for name in BACKENDS}, "groups": found}
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
+def differences(table: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> list[str]:
+    """One line per outcome that is not the one in the table, for better or worse."""
+    lines = []
+    for where in sorted(table.keys() | found.keys()):
+        before, now = table.get(where, {}), found.get(where, {})
+        lines += [
+            f"{where}: {name}: {before.get(name)!r} in the table, now {now.get(name)!r}"
+            for name in BACKENDS
+            if before.get(name) != now.get(name)
+        ]
+    return lines

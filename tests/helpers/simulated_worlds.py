@@ -1,0 +1,200 @@
+"""What simulations are made of: engines of many kinds, requests of all kinds, delays, and what a request says when it is alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams
+from stepgraph.graphs import StaticBuffers, TapeBackend
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime.models.toy import ToyTarget
+from stepgraph.sampling.params import GREEDY
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY
+
+POISON = 13  # a token behind which the target has no finite logits
+MAX_LENGTH, PAGE_SIZE, NUM_PAGES, MAX_QUEUED = 48, 8, 11, 5
+NUM_ASKS = 400
+UNCOMPILABLE = Constraint.ebnf("root ::= nowhere")
+ALL_CONSTRAINTS = (
+    *CONSTRAINTS,
+    Constraint.regex("[0-9]{1,8}").after("a"),
+    Constraint.lark('start: "ab"+ | /[x-z]{2,5}/'),
+    Constraint.json_schema({"type": "array", "items": {"type": "boolean"}, "maxItems": 4}, any_whitespace=True),
+    UNCOMPILABLE,
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """An engine of the simulation."""
+
+    k: int
+    drafter: str = "fair"
+    draft_masks: bool = True
+    rounds_in_flight: int = 2
+    max_rows: int = 3
+    look_up: int = 0
+    forced_drafts: bool | None = None
+    host_link: str = "auto"
+    prefill_chunk: int = 5
+    prefix_reuse: bool = True
+    eager: bool = False
+
+
+WORLDS = (
+    World(4),
+    World(3, "perfect", draft_masks=False, rounds_in_flight=3),
+    World(2, "ngram", max_rows=2),
+    World(0, rounds_in_flight=4),
+    World(3, look_up=2, forced_drafts=True),
+    World(2, "adversarial", rounds_in_flight=1),
+    World(5, "half", prefill_chunk=16),
+    World(3, "parrot", host_link="python"),
+    World(2, "stopper", prefix_reuse=False),
+    World(8, "perfect", prefill_chunk=3),
+    World(4, "noise", draft_masks=False),
+    World(1, "illegal", max_rows=4, host_link="python"),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request. What a world cannot take of it is left out there."""
+
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    sampling: SamplingParams
+    max_new_tokens: int
+    drafts: int | None
+    draft_ids: tuple[int, ...]
+    salt: str
+
+    def submit(self, engine: Engine) -> Job:
+        most = engine.limits.num_speculative_tokens
+        drafts = most if self.drafts is None else min(self.drafts, most)
+        return engine.submit(
+            self.prompt,
+            constraint=self.constraint,
+            sampling=self.sampling,
+            max_new_tokens=self.max_new_tokens,
+            num_speculative_tokens=drafts,
+            draft_ids=self.draft_ids if drafts and self.draft_ids and engine._models.reads_text else None,
+            cache_salt=self.salt,
+        )
+
+
+@functools.cache
+def ask(number: int) -> Ask:
+    drawn = random.Random(f"ask {number}")
+    prompt = (*[(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)[:8], ()][number % 2], *drawn.choices(range(len(VOCABULARY.tokens)), k=drawn.randint(1, 12)))
+    constraint = drawn.choice(ALL_CONSTRAINTS) if drawn.random() < 0.6 else None
+    stops = tuple(drawn.sample(range(95), drawn.choice((0, 0, 0, 2))))
+    sampling, new_tokens = replace(GREEDY, stop_token_ids=stops), drawn.choice((1, 2, 4, 8, 8, 12, 12, 24))
+    if drawn.random() < 0.4:
+        sampling = replace(
+            sampling,
+            repetition_penalty=drawn.choice((1.0, 1.3)),
+            presence_penalty=drawn.choice((0.0, 0.7)),
+            logit_bias={drawn.randrange(95): drawn.uniform(-5, 5) for _ in range(3)},
+            bad_token_ids=tuple(drawn.sample(range(95), 2)),
+            min_new_tokens=min(new_tokens, drawn.choice((0, 4))),
+            ignore_eos=constraint is None and drawn.random() < 0.3,
+            logprobs=drawn.random() < 0.3,
+        )
+    if drawn.random() < 0.3:
+        sampling = replace(
+            sampling,
+            temperature=drawn.choice((0.5, 1.0)),
+            top_p=drawn.choice((1.0, 0.8)),
+            top_k=drawn.choice((0, 20)),
+            seed=drawn.getrandbits(40),
+        )
+    given = tuple(drawn.choices(range(95), k=drawn.choice((0, 0, 6, 20))))
+    return Ask(prompt, constraint, sampling, new_tokens, drawn.choice((None, None, None, 0, 1, 3)), given, drawn.choice(("", "", "b")))
+
+
+class PoisonedTarget(ToyTarget):
+    """Not-a-number after one token."""
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        output = super().forward(inputs, buffers)
+        poisoned = (inputs.tokens == POISON)[..., None]
+        return output._replace(hidden=torch.where(poisoned, torch.full_like(output.hidden, -1.0), output.hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.where((hidden[..., :1] < 0), float("nan"), super().logits(hidden.clamp(min=0)))
+
+
+class Delays:
+    """Sleeps in front of host nodes and stream segments; which ones, and how long, is fixed by the seed for each name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.start(0)
+
+    def start(self, seed: int) -> None:
+        with self._lock:
+            self._seed, self._share = seed, random.Random(f"delays {seed}").choice((0.0, 0.02, 0.1))
+            self._drawn = dict[str, random.Random]()
+
+    def __call__(self, name: str) -> None:
+        with self._lock:
+            drawn = self._drawn.setdefault(name, random.Random(f"{self._seed} {name}"))
+            pause = drawn.choice((1e-4, 4e-4)) if drawn.random() < self._share else 0.0
+        if pause:
+            time.sleep(pause)
+
+
+def make_engine(world: World, delays: Delays | None = None) -> Engine:
+    config = EngineConfig(
+        max_rows=world.max_rows,
+        num_speculative_tokens=world.k,
+        max_length=MAX_LENGTH,
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        rounds_in_flight=world.rounds_in_flight,
+        prefill_chunk=world.prefill_chunk,
+        prefix_reuse=world.prefix_reuse,
+        draft_masks=world.draft_masks,
+        forced_drafts=world.forced_drafts,
+        look_up=world.look_up,
+        max_queued=MAX_QUEUED,
+        buckets=(world.max_rows,),
+        host_link=world.host_link,
+        eager=world.eager,
+        compile_isolation="none",
+        backend="tape",
+    )
+    target = PoisonedTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
+    backend = TapeBackend(asynchronous=delays is not None, delay=delays)
+    engine = Engine(target, DRAFTERS[world.drafter]() if world.k else None, vocabulary=VOCABULARY, config=config, backend=backend)
+    engine.capture()
+    for constraint in filter(None, ALL_CONSTRAINTS):
+        with contextlib.suppress(ValueError):
+            engine.compile(constraint)
+    return engine
+
+
+@functools.cache
+def quiet_engine(world: World) -> Engine:
+    """For one request at a time, in one thread."""
+    return make_engine(replace(world, eager=True, rounds_in_flight=1, max_rows=1))
+
+
+@functools.cache
+def alone(asked: Ask, world: World) -> tuple[tuple[int, ...], str]:
+    """What a request says when it has an engine to itself, a plain one if it is greedy: its tokens, and why it ends."""
+    with_drafts = not asked.sampling.greedy
+    engine = quiet_engine(replace(world, prefix_reuse=False) if with_drafts else World(0, prefix_reuse=False))
+    job = asked.submit(engine)
+    for _ in engine.stream():
+        pass
+    return tuple(job.tokens), str(job.finish_reason)

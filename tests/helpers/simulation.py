@@ -1,0 +1,247 @@
+"""Deterministic simulation over the tape: one seed fixes an engine, its requests, when they come and go, delays of streams and faults.
+
+    python -m tests.helpers.simulation --seed 17            # one schedule, on a fresh engine
+    python -m tests.helpers.simulation --first 0 --count 500
+
+Whatever the schedule, a job that nobody cancelled and no fault touched says what it says alone, in a plain engine where it is greedy, in
+one like the simulated one where it is sampled; every job ends with one reason; and rows, pages, grammars and counts are what they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from stepgraph import FinishReason, Job, QueueFullError, StepEvent
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from tests.helpers.planted import break_fill, take_fuel
+from tests.helpers.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine
+
+MOST_STEPS = 2000  # of a schedule: one that needs more hangs
+FAULTS = ("fill", "fuel", "tags")
+
+
+class Action(NamedTuple):
+    """One thing that a schedule does."""
+
+    kind: Literal["submit", "refused", "cancel", "fault", "steps"]
+    what: int  # the number of a request, whose turn it was to be submitted, which of those with matchers, how many steps
+    fault: str = ""
+
+
+def plan(seed: int) -> list[Action]:
+    """All that a schedule does, whatever comes of it."""
+    drawn, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
+    for _ in range(drawn.randint(2, 12)):
+        for _ in range(drawn.choice((0, 1, 1, 2, 4))):
+            actions.append(Action("refused" if drawn.random() < 0.05 else "submit", drawn.randrange(NUM_ASKS)))
+            submitted += actions[-1].kind == "submit"
+        if submitted and drawn.random() < 0.25:
+            actions.append(Action("cancel", drawn.randrange(submitted)))
+        if submitted and drawn.random() < 0.3:
+            actions.append(Action("fault", drawn.randrange(12), drawn.choice(FAULTS)))
+        actions.append(Action("steps", drawn.choice((1, 1, 2, 5))))
+    return actions
+
+
+@dataclass
+class Entry:
+    """A submitted request and what happened to it."""
+
+    asked: Ask
+    job: Job
+    fault: str = ""
+    events: list[StepEvent] = field(default_factory=list)
+
+
+class Simulation:
+    """One schedule at a time in one engine; engines are kept, for recording them takes longer than a schedule."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.delays = world, Delays()
+        self.engine = make_engine(world, self.delays)
+
+    def run(self, seed: int) -> list[Entry]:
+        self.delays.start(seed)
+        prefixes = self.engine._desk.rows._prefixes
+        prefixes._evict(len(prefixes._idle))  # what schedules before this one left, which would be found
+        turns: list[Entry | None] = []
+        before = self.engine.stats()
+        for action in plan(seed):
+            if action.kind == "submit":
+                turns.append(self._submit(ask(action.what)))
+            elif action.kind == "refused":
+                self._refused(ask(action.what))
+            elif action.kind == "steps":
+                for _ in range(action.what):
+                    self._step(turns)
+            elif action.kind == "fault":
+                self._plant(turns, action.what, action.fault)
+            elif entry := turns[action.what]:
+                self.engine.cancel(entry.job)
+        for _ in range(MOST_STEPS):
+            if not self.engine.has_work:
+                break
+            self._step(turns)
+        entries = [entry for entry in turns if entry]
+        left = [entry.job for entry in entries if not entry.job.finished]
+        assert not left and not self.engine.has_work, f"{MOST_STEPS} steps later there are jobs still: {left}"
+        self.engine.step()  # what an idle engine does changes nothing
+        after = self.engine.stats()
+        assert after.submitted - before.submitted == len(entries)
+        assert after.tokens - before.tokens == sum(len(entry.job.tokens) for entry in entries)
+        return entries
+
+    def _submit(self, asked: Ask) -> Entry | None:
+        full = self.engine.stats().waiting >= MAX_QUEUED
+        try:
+            entry = Entry(asked, asked.submit(self.engine))
+        except QueueFullError:
+            assert full, "a queue that has room refused a request"
+            return None
+        while not all(waiting.ready for waiting in tuple(self.engine._desk._waiting)):
+            time.sleep(1e-4)  # grammars are compiled by the clock, and a seed knows none
+        return entry
+
+    def _refused(self, asked: Ask) -> None:
+        before = self.engine.stats().submitted
+        try:
+            replace(asked, max_new_tokens=MAX_LENGTH).submit(self.engine)
+        except ValueError:
+            assert self.engine.stats().submitted == before
+        else:
+            raise AssertionError("a request beyond max_length was taken")
+
+    def _step(self, turns: list[Entry | None]) -> None:
+        by_job = {entry.job.id: entry for entry in turns if entry}
+        for event in self.engine.step():
+            by_job[event.job_id].events.append(event)
+
+    def _plant(self, turns: list[Entry | None], which: int, fault: str) -> None:
+        """On one of those whose matchers work; where none is, nothing happens."""
+        by_job = {entry.job.id: entry for entry in turns if entry}
+        self.engine.backend.event().wait()  # else threads settle which host nodes see it, and not the seed
+        working = [seat for seat in self.engine._desk.rows if seat.joined and seat.matcher and not by_job[seat.job.id].fault]
+        if not working:
+            return
+        seat = working[which % len(working)]
+        entry = by_job[seat.job.id]
+        assert seat.matcher is not None
+        entry.fault = fault
+        counts_fuel = isinstance(seat.matcher, NativeRow) or isinstance(seat.matcher.matcher, XGrammarMatcher)
+        if fault == "fill" or (fault == "fuel" and not counts_fuel):
+            break_fill(seat.matcher, "planted", which)
+        elif fault == "fuel":
+            take_fuel(seat.matcher)
+        else:
+            tags, row = self.engine.buffers.row_tags, seat.row
+            self.engine.backend.run(lambda: tags[row].add_(77))
+
+    def check(self, entries: list[Entry]) -> None:
+        """Hold what happened against what each request says alone, and the books against empty ones."""
+        for entry in entries:
+            check_job(entry, *alone(entry.asked, self.world))
+        self.check_books()
+
+    def check_books(self) -> None:
+        engine, stats = self.engine, self.engine.stats()
+        rows, prefixes = engine._desk.rows, engine._desk.rows._prefixes
+        assert (stats.running, stats.waiting, len(engine._desk._seats)) == (0, 0, 0)
+        assert sorted(rows._free_rows) == list(range(self.world.max_rows)), f"rows {rows._free_rows} are free"
+        known = list(prefixes._known.values())
+        held = sorted([*prefixes._pool._free, *(page.page for page in known)])
+        assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or known"
+        assert all(page.holders == 0 for page in known), "a page is held by nobody that is there"
+        compiler = engine._grammars._compiler
+        assert compiler is not None and not engine._desk._claims
+        assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed by nobody that is there"
+        assert stats.submitted == sum(count for _, count in stats.finished)
+        assert stats.rounds == sum(graph.rounds for graph in stats.graphs) and stats.host_syncs == 0
+        assert stats.rounds == (stats.replays if not self.world.eager else stats.eager_rounds)
+
+
+def check_job(entry: Entry, tokens: tuple[int, ...], reason: str) -> None:
+    job, events = entry.job, entry.events
+    assert job.finish_reason is not None
+    assert [token for event in events for token in event.tokens] == job.tokens, "events tell another text than the job"
+    assert [event.finish_reason for event in events if event.finish_reason] == [job.finish_reason], "one end, told once"
+    assert events[-1].finish_reason is not None, "an event behind the end"
+    assert len(job.origins) == len(job.tokens) and len(job.logprobs) == (len(job.tokens) if entry.asked.sampling.logprobs else 0)
+    told = f"got {job.tokens} {job.finish_reason} {job.error!r}, want {list(tokens)} {reason}, for {entry.asked}, fault {entry.fault!r}"
+    if job.finish_reason == FinishReason.CANCELLED or (entry.fault and job.finish_reason == FinishReason.ERROR):
+        assert job.tokens == list(tokens[: len(job.tokens)]), told
+    else:
+        assert (tuple(job.tokens), str(job.finish_reason)) == (tokens, reason), told
+    if job.finish_reason == FinishReason.ERROR:
+        assert job.error and (entry.fault or reason == FinishReason.ERROR), told
+
+
+def world_of(seed: int) -> World:
+    return WORLDS[seed % len(WORLDS)]
+
+
+class Failure(AssertionError):
+    """A schedule that did what it must not; its text ends with the line that repeats it."""
+
+
+@functools.cache
+def kept(world: World) -> Simulation:
+    return Simulation(world)
+
+
+def run_seed(seed: int, simulation: Simulation | None = None) -> list[Entry]:
+    """One schedule and its checks; Failure where they do not hold."""
+    simulation = simulation or kept(world_of(seed))
+    try:
+        entries = simulation.run(seed)
+        simulation.check(entries)
+        return entries
+    except Exception as error:
+        kept.cache_clear()  # what is left of the engine is not to be trusted
+        raise Failure(f"{simulation.world}: {type(error).__name__}: {error}\npython -m tests.helpers.simulation --seed {seed}") from error
+
+
+def run_many(seeds: Iterable[int]) -> dict[str, int]:
+    """What the schedules of some seeds had in them."""
+    counts = dict.fromkeys(("schedules", "jobs", "tokens", "faults", *(str(reason) for reason in FinishReason)), 0)
+    for seed in seeds:
+        entries = run_seed(seed)
+        counts["schedules"] += 1
+        counts["jobs"] += len(entries)
+        for entry in entries:
+            counts["tokens"] += len(entry.job.tokens)
+            counts["faults"] += bool(entry.fault)
+            counts[str(entry.job.finish_reason)] += 1
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="one schedule")
+    parser.add_argument("--first", type=int, default=0, help="of several schedules")
+    parser.add_argument("--count", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = range(options.first, options.first + options.count) if options.seed is None else range(options.seed, options.seed + 1)
+    started = time.perf_counter()
+    try:
+        counts = run_many(tqdm(seeds, disable=not sys.stderr.isatty()))
+    except Failure as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    print(*(f"{name}: {count}" for name, count in counts.items()), f"seconds: {time.perf_counter() - started:.1f}", sep=", ")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

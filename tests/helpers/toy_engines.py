@@ -1,0 +1,148 @@
+"""Toy engines for tests: one vocabulary, a shelf of drafters, and engines that are captured once and used by many cases."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.drafters import Drafter
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.compile.compiler import Isolation
+from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.params import GREEDY
+from tests.helpers.oracles import Answer, greedy
+from tests.helpers.proposers import always, noise, parrot, told
+
+try:
+    load()
+    NO_NATIVE = ""
+except Unavailable as error:
+    NO_NATIVE = str(error)
+needs_native = pytest.mark.skipif(bool(NO_NATIVE), reason=f"no native link: {NO_NATIVE}")
+
+_PRINTABLE = Vocabulary.printable()
+STOP = _PRINTABLE.stop_token_ids[0]
+CONTROL = len(_PRINTABLE.tokens)  # a chat marker: never text, never legal under a grammar
+VOCABULARY = Vocabulary([*_PRINTABLE.tokens, b"<|im_start|>"], [STOP], logits_width=CONTROL + 20, control_token_ids=[CONTROL])
+COMPILER = GrammarCompiler(VOCABULARY)
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "perfect": lambda: ToyDraft(TARGET, 1.0),
+    "fair": lambda: ToyDraft(TARGET, 0.7),
+    "random": lambda: ToyDraft(TARGET, 0.0),
+    "adversarial": lambda: ToyDraft(TARGET, 0.0, style="adversarial"),
+    "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
+    "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
+    "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in an order of its own
+    "ngram": NgramLookup,
+    "parrot": parrot,
+    "function": lambda: told,
+    "noise": lambda: noise(CONTROL + 1),
+    "control": lambda: always(CONTROL),  # never legal under a grammar
+    "stops": lambda: always(STOP),
+    "outside": lambda: always(7, 2**40, 7, -(2**40), CONTROL + 1),
+}
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ada", "bob"]},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    None,
+    Constraint.json_schema(SCHEMA),
+    Constraint.json_object(),
+    Constraint.regex("[a-c]{0,6}x?"),
+    Constraint.regex(r"\d{3}-\d{4}"),
+    Constraint.choice(["yes", "no", "not at all", "nothing"]),
+    Constraint.ebnf('root ::= "(" root ")" | [0-9] [0-9]? | ""'),
+    Constraint.ebnf('root ::= item ("," item)* \nitem ::= "true" | "false" | "name"'),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The engines that tests share; everything but the batch of requests."""
+
+    k: int
+    draft_masks: bool = True
+    drafter: str = "fair"
+    max_rows: int = 4
+    buckets: tuple[int, ...] | None = None  # None: powers of two and all rows; a capture each
+    num_pages: int = 36
+    rounds_in_flight: int = 2
+    asynchronous: bool = True
+    eager: bool = False
+    prefill_chunk: int = 5
+    greedy_only: bool = True
+    forced_acceptance: tuple[float, ...] | None = None
+    host_link: str = "auto"
+    forced_drafts: bool = False
+    look_up: int = 0
+    compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
+
+
+def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
+    """`others` are fields of the config that no setup has."""
+    config = EngineConfig(
+        max_rows=setup.max_rows,
+        num_speculative_tokens=setup.k,
+        max_length=96,
+        page_size=8,
+        num_pages=setup.num_pages,
+        buckets=setup.buckets,
+        rounds_in_flight=setup.rounds_in_flight,
+        prefill_chunk=setup.prefill_chunk,
+        draft_masks=setup.draft_masks,
+        forced_drafts=setup.forced_drafts,
+        look_up=setup.look_up,
+        greedy_only=setup.greedy_only,
+        forced_acceptance=setup.forced_acceptance,
+        eager=setup.eager,
+        host_link=setup.host_link,
+        compile_isolation=setup.compile_isolation,
+        backend="tape",
+        **others,
+    )
+    draft = DRAFTERS[setup.drafter]() if setup.k else None
+    engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
+    engine.capture()
+    for constraint in filter(None, CONSTRAINTS):
+        engine.compile(constraint)  # so that a job is seated by the step behind its submit
+    return engine
+
+
+@functools.cache
+def shared_engine(setup: Setup) -> Engine:
+    """One captured engine per setup, for cases that leave it idle."""
+    return make_engine(setup)
+
+
+def compiled(constraint: Constraint | None) -> CompiledConstraint | None:
+    return None if constraint is None else COMPILER.compile(constraint)
+
+
+def plain(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    constraint: Constraint | None = None,
+    stop_ids: Sequence[int] = (),
+    sampling: SamplingParams = GREEDY,
+) -> Answer:
+    """What plain decoding with TARGET gives."""
+    stops = (*(() if sampling.ignore_eos else (STOP,)), *stop_ids, *sampling.stop_token_ids)
+    return greedy(TARGET, prompt, max_new_tokens, stops, compiled(constraint), len(VOCABULARY.tokens), sampling)

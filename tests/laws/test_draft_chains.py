@@ -1,0 +1,185 @@
+"""Masks along random chains of drafts, over vocabularies of 128k tokens and more: bit by bit those of a fresh matcher.
+
+A chain is what a round makes of a matcher: drafts that are legal, illegal or the end, at every place, a mask behind each, and then
+any number of them taken back. `make soak` walks 20,000 places per library and vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from random import Random
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from tests.helpers.grammar_texts import TAGS
+from tests.helpers.vocabularies import VOCABULARIES, vocabulary
+
+FIELDS = {
+    "name": {"type": "string", "maxLength": 20},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+    "address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}},
+}
+NESTED = {"type": "object", "properties": FIELDS, "required": [*FIELDS]}
+BRACKETS = {
+    "xgrammar": Constraint.ebnf('root ::= x+\nx ::= "(" x ")" | [a-z]+ | "[" x "]"'),
+    "llguidance": Constraint.lark('start: x+\nx: "(" x ")" | /[a-z]+/ | "[" x "]"'),
+}
+EXPRESSIONS = {
+    "xgrammar": Constraint.ebnf('root ::= e\ne ::= t (" "? [-+] " "? t)*\nt ::= [0-9]+ | "(" e ")" | "[" e ("," e)* "]"'),
+    "llguidance": Constraint.lark('start: e\ne: t (/ ?[-+] ?/ t)*\nt: /[0-9]+/ | "(" e ")" | "[" e ("," e)* "]"'),
+}
+LONGEST = 40
+_SIGNS = frozenset([b'"', b"}", b"]", b")", b",", b"<", b"/", b"(", b"["])
+Words = npt.NDArray[np.int32]
+
+
+def constraints(backend: str) -> list[Constraint]:
+    choice = cast(BackendChoice, backend)
+    return [
+        Constraint.json_object(backend=choice),
+        Constraint.json_schema(NESTED, backend=choice),
+        EXPRESSIONS[backend],
+        BRACKETS[backend],
+        Constraint.regex(r"[a-z0-9._]+@[a-z0-9-]+(\.[a-z]{2,6}){1,2}", choice),
+        Constraint.regex("[a-z ]{0,30}", choice),
+        Constraint.structural_tag(TAGS, backend=choice),
+        Constraint.regex("[a-z ]{0,30}", choice).after("</think>"),
+    ]
+
+
+@functools.cache
+def compiled(name: str, backend: str) -> list[CompiledConstraint]:
+    compiler = GrammarCompiler(vocabulary(name), max_threads=2, limits=GrammarLimits(step_seconds=30.0))
+    return [compiler.compile(constraint) for constraint in constraints(backend)]
+
+
+class Chains:
+    """Walks one matcher through chains of drafts, and counts the masks that are not a fresh matcher's."""
+
+    def __init__(self, constraint: CompiledConstraint, random: Random) -> None:
+        self.constraint, self.vocabulary, self.random = constraint, constraint.vocabulary, random
+        self.matcher, self.history = constraint.matcher(), list[int]()
+        self.masks = torch.zeros(1, self.vocabulary.mask_words, dtype=torch.int32)
+        self.places = self.differences = self.illegal = self.ends = self.rollbacks = 0
+
+    def walk(self, places: int) -> None:
+        while self.places < places:
+            drafts = self.random.randint(1, 8)
+            taken = 0
+            while taken < drafts and self.step():
+                taken += 1
+            # Back to any place of the chain, then on at once, as a round does: reject, take the target's token, only then a mask.
+            back = self.random.randint(0, taken) if len(self.history) < LONGEST else len(self.history)
+            self.matcher.rollback(back)
+            del self.history[len(self.history) - back :]
+            self.rollbacks += back > 0
+            status, row = self.filled(self.fresh())  # not of the walking one, whose next mask is to be the one behind the token
+            if back and status == MaskStatus.OK:
+                self.history.append(self.pick(ids_of(row)))
+                assert self.matcher.accept_token(self.history[-1])
+
+    def step(self) -> bool:
+        """A mask, compared, and a draft behind it; False where the chain ends."""
+        status, row = self.filled(self.matcher)
+        fresh = self.fresh()
+        wanted_status, wanted = self.filled(fresh)
+        self.places += 1
+        self.differences += status != wanted_status or not np.array_equal(row, wanted)
+        token = self.draft(row)
+        allowed = bool(int(row[token // 32]) >> token % 32 & 1)
+        accepted = self.matcher.accept_token(token)
+        self.differences += accepted != allowed
+        if not accepted:
+            self.illegal += 1
+            return False
+        self.history.append(token)
+        self.ends += token in self.vocabulary.stop_token_ids
+        return True
+
+    def draft(self, row: Words) -> int:
+        kind = self.random.random()
+        if kind < 0.1:
+            return self.random.randrange(self.vocabulary.logits_width)
+        if kind < 0.22:
+            return self.random.choice(self.vocabulary.stop_token_ids)
+        legal = ids_of(row)
+        stop = self.vocabulary.stop_token_ids[0]
+        if not legal or (stop in legal and kind < 0.4):
+            return stop
+        return self.pick(legal)
+
+    def pick(self, legal: list[int]) -> int:
+        """Signs rather than letters, of which there are so many more: they are what leads from one state to another."""
+        some = self.random.choices(legal, k=12)
+        signs = [token for token in some if self.vocabulary.tokens[token][:1] in _SIGNS]
+        return self.random.choice(signs or some) if self.random.random() < 0.7 else some[0]
+
+    def fresh(self) -> Matcher:
+        fresh = self.constraint.matcher()
+        assert all(fresh.accept_token(token) for token in self.history)
+        return fresh
+
+    def filled(self, matcher: Matcher) -> tuple[MaskStatus, Words]:
+        self.masks.fill_(0x5A5A5A5A)
+        status = matcher.fill_next_token_bitmask(self.masks, 0)
+        assert not matcher.fault, matcher.fault
+        return status, self.masks[0].numpy().copy()
+
+
+def ids_of(row: Words) -> list[int]:
+    found: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return found
+
+
+def walk_all(name: str, backend: str, places: int, seed: int, without: Sequence[Constraint] = ()) -> list[Chains]:
+    grammars = [grammar for grammar in compiled(name, backend) if grammar.constraint not in without]
+    walkers = [Chains(constraint, Random(seed + index)) for index, constraint in enumerate(grammars)]
+    for walker in walkers:
+        walker.walk(-(-places // len(walkers)))
+    return walkers
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_along_drafts_are_those_of_a_fresh_matcher(backend: str) -> None:
+    slow = [BRACKETS["xgrammar"], Constraint.json_object(backend="xgrammar")]  # a place of theirs takes 20 to 40 ms
+    walkers = walk_all("synthetic", backend, 1000, 1, without=slow)
+    assert [walker.differences for walker in walkers] == [0] * len(walkers)
+    assert sum(walker.places for walker in walkers) >= 1000
+    assert sum(walker.illegal for walker in walkers) > 100 and sum(walker.rollbacks for walker in walkers) > 100
+    assert sum(walker.ends for walker in walkers) > 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_twenty_thousand_masks_are_those_of_a_fresh_matcher(name: str, backend: str) -> None:
+    walkers = walk_all(name, backend, 20_000, 7)
+    assert [walker.differences for walker in walkers] == [0] * len(walkers)
+    assert sum(walker.places for walker in walkers) >= 20_000
+
+
+def test_the_walk_finds_a_mask_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LLGuidanceMatcher._compute
+    monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
+    (brackets,) = (grammar for grammar in compiled("synthetic", "llguidance") if grammar.constraint == BRACKETS["llguidance"])
+    walker = Chains(brackets, Random(1))
+    walker.walk(400)
+    assert walker.differences > 0
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_vocabularies_are_of_the_size_that_models_have(name: str) -> None:
+    table: Vocabulary = vocabulary(name)
+    assert len(table.tokens) >= 128_000 and table.logits_width >= len(table.tokens)
+    assert {bytes([code]) for code in range(0x20, 0x7F)} <= set(table.tokens)
+    assert 0 <= len(table.xgrammar_unsafe_ids) < (100 if name != "synthetic" else 40_000)

@@ -1,0 +1,80 @@
+"""Event loops that end before what they were served by, and those that come after them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Constraint, FinishReason
+from stepgraph.runtime.aio import JobStream
+from stepgraph.sampling.grammar import GrammarCompiler
+from tests.helpers.aio_runs import run, watch_sleep
+from tests.helpers.toy_engines import Setup, make_engine, plain
+
+SETUP = Setup(k=0, max_rows=1, eager=True)
+
+
+def test_many_wait_for_room_in_one_loop_after_another() -> None:
+    async def main() -> None:
+        async with serving:
+            for stream in await asyncio.gather(*(serving.submit([place], max_new_tokens=4) for place in range(5))):
+                assert (await stream.result()).tokens == plain(stream.job.prompt_ids, 4).tokens
+
+    with make_engine(SETUP, max_queued=1) as engine:
+        serving = AsyncEngine(engine)
+        for _ in range(2):
+            run(main())
+
+
+def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a grammar, and sleeps; nobody closed anything."""
+    real, go = GrammarCompiler._compiled, threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return real(*arguments)
+
+    async def main() -> tuple[AsyncEngine, JobStream]:
+        serving = AsyncEngine(engine)
+        await serving.open()
+        return serving, serving.generate([1], constraint=Constraint.regex("[a-d]{4}r"), max_new_tokens=9)
+
+    with make_engine(SETUP) as engine:
+        monkeypatch.setattr(GrammarCompiler, "_compiled", held)
+        asleep = watch_sleep(engine, monkeypatch)
+        serving, stream = asyncio.run(main())
+        job = stream.job
+        assert serving._stepper is not None
+        thread = serving._stepper.thread
+        asleep.clear()
+        engine.stepping.ring()
+        assert asleep.wait(60)
+        del stream
+        gc.collect()
+        thread.join(30)
+        slept_on = thread.is_alive()
+        go.set()
+        engine.stepping.ring()
+        assert not slept_on and job.finish_reason == FinishReason.CANCELLED
+
+
+def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job() -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+                engine.generate([1], max_new_tokens=60)
+            assert (await serving.generate([2], max_new_tokens=4).result()).tokens == plain([2], 4).tokens
+
+    with make_engine(SETUP) as engine:
+        run(main())
+        assert dict(engine.stats().finished)[FinishReason.CANCELLED] == 1
+
+
+@pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("inf"), 1e300])
+def test_no_time_to_sleep_is_refused_by_name(seconds: float) -> None:
+    with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, want a number of seconds from 0"):
+        engine.wait(seconds)

@@ -1,0 +1,155 @@
+"""Forks of a process with an open engine: told so by name, never hung, and of no consequence to the process that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.extras.replay import read_recording
+from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
+from stepgraph.runtime.forks import LEFT
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+CHILD_SECONDS = 30  # and a child that hangs is ended by its alarm
+ASKS = (([1], None), ([2], CONSTRAINTS[1]), ([3], CONSTRAINTS[4]))
+
+
+def make(folder: Path) -> Engine:
+    config = EngineConfig(
+        max_rows=2,
+        num_speculative_tokens=2,
+        max_length=64,
+        page_size=8,
+        greedy_only=True,
+        eager=True,
+        compile_isolation="process",
+        save_hidden_states=folder / "states",
+        backend="tape",
+    )
+    backend = TapeBackend(asynchronous=True)
+    engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend, record=folder / "record.jsonl")
+    engine.capture()
+    return engine
+
+
+@contextlib.contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Another thread is in the middle of everything, and will never be anywhere else in a fork."""
+    inside, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        writer = engine._states._writer  # type: ignore[union-attr]
+        with engine._turn, engine._desk.lock, writer._lock, engine._desk._recorder._lock:  # type: ignore[attr-defined]
+            inside.set()
+            go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    yield
+    go.set()
+    thread.join()
+
+
+class Child:
+    """A fork that says one line for each call it makes, and then waits until it is let go."""
+
+    def __init__(self, *calls: Callable[[], object]) -> None:
+        mouth, hand = os.pipe()
+        self._leash, end = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            signal.alarm(CHILD_SECONDS)
+            os.close(end)
+            os.write(hand, "\n".join(map(said, calls)).encode())
+            os.close(hand)
+            os.read(self._leash, 1)
+            os._exit(0)
+        os.close(hand)
+        self._end = end
+        with open(mouth, encoding="utf-8") as ear:
+            self.lines = ear.read().splitlines()
+
+    def let_go(self) -> int:
+        os.close(self._end)
+        os.close(self._leash)
+        return os.waitpid(self.pid, 0)[1]
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        return f"{call()}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def worker_pid(engine: Engine) -> int | None:
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    (worker,) = compiler._workers
+    return worker.pid
+
+
+def submitted(engine: Engine) -> list[Job]:
+    for _, constraint in ASKS:
+        if constraint is not None:
+            engine.compile(constraint)
+    return [engine.submit(prompt, constraint=constraint, max_new_tokens=20) for prompt, constraint in ASKS]
+
+
+def check_goes_on(engine: Engine, jobs: list[Job], worker: int | None) -> None:
+    """Everything says what it would have said, and the worker is the one that it was."""
+    for _ in engine.stream():
+        pass
+    for job, (prompt, constraint) in zip(jobs, ASKS, strict=True):
+        answer = plain(prompt, 20, constraint)
+        assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+    engine.compile(Constraint.regex("k+"))
+    assert worker_pid(engine) == worker
+
+
+def test_a_fork_is_told_whose_the_engine_is_and_changes_nothing_for_its_parent(tmp_path: Path) -> None:
+    engine = make(tmp_path)
+    jobs, worker = submitted(engine), worker_pid(engine)
+    engine.step()
+    engine.step()
+    with held(engine):
+        child = Child(
+            engine.step,
+            engine.wait,
+            lambda: engine.submit([5]),
+            engine.capture,
+            engine.trace,
+            lambda: engine.compile(Constraint.regex("q+")),
+            lambda: list(engine.stream()),
+            lambda: engine.cancel(jobs[1]),
+            lambda: {(str(job.finish_reason), job.error) for job in jobs[1:]},
+            lambda: engine.stats().submitted,
+            engine.close,
+        )
+    refused = [f"EngineClosedError: Engine.{call}(): {LEFT}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
+    assert child.lines == [*refused, "[]", "False", str({("error", LEFT)}), "3", "None"]
+    other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # all of it goes there, and nothing of it here
+    assert (other.lines, other.let_go()) == (["None", "True"], 0)
+    check_goes_on(engine, jobs, worker)
+    engine.close()
+    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # a fork that lives on does not keep the folder
+    assert child.let_go() == 0
+    assert len(SavedStates(tmp_path / "states")) == len(jobs), "what the fork held was written by it as well"
+    recorded = read_recording(tmp_path / "record.jsonl")
+    assert [told.tokens for told in recorded.requests] == [job.tokens for job in jobs]
+    assert recorded.ending == "the engine was closed" and recorded.path.read_bytes().count(b'"kind":"closed"') == 1

@@ -1,0 +1,99 @@
+"""An interpreter that ends, or an engine that is dropped, with everything under way: cleanly, with nothing left behind and nothing lost."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.extras.states_folder import SavedStates
+from stepgraph.sampling.grammar import GrammarLimits
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
+from tests.laws.test_fault_sweep import threads
+from tests.sampling.grammar.compile.test_compiler import SLOW, busy_worker, gone, waited
+
+EXITING = """
+import atexit, os, sys, time, warnings
+atexit.register(lambda: print(os.getpid() == parent and [engine.stats().grammars.running for engine in engines]))  # called last
+from stepgraph.graphs import TapeBackend
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+
+parent, folder, vocabulary = os.getpid(), sys.argv[1], Vocabulary.printable()
+target, free = ToyTarget(vocabulary.logits_width), SamplingParams(temperature=0, ignore_eos=True)
+
+def engine(isolation, **options):
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, rounds_in_flight=4, eager=True, backend="tape",
+                          compile_isolation=isolation, max_compiles=1, **options)
+    made = Engine(target, ToyDraft(target), vocabulary=vocabulary, config=config, backend=TapeBackend(asynchronous=True))
+    made.capture()
+    return made
+
+engines = [engine("process"), engine("none", save_hidden_states=folder)]
+engines[1].generate([1], max_new_tokens=9, sampling=free)  # its states are held, a shard is not full
+engines[0].compile(Constraint.regex("a"))
+(worker,) = engines[0]._grammars._compiler._workers
+print(worker.pid)
+sys.stdout.flush()
+warnings.simplefilter("ignore", DeprecationWarning)
+if os.fork() == 0:
+    sys.exit()  # by way of all that is to be done at an exit
+assert os.wait()[1] == 0 and worker._process.popen.poll() is None
+for one, repeats in zip(engines, (29_000, 1_500)):
+    one.submit([2], max_new_tokens=50, sampling=free)
+    for _ in range(3):
+        one.step()
+    one.submit([3], constraint=Constraint.ebnf("root ::= " + "[a]*" * repeats), max_new_tokens=9)
+while not all(one.stats().grammars.running for one in engines):
+    time.sleep(0.001)
+"""
+
+
+def test_an_interpreter_ends_cleanly_in_the_middle_of_rounds_and_compiles(tmp_path: Path) -> None:
+    """One grammar that would take minutes in its worker and one of about a second in the process itself; nothing was closed."""
+    ran = subprocess.run([sys.executable, "-c", EXITING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    worker, of_the_fork, running = ran.stdout.splitlines()
+    assert (of_the_fork, running) == ("False", "[0, 0]"), "a compile goes on while the interpreter goes"
+    waited(lambda: gone(int(worker)), "the worker lives")
+    (text,) = SavedStates(tmp_path)
+    assert len(text.token_ids) == 10, "what was held is lost"
+
+
+def test_an_engine_that_nobody_closes_ends_when_it_is_dropped(tmp_path: Path) -> None:
+    """With rounds and a compile under way, which ends by its own limit."""
+    before = threads()
+    config = EngineConfig(
+        max_rows=2,
+        num_speculative_tokens=2,
+        max_length=64,
+        rounds_in_flight=4,
+        greedy_only=True,
+        eager=True,
+        grammar_limits=GrammarLimits(compile_seconds=1),
+        compile_isolation="process",
+        max_compiles=1,
+        save_hidden_states=tmp_path / "states",
+        backend="tape",
+    )
+    backend = TapeBackend(asynchronous=True)
+    engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend, record=tmp_path / "run.jsonl")
+    engine.capture()
+    compiler, said = engine._grammars._compiler, engine.generate([1], max_new_tokens=9)
+    assert compiler is not None and CONSTRAINTS[4] is not None
+    engine.compile(CONSTRAINTS[4])
+    for constraint in (CONSTRAINTS[4], None, SLOW):
+        engine.submit([3], constraint=constraint, max_new_tokens=30)
+        engine.step()
+    pid, alive = busy_worker(compiler), weakref.ref(engine)
+    del engine, compiler, backend
+    gc.collect()
+    assert alive() is None
+    waited(lambda: threads() <= before, "a thread lives on")
+    waited(lambda: gone(pid), "the worker lives on")
+    (text,) = SavedStates(tmp_path / "states")
+    assert text.token_ids.tolist() == [1, *said.tokens], "what was held is lost"

@@ -1,0 +1,281 @@
+"""Single faults: the n-th operation of a point fails, for every n until a run is clean. Who is not touched does not notice.
+
+A fixed sample of them runs always, all of them with `make soak`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, SamplingParams
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.request import EngineClosedError
+from tests.helpers.fault_points import (
+    CALLS,
+    CAUSE,
+    DRAFT_NONSENSE,
+    Fault,
+    FaultyDraft,
+    FaultyTarget,
+    Point,
+    announcements_full,
+    between_rounds_raises,
+    compile_fails,
+    draft_not_finite,
+    function_raises,
+    host_node_raises,
+    matcher_call,
+    pages_empty,
+    replay_raises,
+    ring_full,
+    target_not_finite,
+)
+from tests.helpers.toy_engines import SCHEMA, STOP, VOCABULARY, needs_native
+
+Ending = tuple[tuple[int, ...], FinishReason | None, str]
+ASKS: tuple[tuple[list[int], Constraint | None, SamplingParams | None], ...] = (
+    ([1, 2], None, None),
+    ([3], Constraint.json_schema(SCHEMA, backend="xgrammar"), None),
+    ([4, 5], Constraint.regex(r"\d{3}-\d{4}", backend="llguidance"), None),
+    ([6, 7, 8, 9, 10, 11, 12], None, SamplingParams(temperature=0.8, seed=5)),
+    ([8], Constraint.regex("[a-c]{2,9}x?", backend="xgrammar"), None),
+    ([9, 9], Constraint.json_schema(SCHEMA, backend="llguidance"), SamplingParams(temperature=0.7, seed=11)),
+)
+DRAWN = [place for place, (_, _, sampling) in enumerate(ASKS) if sampling]
+LINKS = ["python", pytest.param("native", marks=needs_native)]
+MOST_STEPS = 20_000  # of a run; one that waits for a grammar makes one a millisecond
+
+TOUCHES_ONE: dict[str, Point] = {
+    **{f"{library} {operation}": matcher_call(library, operation) for library, calls in CALLS.items() for operation in calls},
+    "compile": compile_fails,
+    "target": target_not_finite,
+}
+TOUCHES_NOBODY: dict[str, Point] = {
+    "ring": ring_full,
+    "pages": pages_empty,
+    **{f"draft {value}": draft_not_finite(value) for value in DRAFT_NONSENSE},
+}
+CLOSES: dict[str, Point] = {
+    "host node": host_node_raises,
+    "replay": replay_raises,
+    "between rounds": between_rounds_raises,
+    "announce": announcements_full,
+}
+ENGINES: list[Engine] = []  # that the cases share
+SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llguidance fill": 3, "target": 9}  # the others' first
+
+
+def make(host_link: str = "python", draft: Any = None, **others: Any) -> Engine:
+    target = FaultyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
+    sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {**sizes, "compile_isolation": "none", **others}
+    config = EngineConfig(
+        max_length=48,
+        page_size=8,
+        prefill_chunk=5,
+        host_link=host_link,
+        max_compiles=1,
+        backend="tape",
+        **options,
+    )
+    draft = draft or FaultyDraft(target, 0.8)
+    engine = Engine(target, draft, vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=True))
+    engine.capture()
+    compile_all(engine)
+    return engine
+
+
+def compile_all(engine: Engine) -> None:
+    """So that a job is seated in the order of its submit, and its matcher is made there."""
+    for _, constraint, _ in ASKS:
+        if constraint is not None:
+            engine.compile(constraint)
+
+
+def submit(engine: Engine, places: Sequence[int] = range(len(ASKS))) -> list[Job]:
+    asked = [ASKS[place] for place in places]
+    return [engine.submit(ids, constraint=grammar, sampling=sampling, max_new_tokens=14) for ids, grammar, sampling in asked]
+
+
+def run(engine: Engine, places: Sequence[int] = range(len(ASKS))) -> list[Ending]:
+    jobs = submit(engine, places)
+    for _ in range(MOST_STEPS):
+        if not engine.has_work:
+            assert engine.step() == [], "the last round, in which nobody is left"
+            return [ending(job) for job in jobs]
+        engine.step()
+    raise AssertionError(f"{[job.id for job in jobs if not job.finished]} never end")
+
+
+def ending(job: Job) -> Ending:
+    return tuple(job.tokens), job.finish_reason, job.error
+
+
+@functools.cache
+def shared(host_link: str) -> tuple[Engine, list[Ending]]:
+    """An engine, and what it says without a fault."""
+    engine = make(host_link)
+    ENGINES.append(engine)
+    found = run(engine)
+    assert not any(error for _, _, error in found) and all(tokens for tokens, _, _ in found)
+    return engine, found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    for engine in ENGINES:
+        engine.close()
+
+
+def strike(host_link: str, point: Point, number: int, touches: int) -> Fault:
+    """One run with one fault: who it touches ends with its cause, the others as ever; nothing leaks, and the engine goes on."""
+    engine, expected = shared(host_link)
+    rows, fault = list[weakref.ref[Any]](), Fault(number)
+    with point(engine, fault), pytest.MonkeyPatch.context() as patch:
+        planted = engine._host.row
+        patch.setattr(engine._host, "row", lambda *arguments: _noted(rows, planted(*arguments)))
+        found = run(engine)
+    if point is compile_fails:
+        compile_all(engine)
+    _check_touched(point, fault, found, expected, touches)
+    _check_nothing_is_held(engine, rows)
+    assert run(engine, [2, 4]) == [expected[2], expected[4]], "of requests that came behind the fault"
+    return fault
+
+
+def _noted(rows: list[weakref.ref[Any]], row: Any) -> Any:
+    rows.append(weakref.ref(row))
+    return row
+
+
+def _check_touched(point: Point, fault: Fault, found: list[Ending], expected: list[Ending], touches: int) -> None:
+    changed = [place for place, ended in enumerate(found) if ended != expected[place]]
+    if touches == 0:  # what a draft proposes is no law, but which coins a draw takes follows from it
+        assert set(changed) <= (set(DRAWN) if point not in (ring_full, pages_empty) else set())
+        assert not any(error for _, _, error in found)
+        return
+    assert len(changed) <= (touches if fault.struck else 0), f"{changed} of {found}"
+    for place in changed:
+        tokens, reason, error = found[place]
+        assert (reason, tokens) == (FinishReason.ERROR, expected[place][0][: len(tokens)])
+        assert CAUSE in error or "not finite" in error
+
+
+def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()) -> None:
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    assert (len(engine._desk.rows), len(engine._flights), engine._desk.waiting, engine._desk._claims) == (0, 0, 0, {})
+    assert engine._desk.rows.free_pages == engine._desk.rows.pages
+    assert not any(entry.claims for entry in compiler._cache._entries.values())
+    if any(row() for row in rows):
+        gc.collect()  # an error's traceback knows itself
+    assert not any(row() for row in rows), "matchers of requests that have ended"
+
+
+def sweep(strike_at: Callable[[int], Fault]) -> int:
+    """Every n until a run is clean; returns how many faults there were."""
+    for number in range(1, 2000):
+        if not strike_at(number).struck:
+            return number - 1
+    raise AssertionError("no run is clean")
+
+
+@pytest.mark.parametrize("host_link", LINKS)
+def test_a_sample_of_single_faults(host_link: str) -> None:
+    struck = 0
+    for name, point in TOUCHES_ONE.items():
+        struck += strike(host_link, point, SAMPLE.get(name, 1), 1).struck
+    assert struck == len(TOUCHES_ONE)
+    for name in ("ring", "pages", "draft nan"):
+        assert strike(host_link, TOUCHES_NOBODY[name], 3, 0).struck, name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("host_link", LINKS)
+@pytest.mark.parametrize("name", [*TOUCHES_ONE, *TOUCHES_NOBODY])
+def test_every_single_fault(name: str, host_link: str) -> None:
+    point = (TOUCHES_ONE | TOUCHES_NOBODY)[name]
+    assert sweep(lambda number: strike(host_link, point, number, int(name in TOUCHES_ONE))) > 0
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("stepgraph")}
+
+
+def close_by(host_link: str, point: Point, number: int, **others: Any) -> Fault:
+    """What is nobody's fault ends every job with its cause and closes the engine; who had ended before stays as it was."""
+    expected, before, fault = shared(host_link)[1], threads(), Fault(number)
+    engine = make(host_link, greedy_only=True, **others)
+    greedy = [place for place in range(len(ASKS)) if place not in DRAWN]
+    with point(engine, fault):
+        jobs = submit(engine, greedy)
+        raised = ""
+        try:
+            for _ in engine.stream():
+                pass
+            engine.step()  # the last round, in which nobody is left, may be the one that fails
+        except Exception as error:
+            raised = str(error)
+    for job, place in zip(jobs, greedy, strict=True):
+        if not fault.struck or job.finish_reason != FinishReason.ERROR:
+            assert ending(job) == expected[place]
+        else:
+            assert CAUSE in job.error and tuple(job.tokens) == expected[place][0][: len(job.tokens)]
+    assert (CAUSE in raised) == fault.struck
+    if fault.struck:
+        with pytest.raises(EngineClosedError, match=CAUSE):
+            engine.submit([1])
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.free_pages, engine.has_work) == (0, 0, stats.pages, False)
+    engine.close()
+    for thread in threads() - before:
+        thread.join(30)
+    assert threads() <= before
+    return fault
+
+
+def test_a_fault_of_nobody_in_particular_closes_the_engine_with_its_cause() -> None:
+    assert close_by("python", host_node_raises, 7).struck
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("host_link", LINKS)
+@pytest.mark.parametrize("name", CLOSES)
+def test_every_fault_of_nobody_in_particular(name: str, host_link: str) -> None:
+    assert sweep(lambda number: close_by(host_link, CLOSES[name], number)) > 0
+
+
+def check_function(engine: Engine, fault: Fault, expected: list[Ending]) -> Fault:
+    greedy = [place for place in range(len(ASKS)) if place not in DRAWN]
+    found = run(engine, greedy)
+    changed = [place for place, ended in zip(greedy, found, strict=True) if ended != expected[place]]
+    assert len(changed) == fault.struck
+    for place, (tokens, reason, error) in zip(greedy, found, strict=True):
+        if place in changed:
+            assert (reason, tokens) == (FinishReason.ERROR, expected[place][0][: len(tokens)])
+            assert error == f"the draft function failed: RuntimeError: {CAUSE} {fault.number}"
+    _check_nothing_is_held(engine)
+    return fault
+
+
+@pytest.mark.parametrize("most", [9, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_draft_function_that_raises_ends_the_request_that_it_was_asked_for(most: int) -> None:
+    fault, (_, expected) = Fault(0), shared("python")
+    with make(draft=function_raises(fault), rounds_in_flight=1, greedy_only=True, eager=True) as engine:
+
+        def strike_at(number: int) -> Fault:
+            fault.number, fault.seen = number, 0
+            return check_function(engine, fault, expected)
+
+        if most == 1000:
+            assert sweep(strike_at) > 20
+        else:
+            assert strike_at(1).struck and strike_at(most).struck

@@ -1,0 +1,142 @@
+"""What comes from anywhere is refused by name or works: a fixed sample of changed inputs, and every one that once did otherwise.
+
+python -m tests.fuzz --inputs 50000      # all doors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph.sampling import params
+from stepgraph.sampling.grammar.compile import limits
+from stepgraph.sampling.grammar.tokenizers import table
+from tests.fuzz.doors import DOORS
+from tests.fuzz.loop import Door, Find, attempt, fuzz
+from tests.fuzz.reached import Reached
+from tests.fuzz.values import blob, built, bytes_of, form
+from tests.fuzz.watch import Watch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CASES = sorted((ROOT / "tests" / "data" / "fuzz").glob("*.json"))
+# How many inputs of each door `make test` tries, the seeds among them. Those with an engine or a worker behind them cost more.
+SAMPLE = {
+    "sampling": 400,
+    "constraint": 300,
+    "ranks": 150,
+    "states": 60,
+    "safetensors": 25,
+    "tokenizer": 40,
+    "config": 20,
+    "schema": 120,
+    "regex": 30,
+    "lark": 20,
+    "response_format": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def doors() -> Iterator[Callable[[str], Door]]:
+    """Each is opened once."""
+    opened: dict[str, Door] = {}
+
+    def door(name: str) -> Door:
+        if name not in opened:
+            opened[name] = DOORS[name]()
+        return opened[name]
+
+    yield door
+    for each in opened.values():
+        each.close()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_refused_by_name_or_works(doors: Callable[[str], Door], name: str) -> None:
+    report = fuzz(doors(name), SAMPLE[name])
+    assert report.finds == [], report.finds[0]
+    assert report.accepted + report.refused == SAMPLE[name] and report.accepted and report.refused
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_what_was_found_once_is_refused_or_works(doors: Callable[[str], Door], case: Path) -> None:
+    told = json.loads(case.read_text(encoding="utf-8"))
+    door = doors(told["door"])
+    found = attempt(door, told["input"], Watch(door.allowed), Reached())
+    assert not isinstance(found, Find), f"{told['was']}\n{found}"
+
+
+# Guards taken away, and the input that needed each.
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "sampling_long_value": (params, "shown", repr),
+    "constraint_ebnf_payload": (limits, "_grammar_of", lambda payload: json.loads(payload)[1]),
+    "ranks_wide": (table, "MOST_IDS", 10**60),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_guard_that_is_gone_is_missed(doors: Callable[[str], Door], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED[case])
+    told = json.loads((ROOT / "tests" / "data" / "fuzz" / f"{case}.json").read_text(encoding="utf-8"))
+    door = doors(told["door"])
+    assert isinstance(attempt(door, told["input"], Watch(door.allowed), Reached()), Find)
+
+
+def test_the_search_finds_a_guard_that_is_gone(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(params, "_in_range", lambda value, low, high: isinstance(value, (int, float)))
+    report = fuzz(doors("sampling"), 1000)
+    assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
+
+
+class Careless(Door):
+    """Does what no door may, one thing for each input."""
+
+    name, words, named = "careless", ("a",), re.compile("field: ")
+    seeds = ("a sentence without a name", "write", "start", "random", "another error", "bytes", "long")
+
+    def enter(self, given: Any) -> None:
+        if given == "write":
+            Path("written").write_text("x")
+        elif given == "start":
+            subprocess.run(["true"], check=True)
+        elif given == "random":
+            os.environ["FUZZ_LEFT_BEHIND"] = "x"
+        elif given == "another error":
+            raise KeyError(given)
+        elif given == "bytes":
+            b"\xff".decode()
+        raise ValueError("field: " * (1 if given != "long" else 1000) if given != self.seeds[0] else given)
+
+
+def test_what_a_door_may_not_do_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUZZ_LEFT_BEHIND", "")
+    monkeypatch.delenv("FUZZ_LEFT_BEHIND")
+    door, watch, reached = Careless(), Watch(), Reached()
+    found = {given: attempt(door, given, watch, reached) for given in Careless.seeds}
+    wanted = ("names nothing", "it did: open ", "it did: subprocess.Popen", "variables: ", "KeyError", "own words", "of 7000 characters")
+    for given, sign in zip(Careless.seeds, wanted, strict=True):
+        told = found[given]
+        assert isinstance(told, Find) and sign in told.what, told
+
+
+def test_inputs_can_be_written_down_and_are_the_same_again() -> None:
+    assert bytes_of(blob(b"\0ab")) == b"\0ab" and built(form("tuple", [1, form("pairs", [[2, 3]])])) == (1, {2: 3})
+    again = [fuzz(DOORS["sampling"](), 60, seed=5) for _ in range(2)]
+    assert again[0].lines == again[1].lines and again[0].accepted == again[1].accepted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", DOORS)
+def test_fifty_thousand_inputs_are_refused_by_name_or_work(name: str, tmp_path: Path) -> None:
+    """In a process of its own, where a crash and a hang are finds too."""
+    result = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.fuzz", "--door", name, "--inputs", "50000", "--json", str(result)]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0, result.read_text(encoding="utf-8")[:5000]

@@ -1,0 +1,98 @@
+"""Every bomb ends with an error that names what was too much, or is served; another request goes on token for token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from stepgraph import Engine
+from stepgraph.sampling.grammar import GrammarLimits
+from stepgraph.sampling.grammar.compile.limits import MIB
+from tests.helpers.grammar_bombs import BOMBS
+from tests.helpers.toy_engines import CONSTRAINTS, make_engine
+from tests.runtime.test_grammar_queue import SETUP, check_undisturbed, submitted
+
+SMALL = GrammarLimits(max_nesting=50, compile_seconds=5.0, compile_bytes=128 * MIB, result_bytes=8 * MIB, compile_fuel=50_000)
+NAMED = re.compile(r"(constraint \w+|Constraint\.\w+.*): (cannot be compiled: |got ).*[\w)]", re.DOTALL)
+SERVED = "stop|length|constraint_complete"
+# What is to come of some of them under small limits; the rest is a matter of seconds each, and for `make soak`.
+FATES = {
+    "schema: 10,000 levels": "not JSON",
+    "schema: 100 levels": "nesting: got more than 64 levels",
+    "schema: references without progress": "refers to itself and to nothing else",
+    "schema: branches without progress": "no text of finite length satisfies it",
+    "schema: objects without an end": "no text of finite length satisfies it",
+    "schema: references with progress": "",
+    "schema: references that fork as branches": "",
+    "schema: 10,000 values": "",
+    "schema: 3,000 properties": "GrammarLimits.(result|compile)_bytes",
+    "schema: counted counts": "GrammarLimits.least_bytes",
+    "schema: a bound beyond floats": "want a whole number of 64 bits",
+    "schema: a bound beyond numbers": "not JSON",
+    "schema: a bound that is no number": "not JSON",
+    "schema: half a character": "half of a surrogate pair",
+    "schema: two million characters": "got 2000013 characters, want at most 1000000",
+    "schema, llguidance: counted counts": "",
+    "pattern: 10,000 groups": "GrammarLimits.max_nesting: got 10000 brackets open at once, want at most 50",
+    "pattern: a million times": "want at most 100000 repetitions",
+    "pattern: counted counts": "GrammarLimits.compile_bytes|length",
+    "pattern: catastrophic": "",
+    "pattern: 100,000 characters": "",
+    "pattern: half a character": "surrogate",
+    "pattern, llguidance: 50,000 that may be missing": "GrammarLimits.compile_bytes|GrammarLimits.compile_fuel",
+    "ebnf: 10,000 brackets": "GrammarLimits.max_nesting",
+    "ebnf: a million times": "",
+    "ebnf: rules that double": "GrammarLimits.least_bytes",
+    "ebnf: itself, and no end": "rule root: no text of finite length satisfies it",
+    "ebnf: no end, behind a letter": "rule endless: no text of finite length satisfies it",
+    "ebnf: rules that double, behind a letter": "GrammarLimits.least_bytes: got 262,144 bytes that rule r42 leads to, want at most 200,000",
+    "ebnf: each other": "no text of finite length satisfies it",
+    "ebnf: 29,000 that may be missing": "GrammarLimits.compile_bytes",
+    "lark: 10,000 groups": "GrammarLimits.max_nesting",
+    "lark: a million times": "",
+    "a marker that is no token": "got id 1000000000",
+    "a marker below all tokens": r"got \(-1,\)",
+    "a marker that is no number": r"got \(nan,\)",
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with make_engine(SETUP, grammar_limits=SMALL) as engine:
+        yield engine
+
+
+def fate(engine: Engine, name: str) -> str:
+    """What becomes of a bomb: the words it is refused with, or its finish reason. Three others go on beside it."""
+    jobs = submitted(engine)
+    try:
+        bomb = engine.submit([3], constraint=BOMBS[name](), max_new_tokens=8)
+    except ValueError as error:
+        told = str(error)
+    else:
+        while not bomb.finished:
+            engine.step()
+        told = bomb.error or str(bomb.finish_reason)
+    while engine.has_work:
+        engine.step()
+    check_undisturbed(jobs)
+    in_its_steps = told.startswith("no valid grammar mask: ") and "(GrammarLimits." in told
+    assert re.fullmatch(SERVED, told) or in_its_steps or (NAMED.fullmatch(told) and len(told) < 2000), told
+    return told
+
+
+@pytest.mark.parametrize("name", FATES)
+def test_a_bomb_ends_by_name_or_is_served_and_nobody_else_feels_it(engine: Engine, name: str) -> None:
+    told = fate(engine, name)
+    assert re.search(FATES[name] or SERVED, told), told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("limits", [SMALL, GrammarLimits()], ids=["small", "default"])
+def test_every_bomb_ends_by_name_or_is_served(limits: GrammarLimits) -> None:
+    with make_engine(SETUP, grammar_limits=limits) as engine:
+        for name in BOMBS:
+            fate(engine, name)
+        assert engine.generate([3], constraint=CONSTRAINTS[1], max_new_tokens=8).error == ""

@@ -1,0 +1,155 @@
+"""Speculation changes speed, never law: whatever the drafter, the grammar and the company, tokens equal plain greedy decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph import Constraint, Engine, Job, SamplingParams
+from tests.helpers.oracles import Answer, accepts
+from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, compiled, plain, shared_engine
+
+SETUPS = [
+    Setup(k=0),
+    Setup(k=1),
+    Setup(k=1, draft_masks=False, drafter="perfect"),
+    Setup(k=2, drafter="perfect"),
+    Setup(k=2, draft_masks=False, drafter="random"),
+    Setup(k=3, drafter="stopper"),
+    Setup(k=3, draft_masks=False, drafter="stopper", rounds_in_flight=3),
+    Setup(k=4, drafter="fair", rounds_in_flight=1, buckets=(1, 2, 4)),
+    Setup(k=4, draft_masks=False, drafter="illegal"),
+    Setup(k=5, drafter="adversarial"),
+    Setup(k=6, drafter="random", max_rows=3),
+    Setup(k=7, draft_masks=False, drafter="fair", asynchronous=False),
+    Setup(k=8, drafter="perfect", rounds_in_flight=4),
+    Setup(k=3, drafter="half"),
+    Setup(k=4, draft_masks=False, drafter="half"),
+]
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: tuple[int, ...]
+    constraint: Constraint | None
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    drafts: int | None
+    cancel_after: int | None  # steps
+    draft_ids: tuple[int, ...] | None = None
+
+
+def answer(ask: Ask) -> Answer:
+    return plain(ask.prompt, ask.max_new_tokens, ask.constraint, ask.stop_ids)
+
+
+def submit(engine: Engine, ask: Ask) -> Job:
+    drafts = None if ask.drafts is None else min(ask.drafts, engine.limits.num_speculative_tokens)
+    return engine.submit(
+        list(ask.prompt),
+        constraint=ask.constraint,
+        sampling=SamplingParams(temperature=0, stop_token_ids=ask.stop_ids),
+        max_new_tokens=ask.max_new_tokens,
+        num_speculative_tokens=drafts,
+        draft_ids=ask.draft_ids if drafts != 0 else None,
+    )
+
+
+def check(ask: Ask, job: Job) -> None:
+    expected = answer(ask)
+    if job.finish_reason == "cancelled":
+        assert job.tokens == expected.tokens[: len(job.tokens)]
+    else:
+        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, "")
+    grammar = compiled(ask.constraint)
+    if grammar:
+        assert accepts(grammar, job.tokens, finished=job.finish_reason == "constraint_complete")
+
+
+words = st.text("abx,0-", min_size=1, max_size=6)
+constraints = st.one_of(
+    st.sampled_from(CONSTRAINTS),
+    st.lists(words, min_size=1, max_size=4, unique=True).map(Constraint.choice),
+    st.builds(lambda low, extra: Constraint.regex(f"[ab]{{{low},{low + extra}}}(,[0-9]+)?"), st.integers(0, 4), st.integers(0, 4)),
+)
+asks = st.builds(
+    Ask,
+    prompt=st.lists(st.integers(0, len(VOCABULARY.tokens) - 1), min_size=1, max_size=13).map(tuple),
+    constraint=constraints,
+    max_new_tokens=st.one_of(st.integers(1, 4), st.integers(5, 40)),
+    stop_ids=st.lists(st.integers(0, 95), max_size=2).map(tuple),
+    drafts=st.one_of(st.none(), st.integers(0, 8)),
+    cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+)
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None:
+    """With a perfect drafter round r emits 1, then K + 1 tokens each: a text of n tokens stops at place (n - 2) mod (K + 1)."""
+    engine = shared_engine(Setup(k=k, draft_masks=draft_masks, drafter="perfect", max_rows=1))
+    places: set[int] = set()
+    for seed in range(200):
+        ask = Ask((seed % 90, seed), None, 40, (), None, None)
+        expected = answer(ask)
+        place = (len(expected.tokens) - 2) % (k + 1)
+        if expected.reason == "stop" and len(expected.tokens) > 1 and place not in places:
+            job = submit(engine, ask)
+            while engine.has_work:
+                engine.step()
+            check(ask, job)
+            assert job.rounds == 1 + -(-(len(job.tokens) - 1) // (k + 1)), "the drafter was perfect"
+            places.add(place)
+        if len(places) == k + 1:
+            return
+    raise AssertionError(f"stops were seen at the places {sorted(places)} of {k + 1} only")
+
+
+def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    """Submit with pauses between, cancel on the way, step until nothing is left; then hold every job against the oracle."""
+    engine = shared_engine(setup)
+    jobs: list[tuple[Ask, Job, int]] = []
+    events: dict[int, list[int]] = {}
+    step = 0
+
+    def advance() -> None:
+        nonlocal step
+        for ask, job, born in jobs:
+            if ask.cancel_after == step - born:
+                engine.cancel(job)
+        step += 1
+        for event in engine.step():
+            events.setdefault(event.job_id, []).extend(event.tokens)
+
+    for ask, pause in batch:
+        jobs.append((ask, submit(engine, ask), step))
+        for _ in range(pause):
+            advance()
+    while engine.has_work:
+        advance()
+    for ask, job, _ in jobs:
+        check(ask, job)
+        assert events.get(job.id, []) == job.tokens
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
+
+
+batches = st.lists(st.tuples(asks, st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=16)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=1000, derandomize=False)
+@given(batch=batches)
+def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+    run_schedule(setup, batch)

@@ -1,0 +1,86 @@
+"""Ctrl-C anywhere in `submit`: no claim on a grammar is left behind, no job that nobody knows of, and no lock that somebody waits for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import stepgraph
+from stepgraph import Constraint, Engine, FinishReason, Job
+from stepgraph.runtime.grammar_queue import QueuedRequest
+from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.sampling.grammar import GrammarCompiler
+from tests.helpers.toy_engines import Setup, make_engine
+from tests.sampling.grammar.compile.test_compiler import waited
+
+ROOT = os.path.dirname(os.path.abspath(stepgraph.__file__))
+
+
+def interrupted(place: int, call: Callable[[], Any]) -> bool:
+    """Whether a call came to that many places at which an interrupt may come, where it then did: where one of our functions begins
+    or ends, and behind a call into C. Not where `call` itself ends: it has returned then."""
+    seen, depth = 0, 0
+
+    def at(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen, depth
+        depth += (event == "call") - (event == "return")
+        if event in ("call", "return", "c_return") and depth > 0 and frame.f_code.co_filename.startswith(ROOT) and frame.f_code is not own:
+            seen += 1
+            if seen == place:
+                raise KeyboardInterrupt
+
+    own = interrupted.__code__
+    sys.setprofile(at)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def claims(compiler: GrammarCompiler) -> int:
+    return sum(len(entry.claims) for entry in compiler._cache._entries.values())
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
+def test_an_interrupt_in_submit_leaves_nothing_behind(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
+        compiler, desk, others = engine._grammars._compiler, engine._desk, list[Job]()
+        assert compiler is not None
+        submit = functools.partial(engine.submit, [1], constraint=Constraint.regex("a+b"), max_new_tokens=2)
+        engine.compile(Constraint.regex("a+b"))
+
+        def give_up(waiting: QueuedRequest) -> None:
+            if not kept and waiting.claim is not None and waiting.claim.entry is not None:
+                others.append(submit())  # somebody else wants the same grammar, as from another thread
+            Scheduler.give_up(desk, waiting)
+
+        monkeypatch.setattr(desk, "give_up", give_up)
+        place = cancelled = 0
+        while interrupted(place := place + 1, submit):
+            cancelled += check_forgotten(engine, compiler)
+            assert all(job.finish_reason == FinishReason.LENGTH for job in others)
+        while engine.has_work:
+            engine.step()
+        assert place > 100 and cancelled > 0 and bool(others) != kept and claims(compiler) == 0
+
+
+def check_forgotten(engine: Engine, compiler: GrammarCompiler) -> int:
+    """Returns how many jobs, one at most, were in the queue already when the interrupt came, and end now."""
+    cancelled = 0
+    for _ in range(1000):
+        if engine.has_work:
+            cancelled += sum(event.finish_reason == FinishReason.CANCELLED for event in engine.step())
+    stats = engine.stats()
+    assert not engine.has_work and stats.waiting == 0 and stats.submitted == sum(count for _, count in stats.finished)
+    waited(lambda: not compiler._threads, "a compile goes on that nobody wants")
+    assert compiler.stats.running == compiler.stats.waiting == claims(compiler) == 0
+    return cancelled

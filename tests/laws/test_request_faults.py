@@ -1,0 +1,199 @@
+"""One request's fault is one request's error; and the oracles find bugs that are planted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, Vocabulary
+from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from tests.helpers.oracles import greedy
+from tests.helpers.planted import break_fill, plant, take_fuel
+from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
+
+SETUP = Setup(k=3)
+HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
+
+
+def seat_of(engine: Engine, job: Job) -> ActiveRequest:
+    engine._desk.seat_waiting()
+    return next(seat for seat in engine._desk.rows if seat.job is job)
+
+
+@pytest.mark.parametrize("host_link", HOST_LINKS)
+def test_a_matcher_that_fails_is_one_requests_error(host_link: str) -> None:
+    engine = make_engine(Setup(k=3, drafter="perfect", host_link=host_link))
+    asks = [([place], CONSTRAINTS[1]) for place in range(3)]
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
+    engine.step()
+    victim = seat_of(engine, jobs[1])
+    assert victim.matcher is not None
+    break_fill(victim.matcher, "out of fuel")
+    for _ in engine.stream():
+        pass
+    assert jobs[1].finish_reason == FinishReason.ERROR
+    assert "out of fuel" in jobs[1].error
+    for place in (0, 2):
+        assert jobs[place].tokens == plain([place], 50, CONSTRAINTS[1]).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("field", [0, 1, 2, 3])
+def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: int) -> None:
+    """Spoil one field of a row's tags on the device between two rounds: nothing is sampled under that mask."""
+    engine = make_engine(Setup(k=2, drafter="perfect", rounds_in_flight=1))
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=50) for place in range(2)]
+    engine.step()
+    engine.step()
+    row = seat_of(engine, jobs[0]).row
+    engine.backend.run(lambda: engine.buffers.row_tags[row, :, field].add_(77))
+    length = len(jobs[0].tokens)
+    for _ in engine.stream():
+        pass
+    assert (jobs[0].finish_reason, len(jobs[0].tokens)) == (FinishReason.ERROR, length)
+    assert "no valid grammar mask" in jobs[0].error
+    assert jobs[1].tokens == plain([1], 50, CONSTRAINTS[1]).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize("host_link", HOST_LINKS)
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_grammar_out_of_fuel_tells_so(k: int, host_link: str) -> None:
+    engine = make_engine(Setup(k=k, host_link=host_link))
+    job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
+    row = seat_of(engine, job).matcher
+    assert row is not None
+    take_fuel(row)
+    for _ in engine.stream():
+        pass
+    assert job.finish_reason == FinishReason.ERROR
+    assert "one step of the grammar took" in job.error
+    assert other.tokens == plain([2], 20).tokens
+    engine.close()
+
+
+class PoisonedTarget(ToyTarget):
+    """Not-a-number after a prefix that ends in the token 13."""
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        output = super().forward(inputs, buffers)
+        return output._replace(hidden=torch.where((inputs.tokens == 13)[..., None], torch.full_like(output.hidden, -1.0), output.hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.where((hidden[..., :1] < 0), float("nan"), super().logits(hidden.clamp(min=0)))
+
+
+def test_non_finite_logits_are_one_requests_error() -> None:
+    target = PoisonedTarget(VOCABULARY.logits_width, seed=3)
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        bad, good = engine.submit([1, 13], max_new_tokens=8), engine.submit([1, 2], max_new_tokens=8)
+        for _ in engine.stream():
+            pass
+        assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
+        assert "not finite" in bad.error
+        assert good.finish_reason != FinishReason.ERROR and len(good.tokens) == 8
+
+
+def test_a_dead_end_is_one_requests_finish_reason() -> None:
+    """A grammar whose only way on needs bytes that no token has."""
+    tokens = [b"a", b"b", b"<eos>"]
+    vocabulary = Vocabulary(tokens, [2], logits_width=4)
+    target = ToyTarget(4, seed=1)
+    config = EngineConfig(max_rows=2, num_speculative_tokens=2, max_length=64, backend="tape")
+    with Engine(target, ToyDraft(target), vocabulary=vocabulary, config=config) as engine:
+        engine.capture()
+        stuck = engine.submit([0], constraint=Constraint.regex("ab?z"), max_new_tokens=8)
+        free = engine.submit([0], max_new_tokens=8)
+        for _ in engine.stream():
+            pass
+        assert stuck.finish_reason == FinishReason.DEAD_END
+        assert free.tokens == greedy(target, [0], 8, (2,), num_tokens=3).tokens
+
+
+def test_a_broken_device_ends_every_job_with_a_reason_and_closes_the_engine() -> None:
+    def explode(name: str) -> None:
+        if armed.is_set() and name == "commit":
+            raise OSError("the host is on fire")
+
+    armed = threading.Event()
+    engine = make_engine(SETUP, TapeBackend(asynchronous=True, delay=explode))
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(6)]
+    engine.step()
+    armed.set()
+    with pytest.raises((HostNodeError, OSError), match="the host is on fire"):  # noqa: PT012
+        while True:
+            engine.step()
+    assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
+    assert all("the host is on fire" in job.error for job in jobs)
+    with pytest.raises(RuntimeError, match="the host is on fire"):
+        engine.submit([1])
+
+
+def planted(find: Callable[[], None]) -> bool:
+    try:
+        find()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "rollback one short",
+        "mask one row off",
+        "page freed twice",
+        pytest.param("native: rollback one short", marks=needs_native),
+        pytest.param("native: mask not filled", marks=needs_native),
+    ],
+)
+def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: the oracles must fail on each of these."""
+    from stepgraph.runtime.pages import PagePool
+    from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+
+    if bug.startswith("native"):
+        real_init = NativeRow.__init__
+
+        def planted_init(row: NativeRow, *arguments: Any) -> None:
+            real_init(row, *arguments)
+            if bug == "native: rollback one short":
+                plant(row, "rollback", lambda real, library, matcher, count, why: real(library, matcher, count - 1, why))
+            else:
+                plant(row, "fill", lambda *_: 0)
+
+        monkeypatch.setattr(NativeRow, "__init__", planted_init)
+    elif bug == "rollback one short":
+        real_rollback = XGrammarMatcher.rollback
+        monkeypatch.setattr(XGrammarMatcher, "rollback", lambda self, count: real_rollback(self, count - 1))
+    elif bug == "mask one row off":
+        real_fill = XGrammarMatcher.fill_next_token_bitmask
+        monkeypatch.setattr(
+            XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
+        )
+    else:
+        real_give = PagePool.give_back
+        monkeypatch.setattr(PagePool, "give_back", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
+
+    def hunt() -> None:
+        engine = make_engine(Setup(k=3, drafter="fair", host_link="native" if bug.startswith("native") else "python"))
+        jobs = [engine.submit([place, 3], constraint=CONSTRAINTS[1 + place % 4], max_new_tokens=40) for place in range(12)]
+        for _ in engine.stream():
+            pass
+        monkeypatch.undo()
+        for place, job in enumerate(jobs):
+            answer = plain([place, 3], 40, CONSTRAINTS[1 + place % 4])
+            assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+
+    assert planted(hunt)

@@ -1,0 +1,196 @@
+"""Sampled rounds emit what the target's own masked, penalised and filtered distribution says, whatever a request asks for.
+
+Every place of every setting is held against the float64 oracle over 20,000 rounds, given the drafts in front of it, by the
+likelihood-ratio chi-square. A right sampler fails one such check with a probability of at most RARE, whatever the counts: any
+of the 3,584 of `make soak` with at most 4e-10, any of the 493 of `make test` with 5e-11. The controls are wrong in ways that
+are in use elsewhere; the same check must find each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.graphs import drafting
+from stepgraph.graphs.batch import Batch
+from stepgraph.graphs.buffers import Column
+from stepgraph.sampling import acceptance, processors, rng, sampler
+from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.sampler import Param
+from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound
+from tests.helpers.law import EVERY_SETTING, OWN_VOCABULARY, Law, Setting, setting
+
+ROUNDS = 20_000
+RARE = 1e-13
+SHAPES = list(itertools.product((1, 2, 3, 4), (False, True)))  # drafts, and whether the draft has a vocabulary of its own
+BITS = list(itertools.product((False, True), repeat=7))
+
+
+def fraction(part: int) -> list[int]:
+    """Sixteen of the 128 settings, in which any three values occur together; the eight parts make up all."""
+    wanted = [bool(part >> bit & 1) for bit in range(3)]
+    return [place for place, (a, b, c, d, e, f, g) in enumerate(BITS) if [a ^ b ^ c ^ e, b ^ c ^ d ^ f, a ^ c ^ d ^ g] == wanted]
+
+
+def least_chance(law: Law) -> Tensor:
+    """[S]: of each setting, at its worst place."""
+    return law.chances(law.tally(ROUNDS)).amin(0)
+
+
+def check(law: Law) -> None:
+    tally = law.tally(ROUNDS)
+    assert float(law.chances(tally).min()) > RARE
+    good = torch.tensor([each.good for each in law.settings])
+    assert int(tally.accepted[good].sum()) > 1.5 * int(tally.accepted[~good].sum()), "drafters differ in what is accepted"
+
+
+def test_the_parts_hold_any_three_values_together_and_make_up_all() -> None:
+    parts = [fraction(part) for part in range(8)]
+    assert sorted(itertools.chain(*parts)) == list(range(128))
+    for part in parts:
+        for columns in itertools.combinations(range(7), 3):
+            assert len({tuple(BITS[place][column] for column in columns) for place in part}) == 8
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_what_is_emitted_follows_the_target(part: int) -> None:
+    """Each setting once, and with each number of drafts and kind of vocabulary any three values together."""
+    k, d2t = SHAPES[part]
+    check(Law(k, d2t, [EVERY_SETTING[place] for place in fraction(part)], seed=part))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("k", "d2t"), SHAPES)
+def test_what_is_emitted_follows_the_target_in_every_combination(k: int, d2t: bool) -> None:
+    check(Law(k, d2t, EVERY_SETTING, seed=10 * k + d2t))
+
+
+FREE = Setting(SamplingParams(temperature=1.5), False, False)
+MIXED = (
+    FREE,
+    setting(True, True, False, False, True, True, True),
+    setting(False, False, True, True, False, True, False),
+    Setting(SamplingParams(temperature=0.0), True, True),
+    Setting(SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias={1: 3.0}), False, True),
+)
+
+
+def test_drafts_that_ignore_the_masks_are_judged_by_the_same_law() -> None:
+    assert float(least_chance(Law(3, False, MIXED, draft_masks=False)).min()) > RARE
+
+
+def test_rows_with_fewer_drafts_than_places_or_none_at_all() -> None:
+    law = Law(3, True, MIXED)
+    law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
+    assert float(least_chance(law).min()) > RARE
+    assert float(least_chance(Law(0, False, MIXED)).min()) > RARE
+
+
+@pytest.mark.parametrize("size", [1, 3, 10, 40, 200])
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
+def test_the_bound_is_one(size: int, share: float) -> None:
+    """Against every outcome of a coin, exactly; where Pearson's tail is off by orders of magnitude too."""
+    heads = torch.arange(size + 1, dtype=torch.float64)
+    chance = [math.comb(size, head) * share**head * (1 - share) ** (size - head) for head in range(size + 1)]
+    statistic = likelihood_ratio(torch.stack([heads, size - heads], 1), torch.tensor([[share, 1 - share]]))
+    for least in statistic.tolist():
+        tail = sum(each for each, value in zip(chance, statistic.tolist(), strict=True) if value >= least)
+        assert tail <= likelihood_ratio_bound(least, 1) * (1 + 1e-9)
+    assert likelihood_ratio_bound(math.inf, 1) == 0
+
+
+def of(temperature: float = 1.5, good: bool = True, masked: bool = False, **asked: Any) -> Setting:
+    return Setting(SamplingParams(temperature=temperature, **asked), masked, good)
+
+
+class TestControls:
+    """Each is wrong for some of its settings, and only there."""
+
+    def finds(self, law: Law, wrong: list[bool]) -> None:
+        assert (least_chance(law) < RARE).tolist() == wrong
+
+    @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "a position later"])
+    def test_one_noise_for_draft_and_target(self, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+        """The number that chose a draft also says whether it holds, or what replaces it, or what follows it."""
+        real, draft, target = rng.uniform, rng.Purpose.DRAFT, rng.Purpose.TARGET
+
+        def uniform(seed: Tensor, position: Tensor, purpose: rng.Purpose, index: Tensor | None = None) -> Tensor:
+            if shared == "a position later":
+                return real(seed, position + 1, target, index) if purpose == draft else real(seed, position, purpose, index)
+            if purpose == rng.Purpose.ACCEPT and shared in ("all", "coin"):
+                return real(seed, position, draft, torch.zeros_like(position))  # what token 0 raced with
+            return real(seed, position, draft if shared in ("all", "replacement") else purpose, index)
+
+        monkeypatch.setattr(rng, "uniform", uniform)
+        self.finds(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
+
+    def test_q_of_the_unmasked_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Drafts are drawn under the mask, and judged as if they had not been."""
+        real = drafting.choose_draft
+
+        def choose_draft(*arguments: Any, **named: Any) -> Tensor:
+            tokens = real(*arguments, **named)
+            free = [*arguments[:5], False, *arguments[6:]]
+            real(*free, **named)
+            return tokens
+
+        monkeypatch.setattr(drafting, "choose_draft", choose_draft)
+        self.finds(Law(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
+
+    def test_filters_on_the_last_row_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Top-k, top-p and min-p for the token behind the last draft, none for those that judge drafts."""
+        real = sampler.distribution
+
+        def distribution(logits: Tensor, params: Tensor) -> Tensor:
+            if logits.dim() == 2:
+                return real(logits, params)
+            plain = params.clone()
+            plain[:, Param.TOP_K], plain[:, Param.TOP_P], plain[:, Param.MIN_P] = 0, 1, 0
+            return torch.cat([real(logits[:, :-1], plain), real(logits[:, -1:], params)], 1)
+
+        monkeypatch.setattr(sampler, "distribution", distribution)
+        self.finds(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
+
+    def test_penalties_that_do_not_count_the_drafts_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = processors.process
+
+        def forgetful(logits: Tensor, rows: processors.RowSettings, before: Tensor, *others: Any) -> Tensor:
+            return real(logits, rows, torch.full_like(before, -1), *others)
+
+        monkeypatch.setattr(processors, "process", forgetful)
+        asked = [of(min_p=0.1, logit_bias={1: 1.0}), of(presence_penalty=1.0), of(frequency_penalty=2.0), of(0.7, repetition_penalty=3.0)]
+        self.finds(Law(2, False, asked), [False, True, True, True])
+
+    @pytest.mark.parametrize("places", ["first", "none"])
+    def test_q_that_is_not_translated(self, monkeypatch: pytest.MonkeyPatch, places: str) -> None:
+        """What the draft's own tokens were drawn with is taken for that of the target's first ones, or is not kept."""
+        real = drafting.choose_draft
+
+        def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
+            tokens = real(buffers, after, step, *arguments, **named)
+            kept = buffers.row_draft_probs[:, step - 1]
+            own = kept[:, list(OWN_VOCABULARY)]
+            kept.zero_()
+            if places == "first":
+                kept[:, : len(OWN_VOCABULARY)] = own
+            return tokens
+
+        monkeypatch.setattr(drafting, "choose_draft", choose_draft)
+        self.finds(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
+
+    def test_a_replacement_drawn_from_all_of_p(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where a draft does not hold, what it offered is not taken away from what replaces it."""
+        real: Callable[..., tuple[Tensor, Tensor]] = acceptance.reject_sample
+
+        def reject_sample(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Tensor) -> Any:
+            _, held = real(probs, draft_probs, finite, drafts, count, *others)
+            return real(probs, draft_probs, finite, drafts, held, *others)  # as if no more drafts had been on offer
+
+        monkeypatch.setattr(acceptance, "reject_sample", reject_sample)
+        self.finds(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

@@ -1,0 +1,119 @@
+"""Sampled rounds whose drafts were proposed, not drawn, follow the target's own law like any other.
+
+The check is that of test_sampling_law.py, place by place, and so are its odds. Drafts are the target's own favourites, or any tokens: illegal
+ones, none, ids of no token. The controls judge them as if they had been drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.graphs import BufferSpec, proposing
+from stepgraph.graphs.batch import Batch
+from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.model import History
+from stepgraph.sampling import acceptance
+from stepgraph.sampling.params import SamplingParams
+from tests.helpers.law import SAID, TOKENS, Law, Setting, setting
+from tests.helpers.proposers import Proposes
+from tests.laws.test_sampling_law import RARE, least_chance, of
+
+MIXED = (
+    Setting(SamplingParams(temperature=1.5), False, True),
+    Setting(SamplingParams(temperature=1.5), True, False),
+    setting(True, True, False, False, True, True, True),
+    setting(False, False, True, True, False, False, True),
+    setting(False, False, True, True, False, True, False),
+    Setting(SamplingParams(temperature=0.0), True, True),
+)
+
+
+class ProposedLaw(Law):
+    def __init__(self, k: int, settings: Sequence[Setting], seed: int = 0) -> None:
+        super().__init__(k, False, settings, seed=seed)
+        chains = self._chains(torch.Generator().manual_seed(seed))
+
+        def formula(history: History, index: Tensor) -> Tensor:
+            return chains[history.length - 1]
+
+        self.proposer = Proposes(formula)
+
+    def _specs(self) -> Iterable[BufferSpec]:
+        return (*round_specs(self.limits, drawn=False), *proposing.text_specs(self.limits))
+
+    def _chains(self, made: torch.Generator) -> Tensor:
+        """[positions, K]: where a row of each setting begins, the likeliest chain, or any."""
+        chains = torch.randint(-1, TOKENS + 1, (self.limits.max_length, self.k), generator=made)
+        chains[:, 0].clamp_(0, TOKENS - 1)  # else a chain of none would be too frequent
+        for number, (_, masked, good) in enumerate(self.settings):
+            place, last = number * (self.k + 1), SAID[-1]
+            for step in range(self.k if good else 0):
+                logits = self.target.table[place + step, last, :TOKENS]
+                legal = self.masks[place + step, last, :TOKENS] | (not masked)
+                last = int(logits.masked_fill(~legal, -torch.inf).argmax())
+                chains[place, step] = last
+        return chains
+
+    def _drafts(self, batch: Batch) -> list[Tensor]:
+        tokens, legal, position = batch.column(Column.LAST_TOKEN), batch.live, batch.column(Column.LENGTH) - 1
+        self._fill_masks(batch, 0, tokens, legal)
+        drafts = list(proposing.propose(self.buffers, batch, self.proposer, self.limits).unbind(1))
+        for step, draft in enumerate(drafts):
+            legal = legal & (draft >= 0) & self.masks[position + step, tokens.clamp(min=0), draft.clamp(min=0)]
+            self._fill_masks(batch, step + 1, draft, legal)
+            tokens = draft
+        return drafts
+
+
+@pytest.mark.parametrize("k", [1, 3, *(pytest.param(k, marks=pytest.mark.soak) for k in (2, 4, 5, 6))])
+def test_what_is_emitted_follows_the_target(k: int) -> None:
+    law = ProposedLaw(k, MIXED, seed=k)
+    tally = law.tally(20_000)
+    assert float(law.chances(tally).min()) > RARE
+    assert int(tally.accepted[:1].sum()) > 2_000, "the likeliest token of a place is often said"
+
+
+def test_rows_of_which_some_want_fewer_drafts_or_none() -> None:
+    law = ProposedLaw(3, MIXED)
+    law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
+    assert float(least_chance(law).min()) > RARE
+
+
+Judge = Callable[..., tuple[Tensor, Tensor]]
+
+
+class TestControls:
+    """Each is wrong wherever a draft is not certain to hold."""
+
+    SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
+
+    def finds(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
+        monkeypatch.setattr(acceptance, "reject_sample", wrong(acceptance.reject_sample))
+        assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
+
+    def test_a_draft_that_is_judged_as_if_drawn_from_all_tokens_alike(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(real: Judge) -> Judge:
+            return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
+
+        self.finds(monkeypatch, wrong)
+
+    def test_a_draft_that_is_judged_as_if_drawn_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(real: Judge) -> Judge:
+            return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
+
+        self.finds(monkeypatch, wrong)
+
+    def test_a_replacement_that_may_be_the_draft_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(real: Judge) -> Judge:
+            def judge(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
+                _, held = real(probs, draft_probs, finite, drafts, count, *others)
+                return real(probs, draft_probs, finite, drafts, held, *others)  # as if no more drafts had been on offer
+
+            return judge
+
+        self.finds(monkeypatch, wrong)

@@ -1,0 +1,220 @@
+"""SECURITY.md, line by line: every limit has the default that stands there, and is refused by its name. The promises are next door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
+from stepgraph.runtime.extras.record import Recording
+from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.files.gguf_front import MOST_VALUES
+from stepgraph.runtime.models.llama_config import _MOST_PARAMETERS, read_config
+from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
+from stepgraph.sampling.grammar.compile.limits import named
+from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
+from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
+from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MOST_JSON_BYTES
+from stepgraph.sampling.grammar.xgrammar_lib.json_ebnf import MAX_WHITESPACE
+from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
+from tests.helpers.grammar_bombs import nested
+from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, filled
+from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
+from tools.serve.http import Bounds, Connection, HttpError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOLD = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOLD, re.MULTILINE)
+PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
+FIXED = {
+    "JSON text of a schema as it is given, blanks and all": MAX_GIVEN_CHARS,
+    "levels of a schema": MAX_DEPTH,
+    "repetitions in a pattern": MAX_REPEAT,
+    "characters or ids of a marker": MAX_MARKER,
+    "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
+    "bytes of a JSON file of a model": MOST_JSON_BYTES,
+    "parameters that a config may claim": float(f"{_MOST_PARAMETERS:.1e}"),
+    "ids of a tokenizer": MOST_IDS,
+    "tensors, fields and values of arrays of a GGUF file": MOST_VALUES,
+    "bytes of an index of hidden states": MOST_INDEX_BYTES,
+}
+OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
+SMALL: dict[str, Any] = {"max_length": 24, "page_size": 4, "num_pages": 12, "max_stop_ids": 2, "max_bias_ids": 1, "max_queued": 1}
+
+
+@pytest.mark.parametrize(("what", "name", "default"), ROWS, ids=[row[1] if "." in row[1] else row[0] for row in ROWS])
+def test_a_limit_is_what_the_table_says(what: str, name: str, default: str) -> None:
+    number, _, unit = default.replace(",", "").partition(" ")
+    owner, _, field = name.strip("`").partition(".")
+    found = FIXED[what] if name == "*fixed*" else getattr(OWNERS[owner], field)
+    assert found == float(number) * UNITS.get(unit, 1)
+
+
+def test_the_table_is_whole() -> None:
+    named = {name.strip("`") for _, name, _ in ROWS}
+    assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
+    assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 32
+    held = re.findall(
+        r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "a promise without a check, or the other way round"
+
+
+# Limits that are refused by their names
+
+
+def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> None:
+    compiler = GrammarCompiler(PRINTABLE, max_threads=1, limits=GrammarLimits(**limits), isolation=isolation, max_compiles=1)
+    try:
+        matcher = compiler.compile(constraint).matcher()
+        for token in encode(b"aaaa"):
+            if filled(matcher)[0] == MaskStatus.FAULT or not matcher.accept_token(token):
+                raise ValueError(named(matcher.fault))
+    finally:
+        compiler.close()
+
+
+LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
+TWICE = {
+    "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
+    "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
+    "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_seconds=1e-4),
+    "compile_bytes": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_bytes=1 << 20),
+    "result_bytes": lambda: compiled(Constraint.regex("a"), "process", result_bytes=10),
+    "least_bytes": lambda: compiled(Constraint.regex("a{300}"), least_bytes=200),
+    "step_seconds": lambda: compiled(Constraint.regex("a{9}"), step_seconds=1e-9),
+    "compile_fuel": lambda: compiled(LETTERS, compile_fuel=1),
+    "grammar_symbols": lambda: compiled(LETTERS, grammar_symbols=1),
+    "lexer_states": lambda: compiled(LETTERS, lexer_states=1),
+    "mask_fuel": lambda: compiled(LETTERS, mask_fuel=1),
+    "mask_items": lambda: compiled(Constraint.lark('start: a*\na: "a" | "b" | c\nc: "a" c | "a"'), mask_items=1),
+    "row_items": lambda: compiled(Constraint.lark('start: a*\na: "a" | "b" | c\nc: "a" c | "a"'), row_items=1),
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
+def test_a_limit_of_grammars_is_refused_by_its_name(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
+        TWICE[field]()
+    assert len(str(caught.value)) < 1000
+
+
+def large(path: Path, size: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def full_gguf(path: Path) -> None:
+    """Says at once that it has more tensors than may be."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MOST_VALUES + 1, 0))
+    open_checkpoint(path)
+
+
+def wide_tokenizer(path: Path) -> None:
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MOST_IDS}}, "decoder": {"type": "ByteLevel"}}))
+    Vocabulary.from_tokenizer_json(path)
+
+
+HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "num_attention_heads": 128, "vocab_size": 9}
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"want at most {MAX_GIVEN_CHARS}"),
+    "levels": (lambda folder: COMPILER.check(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
+    "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_REPEAT + 1}}}")), f"at most {MAX_REPEAT} repetitions"),
+    "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"want at most {MAX_MARKER}"),
+    "JSON file": (
+        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MOST_JSON_BYTES + 1)),
+        f"at most {MOST_JSON_BYTES}",
+    ),
+    "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, want at most"),
+    "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"want one from 0 to {MOST_IDS - 1}"),
+    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"want at most {MOST_VALUES}"),
+    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
+    call, wanted = REFUSED[name]
+    with pytest.raises(ValueError, match=wanted):
+        call(tmp_path)
+
+
+def test_blanks_in_a_row_are_few() -> None:
+    constraint = Constraint.json_object(any_whitespace=True)
+    for blanks, taken in ((MAX_WHITESPACE, True), (MAX_WHITESPACE + 1, False)):
+        assert accepts(constraint, b"{" + b" " * blanks + b"}") == taken
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=2, num_speculative_tokens=0, eager=True, **SMALL)) as made:
+        made.capture()
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, want fewer than max_length=24"),
+        ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, want at most 2"),
+        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, want at most max_bias_ids=1"),
+    ],
+)  # fmt: skip
+def test_an_engine_refuses_what_is_beyond_its_sizes(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ValueError, match=wanted):
+        engine.submit(**{"max_new_tokens": 2, **asked})
+
+
+def test_rows_and_the_queue_are_bounded(engine: Engine) -> None:
+    ask: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
+    jobs = []
+    for _ in range(3):
+        jobs.append(engine.submit([1], **ask))
+        engine.step()
+        assert engine.stats().running <= 2 and engine.stats().waiting <= 1
+    with pytest.raises(QueueFullError, match=r"EngineConfig\.max_queued"):
+        engine.submit([1], **ask)
+    for job in jobs:
+        engine.cancel(job)
+    engine.step()
+    assert not engine.has_work
+
+
+def test_compiles_and_the_cache_are_bounded() -> None:
+    compiler = GrammarCompiler(PRINTABLE, max_threads=1, max_compiles=1, cache_bytes=1)
+    claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
+    while not all(claim.done for claim in claims):
+        assert compiler.stats.running <= 1 and len(compiler._threads) <= 1
+    assert compiler.stats.grammars == 4, "live jobs' are kept beyond it"
+    for claim in claims:
+        claim.release()
+    assert compiler.stats.grammars <= 1
+    compiler.close()
+
+
+def test_a_body_is_bounded() -> None:
+    async def asked() -> None:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            await Connection(reader, writer, Bounds()).request()
+        finally:
+            writer.close()
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (Bounds.body_bytes + 1))
+        with pytest.raises(HttpError, match=f"body: got {Bounds.body_bytes + 1} bytes, want at most {Bounds.body_bytes}"):
+            asyncio.run(asked())

@@ -1,0 +1,92 @@
+"""Schedules fixed by a seed: see simulation.py. A few here, ten thousand in `make soak`; and they find bugs that are planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stepgraph import FinishReason
+from stepgraph.runtime.pages import PagePool
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from tests.helpers.simulated_worlds import World
+from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
+
+SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long ones, of two worlds: a capture takes longer than a schedule
+FOUND = (2219, 3167, 3608)  # a matcher that fails behind a draft, whose refusal would be drawn from another law
+SCHEDULES, PART = 10_000, 500
+SEEDS_TO_FIND = 60  # of a planted bug; each is found within the first few
+
+
+def test_a_sample_of_schedules() -> None:
+    counts = run_many(SAMPLE)
+    assert counts["schedules"] == len(SAMPLE) and counts["tokens"] > 300, counts
+    assert all(counts[str(reason)] for reason in FinishReason if reason != FinishReason.DEAD_END) and counts["faults"] > 5, counts
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_schedule_that_found_something(seed: int) -> None:
+    run_seed(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, SCHEDULES, PART))
+def test_ten_thousand_schedules(first: int) -> None:
+    assert run_many(range(first, first + PART))["schedules"] == PART
+
+
+def test_a_seed_fixes_a_schedule() -> None:
+    assert plan(3) == plan(3) != plan(4)
+    kinds = {action.kind for seed in range(50) for action in plan(seed)}
+    assert kinds == {"submit", "refused", "cancel", "fault", "steps"}
+
+
+def test_a_seed_repeats_itself_whatever_ran_before_it() -> None:
+    def told(seed: int) -> list[list[tuple[tuple[int, ...], FinishReason | None]]]:
+        return [[(event.tokens, event.finish_reason) for event in entry.events] for entry in run_seed(seed)]
+
+    seeds = SAMPLE[0], 50
+    assert [told(seed) for seed in seeds] == [told(seed) for seed in seeds]
+
+
+def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:
+    real = XGrammarMatcher.fill_next_token_bitmask
+    patch.setattr(XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real(self, masks, (index + 1) % len(masks)))
+
+
+def rollback_one_short(patch: pytest.MonkeyPatch) -> None:
+    real = XGrammarMatcher.rollback
+    patch.setattr(XGrammarMatcher, "rollback", lambda self, count: real(self, count - 1))
+
+
+def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
+    real = PagePool.give_back
+
+    def give_back(pool: PagePool, pages: Any) -> None:
+        real(pool, pages)
+        pool._free.extend(pages[:1])
+
+    patch.setattr(PagePool, "give_back", give_back)
+
+
+@pytest.mark.parametrize("bug", [mask_one_row_off, rollback_one_short, page_freed_twice])
+def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Negative controls. The answers that schedules are held against are had without the bug."""
+    simulation = Simulation(World(3, host_link="python", eager=True))
+    for seed in range(SEEDS_TO_FIND):
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                bug(patch)
+                entries = simulation.run(seed)
+            simulation.check(entries)
+        except AssertionError:
+            return
+    raise AssertionError(f"{SEEDS_TO_FIND} schedules do not tell of it")
+
+
+def test_a_failure_tells_the_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(World(0, eager=True))
+    page_freed_twice(monkeypatch)
+    with pytest.raises(Failure, match=r"AssertionError: .*\npython -m tests.helpers.simulation --seed 5$"):
+        run_seed(5, simulation)

@@ -1,0 +1,69 @@
+"""The demonstration's real pair: SmolLM2-135M-Instruct and the head that was trained for it. `make models` runs this."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, FinishReason, Origin
+from stepgraph.runtime.demo.pair import DRAFTS, target_path
+from stepgraph.runtime.demo.scenarios import SCENARIOS
+from stepgraph.runtime.demo.variants import Case, Pair, open_pair, variants
+from tools import bench_demo
+from tools.train.demo.collect import LONGEST_PROMPT, encoded
+from tools.train.demo.prompts import prompt
+from tools.train.demo.schemas import MEASURED, SCHEMAS
+
+pytestmark = pytest.mark.models
+NEW_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    try:
+        return open_pair(DRAFTS)
+    except ValueError as error:
+        pytest.skip(f"{error}: make models")
+
+
+@pytest.fixture(scope="module")
+def cases(pair: Pair) -> Any:
+    made = {variant.name: Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in variants(DRAFTS)}
+    for case in made.values():
+        case.engine.capture()
+    yield made
+    for case in made.values():
+        case.engine.close()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_speculation_changes_no_token(pair: Pair, cases: dict[str, Case], scenario: Any) -> None:
+    """On one torch thread a row's products are added up in one order, whatever comes with it: the same bits, the same choices."""
+    ids = pair.codec.chat(scenario.messages)
+    grammar = " + grammar" if scenario.schema else ""
+    plain = cases[f"plain{grammar}"].run(ids, scenario.constraint, NEW_TOKENS)
+    fast = cases[f"speculative{grammar}"].run(ids, scenario.constraint, NEW_TOKENS)
+    assert fast.tokens == plain.tokens
+    assert fast.rounds < plain.rounds
+    assert {Origin.DRAFT, Origin.TARGET} <= set(fast.origins)
+
+
+def test_on_prompts_it_never_saw_a_round_says_more_than_two_tokens(pair: Pair, cases: dict[str, Case]) -> None:
+    case = cases["speculative + grammar"]
+    before = case.engine.stats()
+    for kind in MEASURED:
+        for ids, _ in encoded(target_path(), (prompt(seed, kind, held_out=True) for seed in (2000, 2001))):
+            job = case.run(ids, Constraint.json_schema(SCHEMAS[kind]), NEW_TOKENS)
+            text = pair.vocabulary.decode(token for token in job.tokens if token not in pair.vocabulary.stop_token_ids)
+            assert job.finish_reason is FinishReason.LENGTH or bench_demo.valid(text, SCHEMAS[kind]), text
+    after = case.engine.stats()
+    assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
+
+
+def test_the_benchmark_measures_it() -> None:
+    found = bench_demo.report(DRAFTS, prompts=1, repeats=1, legal=1, threads=1)
+    assert set(found["ratios"]) and json.dumps(found)
+    assert all(row["legal_of_complete"] == row["complete"] for row in found["legality"].values())
+    assert found["throughput"]["variants"]["speculative + grammar"]["host_syncs"] == 0

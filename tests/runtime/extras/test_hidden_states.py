@@ -1,0 +1,236 @@
+"""Saved hidden states are those of a pass over the whole text without a cache, token for token, and cost the requests nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Engine, EngineConfig, Job
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.toy import ToyDraft
+from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
+from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS
+from tests.helpers.toy_engines import TARGET, VOCABULARY
+from tests.runtime.models.test_llama_engine import DraftLlama
+from tests.runtime.test_engine import NoSyncs
+
+LAYOUT = StatesLayout("model", 100, (0, 2), 6, 3, "float32")
+
+
+def saving_engine(folder: Path, k: int, **changes: Any) -> Engine:
+    checkpoint = open_checkpoint(folder_of("smollm2"))
+    target = checkpoint.load("cpu", FEATURE_LAYERS)
+    config = EngineConfig(
+        **{**vars(CONFIG), "num_speculative_tokens": k, "buckets": (3,), "save_hidden_states": folder, "greedy_only": True, **changes}
+    )
+    draft = DraftLlama(checkpoint.load("cpu"), 0.05) if k else None
+    engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
+    engine.capture()
+    return engine
+
+
+def toy_engine(folder: Path, **changes: Any) -> Engine:
+    sizes: dict[str, Any] = {"max_rows": 2, "num_speculative_tokens": 2, "max_length": 64}
+    config = EngineConfig(save_hidden_states=folder, greedy_only=True, eager=True, **sizes, **changes)
+    engine = Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config)
+    engine.capture()
+    return engine
+
+
+def finish(engine: Engine, jobs: list[Job]) -> list[Job]:
+    for _ in engine.stream():
+        pass
+    assert all(job.finished for job in jobs)
+    return jobs
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, k: int) -> None:
+    with saving_engine(tmp_path, k) as engine:
+        guard = NoSyncs(engine.buffers)
+        jobs = [engine.submit(prompt, constraint=rule, max_new_tokens=20) for prompt in PROMPTS for rule in (None, CONSTRAINTS[1])]
+        engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # stands for no tokens
+        with guard:
+            finish(engine, jobs)
+        assert engine.stats().host_syncs == 0 and guard.pinned_reads > 10
+        assert k == 0 or engine.stats().accepted_drafts > 20
+    saved = SavedStates(tmp_path)
+    assert saved.layout == StatesLayout(folder_of("smollm2").name, 160, FEATURE_LAYERS, 3 * 48, 48, "float32")
+    texts = {tuple(text.token_ids.tolist()): text for text in saved}
+    assert {(*job.prompt_ids, *job.tokens) for job in jobs} == set(texts)
+    assert saved.lengths == [len(text.token_ids) for text in saved]
+    judged = judge("smollm2").model
+    for job in jobs:
+        text = texts[tuple([*job.prompt_ids, *job.tokens])]
+        with torch.no_grad():
+            expected = judged(text.token_ids[None, :-1], output_hidden_states=True).hidden_states
+        assert text.prompt_length == len(job.prompt_ids)
+        torch.testing.assert_close(text.features, torch.cat([expected[layer][0] for layer in FEATURE_LAYERS], -1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(text.hidden, expected[-1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_lagging_device_and_bursts_of_prompts_mix_nothing_up(tmp_path: Path) -> None:
+    """The toy's states are a hash of the whole prefix: one wrong line of a ring would show."""
+    config: dict[str, Any] = {"prefill_chunk": 3, "rounds_in_flight": 3, "max_rows": 4}
+    prompts = [[place % 7 + 1] * length for place, length in enumerate([1, 9, 2, 14, 30, 3, 3, 5, 8, 21])]
+    tokens: list[dict[tuple[int, ...], list[int]]] = []
+    for lag in (0.0, 0.003):
+        folder = tmp_path / f"lag {lag}"
+        settings = EngineConfig(
+            num_speculative_tokens=2, max_length=64, save_hidden_states=folder, greedy_only=True, buckets=(4,), **config
+        )
+        backend = TapeBackend(asynchronous=True, delay=lambda name, lag=lag: lag)  # type: ignore[misc]
+        with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=settings, backend=backend) as engine:
+            engine.capture()
+            jobs = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
+            for _ in range(4):
+                engine.step()
+            engine.cancel(jobs[1])
+            finish(engine, jobs)
+        saved = SavedStates(folder)
+        tokens.append({tuple(text.token_ids.tolist()): text.hidden.tolist() for text in saved})
+        assert {text.prompt_length for text in saved} <= {len(prompt) for prompt in prompts}
+    shared = tokens[0].keys() & tokens[1].keys()
+    assert len(shared) >= 9 and all(tokens[0][text] == tokens[1][text] for text in shared)
+
+
+def test_a_folder_is_continued_and_guarded(tmp_path: Path) -> None:
+    for _ in range(2):
+        with toy_engine(tmp_path, states_shard_bytes=4000) as engine:
+            finish(engine, [engine.submit([place, 2], max_new_tokens=8) for place in range(4)])
+            with pytest.raises(ValueError, match="another writer is at work there"):
+                toy_engine(tmp_path)
+    saved = SavedStates(tmp_path)
+    assert len(saved) == 8 and len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert [text.token_ids.tolist() for text in saved][:4] == [text.token_ids.tolist() for text in saved][4:]
+    with pytest.raises(ValueError, match=r"holds states of StatesLayout.*want an empty folder, or states of"):
+        saving_engine(tmp_path, 0)
+
+
+def test_nothing_is_there_for_it_when_off() -> None:
+    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(num_speculative_tokens=0, max_rows=1)) as engine:
+        assert not [name for name in engine.buffers if "states" in name]
+
+
+def test_a_target_that_does_not_tell_its_sizes_is_refused(tmp_path: Path) -> None:
+    class Silent(type(TARGET)):  # type: ignore[misc]
+        hidden_size = property(lambda self: None, lambda self, value: None)
+
+    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: the target's hidden_size is None, want the width"):
+        Engine(Silent(20), config=EngineConfig(num_speculative_tokens=0, save_hidden_states=tmp_path))
+
+
+@pytest.mark.parametrize("value", ["", 3, True])
+def test_bad_settings_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got .*want the path of a folder"):
+        EngineConfig(save_hidden_states=value)
+    with pytest.raises(ValueError, match=r"EngineConfig.states_shard_bytes: got 0, want a whole number >= 1"):
+        EngineConfig(states_shard_bytes=0)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below", tmp_path / "no" / "such"):
+        with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: .*want a folder to write to"):
+            toy_engine(folder)
+    (tmp_path / "states.json").write_text(json.dumps({"format": "another"}))
+    with pytest.raises(ValueError, match="want the format 'stepgraph hidden states 1'"):
+        toy_engine(tmp_path)
+
+
+def test_when_the_folder_goes_away_requests_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    engine = toy_engine(folder, states_shard_bytes=1)
+    shutil.rmtree(folder)
+    jobs: list[Job] = []
+
+    def decode_until_it_fails_and_then_once_more() -> None:
+        while not engine.stats().saving_error:
+            jobs.append(engine.submit([len(jobs) % 50], max_new_tokens=8))
+            finish(engine, jobs)
+        jobs.append(engine.submit([1], max_new_tokens=8))
+        finish(engine, jobs)
+
+    with pytest.warns(RuntimeWarning, match=r"EngineConfig.save_hidden_states: .*states.*; nothing more is saved, requests go on"):
+        decode_until_it_fails_and_then_once_more()
+    engine.close()
+    stats = engine.stats()
+    assert {str(job.finish_reason) for job in jobs} <= {"length", "stop"} and stats.saved_texts == 0 < stats.unsaved_texts
+    assert str(folder) in stats.saving_error
+
+
+def test_a_full_disk_leaves_whole_files_only(tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk: a write beyond it fails just so."""
+
+    def text(tokens: int) -> SavedText:
+        return SavedText(torch.arange(tokens), 1, torch.rand(tokens - 1, 6), torch.rand(tokens - 1, 3))
+
+    writer = StatesWriter(tmp_path, LAYOUT, shard_bytes=1)
+    assert writer.put(text(4))
+    while not writer.saved:
+        pass
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        writer.put(text(3000))
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(tmp_path) in writer.error and (writer.saved, writer.unsaved) == (1, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "states-00000.safetensors", "states.json"]
+    assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[0, 1, 2, 3]]
+
+
+def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("before")
+
+    def write() -> None:
+        with whole_file(tmp_path / "file") as part:
+            part.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """What comes faster than the disk takes it is refused, and counted."""
+    writer = StatesWriter(tmp_path, LAYOUT, shard_bytes=40_000)
+    text = SavedText(torch.arange(100), 1, torch.rand(99, 6), torch.rand(99, 3))
+    with writer._lock:  # the writing thread cannot book what it wrote meanwhile
+        held = writer._held = 79_000
+    assert not writer.put(text) and writer.unsaved == 1
+    writer._held -= held
+    assert writer.put(text)
+    writer.close()
+    assert not writer.put(text) and (writer.saved, writer.unsaved) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"shards": [{"file": "../x.safetensors", "texts": 1}]}, "want the plain name of a file"),
+        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "holds 4 tensors, want those of 9 texts"),
+        ({"feature_size": 7}, r"features of text 0 have shape \(9, 6\), want \(9, 7\)"),
+        ({"shards": 3}, "not iterable"),
+        ({"hidden_sizes": 3}, "hidden_sizes"),
+    ],
+)
+def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
+    writer = StatesWriter(tmp_path, LAYOUT, 1 << 20)
+    writer.put(SavedText(torch.arange(10), 1, torch.rand(9, 6), torch.rand(9, 3)))
+    writer.close()
+    index = json.loads((tmp_path / "states.json").read_text())
+    (tmp_path / "states.json").write_text(json.dumps(index | damage))
+    with pytest.raises(ValueError, match=message):
+        SavedStates(tmp_path)

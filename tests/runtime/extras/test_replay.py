@@ -1,0 +1,300 @@
+"""What an engine records, and what asking the same again tells of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, QueueFullError, SamplingParams, Vocabulary
+from stepgraph.runtime.demo.variants import toy_pair
+from stepgraph.runtime.extras.record import Recorder, Recording
+from stepgraph.runtime.extras.replay import Replayed, ask_again, read_recording, replay
+from stepgraph.runtime.models.files.loading import load_models
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.scheduler import Scheduler
+from tests.helpers.command_models import model_folder
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY
+
+CONFIG = EngineConfig(
+    max_rows=2,
+    num_speculative_tokens=2,
+    max_length=64,
+    page_size=8,
+    num_pages=12,
+    prefill_chunk=5,
+    buckets=(2,),
+    compile_isolation="none",
+    look_up=2,
+    eager=True,  # nothing is recorded twice over, and captures are left out
+)
+DRAFT = ToyDraft(TARGET, 0.8)
+
+
+def recorded_engine(path: Path, config: EngineConfig = CONFIG, record: Recording | None = None) -> Engine:
+    engine = Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=config, record=record or path)
+    engine.capture()
+    return engine
+
+
+@functools.cache
+def other_engine() -> Engine:
+    """Another one, to be asked again by many cases."""
+    engine = Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG)
+    engine.capture()
+    return engine
+
+
+def busy_run(engine: Engine, ready: bool) -> list[Job]:
+    """Requests of all kinds between steps; ready: no grammar is waited for."""
+    for constraint in filter(None, CONSTRAINTS if ready else ()):
+        engine.compile(constraint)
+    jobs = []
+    for place in range(14):
+        sampling = SamplingParams(
+            temperature=0.9 * (place % 3), top_p=0.9, stop_token_ids=(place,), logit_bias={place + 1: 1.5}, presence_penalty=0.5
+        )
+        jobs.append(
+            engine.submit(
+                [place, 3, *range(place)],
+                constraint=CONSTRAINTS[place % len(CONSTRAINTS)],
+                sampling=sampling if place % 4 else None,
+                max_new_tokens=30,
+                num_speculative_tokens=place % 3 or None,
+                draft_ids=[1, 2, 3] if place % 3 == 1 else None,
+                cache_salt="abc"[: place % 2],
+            )
+        )
+        for _ in range(place % 3):
+            engine.step()
+        if place % 5 == 4:
+            engine.cancel(jobs[-2])
+    for _ in engine.stream():
+        pass
+    return jobs
+
+
+def again(path: Path) -> Replayed:
+    return ask_again(read_recording(path), other_engine())
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_replay_says_the_same(ready: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with recorded_engine(path) as engine:
+        jobs = busy_run(engine, ready)
+        fixed = sum(len(jobs[place].tokens) for place in (0, 4, 6, 9, 12))  # greedy, and not cancelled: nothing else decides their lengths
+        rounds = engine.stats().rounds
+        assert engine.stats().finished[list(FinishReason).index(FinishReason.CANCELLED)][1] > 0
+    found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
+    assert found.equal and (found.requests, found.left_out) == (14, 0), found.differences
+    assert found.tokens > fixed == 50
+    if ready:  # then also where a cancelled text ends, and when who sits down
+        assert (found.tokens, found.rounds) == (found.recorded_tokens, rounds)
+
+
+@functools.cache
+def two_texts() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        with recorded_engine(path) as engine:
+            for seed in (4, 5):
+                job = engine.generate([1, 2, 3], sampling=SamplingParams(seed=seed, ignore_eos=True), max_new_tokens=12)
+        assert job.finish_reason == FinishReason.LENGTH and again(path).equal
+        return path.read_text()
+
+
+def altered(path: Path, kind: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the last line of a kind."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change([line for line in lines if line["kind"] == kind][-1])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("tokens", lambda line: line["tokens"].__setitem__(0, 9999), (2, "want 9999")),
+        ("tokens", lambda line: line.update(tokens=line["tokens"] + [5]), (2, "got length, want 5")),
+        ("tokens", lambda line: line.update(tokens=line["tokens"][:-1]), (2, "want length")),
+        ("end", lambda line: line.update(reason="stop"), (2, "got length, want stop")),
+        ("submit", lambda line: line["sampling"].update(seed=6), (2, "")),
+        ("submit", lambda line: line["prompt_ids"].__setitem__(0, 50), (2, "")),
+    ],
+)
+def test_the_first_difference_is_told(kind: str, change: Callable[[dict[str, Any]], object], told: tuple[int, str], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(two_texts())
+    altered(path, kind, change)
+    (difference,) = again(path).differences
+    assert difference.job_id == told[0] and told[1] in str(difference)
+
+
+def test_what_ends_by_a_fault_or_from_outside_is_replayed(tmp_path: Path) -> None:
+    """A grammar that is not to be had, a job that waits when it is cancelled, one that the engine's end cut short."""
+    path = tmp_path / "run.jsonl"
+    with recorded_engine(path, replace(CONFIG, max_queued=5)) as engine:
+        bad = engine.submit([1], constraint=Constraint.ebnf("root ::= nothing"), max_new_tokens=8)
+        running = [engine.submit([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=40) for place in range(3)]
+        waiting = engine.submit([9], max_new_tokens=40)
+        with pytest.raises(QueueFullError):
+            engine.submit([1], max_new_tokens=8)
+        while not bad.finished:
+            engine.step()
+        engine.cancel(waiting)
+        engine.step()
+    assert (bad.finish_reason, waiting.finish_reason) == ("error", "cancelled")
+    assert {job.finish_reason for job in running} == {"cancelled"} and running[0].tokens
+    assert "refused" in path.read_text()
+    run = read_recording(path)
+    assert run.ending == "the engine was closed" and len(run.requests) == 5
+    found = again(path)
+    assert found.equal and found.tokens == found.recorded_tokens > 0, found.differences
+
+
+def test_a_crash_keeps_what_was_before(tmp_path: Path) -> None:
+    """Whatever was told of is in the file by then, whoever reads it; half a line at its end is where a process ended."""
+    path, cut = tmp_path / "run.jsonl", tmp_path / "cut.jsonl"
+    with recorded_engine(path) as engine:
+        job = engine.submit([1, 2, 3], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50)
+        while len(job.tokens) < 8:
+            engine.step()
+            assert sum(len(told.tokens) for told in read_recording(path).requests) == len(job.tokens)
+        cut.write_bytes(path.read_bytes() + b'{"kind":"tokens","step":99,"jo')
+    run = read_recording(cut)
+    assert run.ending == "the process ended" and run.requests[0].reason is None
+    found = again(cut)
+    assert found.equal and 8 <= found.tokens == found.recorded_tokens < 50
+
+
+def test_a_recording_ends_at_its_limit_with_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with warnings.catch_warnings(record=True) as caught, recorded_engine(path, record=Recording(path, 4000)) as engine:
+        warnings.simplefilter("always")
+        jobs = [engine.generate([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50) for place in range(6)]
+    assert [str(each.message) for each in caught] == [f"the recording {path} ends here: it is as long as Recording.max_bytes allows"]
+    assert all(job.finish_reason == FinishReason.LENGTH for job in jobs)
+    assert 3000 < path.stat().st_size <= 4000
+    assert read_recording(path).ending.startswith("it was as long") and again(path).equal
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
+        warnings.simplefilter("error" if strict else "always")
+        engine.step()
+        recorder = engine._desk._recorder  # type: ignore[attr-defined]
+        recorder._file.close()  # what is written from now on fails
+        jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
+        for _ in engine.stream():
+            pass
+    assert all(job.finish_reason in ("length", "stop") for job in jobs)
+    assert [str(each.message) for each in caught] == ([] if strict else [f"the recording {path} ends here: I/O operation on closed file"])
+
+
+def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    there = tmp_path / "there.jsonl"
+    there.write_text("somebody's")
+    for path, told in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
+        with pytest.raises(ValueError, match=told):
+            recorded_engine(path)
+    assert there.read_text() == "somebody's"
+    with pytest.raises(ValueError, match=r"Recording\.path: got 3"):
+        Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):
+        Recording(there, 0)
+
+
+def test_without_a_recording_nothing_is_called(tmp_path: Path) -> None:
+    with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
+        assert type(engine._desk) is Scheduler
+
+
+def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorded_engine(path).close()
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size < 4000
+
+
+def test_lines_of_many_threads_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorder = Recorder(Recording(path), {})
+
+    def write(thread: int) -> None:
+        for place in range(200):
+            recorder.write("x", thread=thread, place=place)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert len(lines) == 800
+    assert all([line["place"] for line in lines if line["thread"] == number] == list(range(200)) for number in range(4))
+
+
+def test_another_model_is_named_by_its_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorded_engine(path).close()
+    run = read_recording(path)
+    biased = ToyTarget(VOCABULARY.logits_width, seed=3, biases={1: 2.5})  # of the same shape: only its values are others
+    wider = Vocabulary(VOCABULARY.tokens, VOCABULARY.stop_token_ids, VOCABULARY.logits_width)  # no control tokens
+    for told, target, draft, vocabulary in (
+        ("draft: got ToyDraft of", TARGET, ToyDraft(TARGET, 0.7), VOCABULARY),
+        ("target: got ToyTarget of", biased, DRAFT, VOCABULARY),
+        ("vocabulary: got", TARGET, DRAFT, wider),
+    ):
+        with pytest.raises(ValueError, match=told):
+            replay(run, target, draft, vocabulary)
+    pair = toy_pair()
+    with pytest.raises(
+        ValueError, match=r"fingerprint \w{16}, want ToyDraft of \d tensors, fingerprint \w{16}, with which it was recorded"
+    ):
+        replay(run, pair.target, pair.draft, pair.vocabulary)
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+    good = two_texts().splitlines(keepends=True)
+    bad = {
+        ":1: got b'', want the first line": "",
+        ":1: got b'{}": "{}\n",
+        ":1: got format 2, want 1": good[0].replace('"format":1', '"format":2'),
+        ":1: config: ": good[0].replace('"max_rows":2', '"max_rows":0'),
+        ":2: JSONDecodeError": good[0] + "nonsense\n",
+        ":2: KeyError: 7": good[0] + '{"kind":"tokens","step":1,"job":7,"tokens":[1]}\n',
+        ":2: ValueError: SamplingParams.top_p": "".join(good).replace('"top_p":1.0', '"top_p":3.0'),
+        ":3: ValueError: kind: got 'fly'": "".join(good[:2]) + '{"kind":"fly"}\n',
+    }
+    path = tmp_path / "run.jsonl"
+    for told, text in bad.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=re.escape(f"run.jsonl{told}")):
+            read_recording(path).config  # noqa: B018
+    with pytest.raises(ValueError, match="Is a directory, want a file"):
+        read_recording(tmp_path)
+
+
+def test_embeddings_are_left_out(tmp_path: Path) -> None:
+    """A recording holds what tells them apart, and no values."""
+    path, config = tmp_path / "run.jsonl", EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, eager=True)
+    loaded = load_models(model_folder(), "none", config)
+    with Engine(loaded.target, vocabulary=loaded.vocabulary, config=config, record=path) as engine:
+        engine.generate([1, 2, 3, 4], prompt_embeddings={1: torch.ones(2, 32)}, max_new_tokens=3)
+        engine.generate([1, 2, 3, 4], max_new_tokens=3)
+    found = replay(read_recording(path), loaded.target, None, loaded.vocabulary)
+    assert found.equal and (found.requests, found.left_out) == (2, 1)
+    (first, _) = [line["embeddings"] for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "submit"]
+    assert first[0][:2] == [1, 2] and re.fullmatch(r"[0-9a-f]{16}", first[0][2])

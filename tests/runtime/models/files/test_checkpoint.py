@@ -1,0 +1,275 @@
+"""Folders and files as sources of models: what they hold arrives, and what is wrong with them is named before memory is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.files import checkpoint
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import read_config
+from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, by_pieces
+from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save
+
+FAMILY = "llama-3.1"
+TOKENS = torch.arange(40)[None]
+SMALL = EngineConfig(num_speculative_tokens=0, max_rows=2, max_length=64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(folder_of(FAMILY), tmp_path / "model")
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def logits_of(path: Path) -> Tensor:
+    return Cached(open_checkpoint(path, torch.float32).load("cpu")).run(TOKENS, 0, 40)[0]
+
+
+def test_shards_hold_the_same_model(tmp_path: Path) -> None:
+    sharded = save(judge(FAMILY), tmp_path, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert torch.equal(logits_of(sharded), logits_of(folder_of(FAMILY)))
+
+
+def test_the_type_of_the_folder_or_another() -> None:
+    half = folder_of(FAMILY, torch.bfloat16)
+    assert open_checkpoint(half).load("cpu").embedding.dtype == torch.bfloat16
+    wide = open_checkpoint(half, torch.float32).load("cpu")
+    assert wide.embedding.dtype == torch.float32 and torch.equal(wide.embedding, open_checkpoint(half).load("cpu").embedding.float())
+    for dtype in (torch.int8, torch.float64, "bfloat16"):
+        with pytest.raises(ValueError, match=f"dtype: got '?{dtype}'?, want one of torch.float32, torch.bfloat16, torch.float16, or None"):
+            open_checkpoint(half, dtype)  # type: ignore[arg-type]
+
+
+def test_what_is_no_path_and_what_is_no_config() -> None:
+    with pytest.raises(ValueError, match=r"path: got NoneType, want the path of a model's folder or \.gguf file"):
+        Engine.from_pretrained(None)  # type: ignore[arg-type]
+    for config in ({}, {"max_rows": 2}):
+        with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+            Engine.from_pretrained("nowhere", config=config)  # type: ignore[arg-type]
+
+
+def test_the_token_table(folder: Path) -> None:
+    vocabulary = open_checkpoint(folder).vocabulary
+    assert vocabulary.tokens[:5] == (b"<s>", b"<|im_start|>", b"</s>", b"<call>", b"!") and vocabulary.logits_width == 160
+    assert vocabulary.stop_token_ids == (2,) and set(vocabulary.control_token_ids) == {0, 1}, "<call> is text: it is not special"
+    change_json(folder / "generation_config.json", eos_token_id=[2, 1])
+    assert open_checkpoint(folder).vocabulary.stop_token_ids == (2, 1)
+    assert by_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
+    assert by_pieces("\u2581caf\u00e9") == " caf\u00e9".encode() and by_pieces("<0x0A>") == b"\n"
+
+
+def test_what_loading_takes_is_told_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Engine.from_pretrained(folder, config=SMALL, progress=True).close()
+    told = capsys.readouterr().err
+    assert told.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and told.index(
+        "check: 100%"
+    ) < told.index("load: 100%")
+
+
+def break_index(folder: Path, file: str) -> None:
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+
+
+def break_map(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def replace_by(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.q_proj.weight"
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "path: got .*model', want a local folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: no JSON"),
+    "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: no JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, want a JSON object"),
+    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: want a plain file"),
+    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: want a plain file"),
+    "a number of thousands of digits": (
+        lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
+        "config.json: no JSON: Exceeds|want ",  # where Python reads it, a field is refused
+    ),
+    "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: want a plain file"),
+    "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
+    "another tokenizer": (lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}), "want a model of type BPE"),
+    "token beyond the logits": (
+        lambda f: change_json(f / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 160}}),
+        "token 'a' has the id 160, want one from 0 to 159",
+    ),
+    "no stop token": (lambda f: change_json(f / "generation_config.json", eos_token_id=[]), "stop_token_ids: got none"),
+    "truncated weights": (lambda f: cut(f / "model.safetensors", 0.9), "model.safetensors: .*incomplete|MetadataIncompleteBuffer"),
+    "truncated header": (lambda f: cut(f / "model.safetensors", 0.001), "model.safetensors: "),
+    "absurd header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
+    "index names another folder": (lambda f: break_index(f, "../model/model.safetensors"), "want the plain name of a .safetensors file"),
+    "index names a path from the root": (lambda f: break_index(f, f"{f}/model.safetensors"), "want the plain name of a .safetensors file"),
+    "index names a pickle": (lambda f: break_index(f, "pytorch_model.bin"), "want the plain name of a .safetensors file"),
+    "index names no file": (lambda f: break_map(f, {NORM: 3}), "got no weight_map, want tensor names with the files that hold them"),
+    "index is no map": (lambda f: break_map(f, ["model.safetensors"]), "got no weight_map"),
+    "index names what its shard lacks": (lambda f: break_map(f, {"model.extra": "model.safetensors"}), "safetensors: model.extra: "),
+    "index names a missing shard": (lambda f: break_index(f, "gone.safetensors"), "gone.safetensors: .*No such file"),
+    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), rf"{NORM} is missing, want it with shape \(64,\)"),
+    "wrong shape": (
+        lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY][:-1].clone()})),
+        rf"{QUERY} has shape \(63, 64\), want \(64, 64\)",
+    ),
+    "whole numbers": (lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})), f"{QUERY} is stored as I8"),
+    "a tensor too many": (lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})), "no use for, such as model.extra"),
+    "NaN": (lambda f: change_tensors(f, lambda t: t[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
+    "NaN in bfloat16": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].bfloat16() * torch.nan})), f"{NORM} holds NaN or"),
+    "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
+}
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], want one of Llama"),
+    "no architecture": ({"architectures": None}, "architectures: got None"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, want a whole number from 1"),
+    "negative size": ({"hidden_size": -64}, "hidden_size: got -64"),
+    "true as a number": ({"num_attention_heads": True}, "num_attention_heads: got True"),
+    "a fraction": ({"vocab_size": 160.5}, "vocab_size: got 160.5"),
+    "hundreds of digits": ({"intermediate_size": 10**300}, "intermediate_size: got 1000.*want a whole number"),
+    "absurd together": ({"hidden_size": 131072, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "head_dim": 16}, "e.* parameters"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, want a divisor of num_attention_heads=4"),
+    "an odd head": ({"head_dim": 15}, "head_dim: got 15, want an even number"),
+    "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
+    "theta is no number": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got 'yarn', want 'default', 'linear' or 'llama3'"),
+    "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', want 'silu'"),
+    "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: got .*gptq.*not supported"),
+    "part of each head turns": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, want 1"),
+    "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*want 4 of"),
+    "a type that is none": ({"dtype": "float8"}, "dtype: got 'float8', want one of float32"),
+    "a flag that is none": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', want true or false"),
+    "tied": ({"tie_word_embeddings": False, "vocab_size": 161}, r"embed_tokens.weight has shape \(160, 64\), want \(161, 64\)"),
+}
+
+
+def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """from_pretrained fails as wanted, and has made no model and no cache by then."""
+    made: list[str] = []
+
+    class Watched(Llama):
+        def __init__(self, *args: Any, device: str = "cpu", **options: Any) -> None:
+            if device != "meta":
+                made.append(device)
+            super().__init__(*args, device=device, **options)
+
+    monkeypatch.setattr(checkpoint, "Llama", Watched)
+    with pytest.raises(ValueError, match=wanted) as caught:
+        Engine.from_pretrained(path, config=SMALL)
+    assert made == []
+    assert len(str(caught.value)) < 700, "an error is a sentence, whatever the file held"
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_spoiled_folder_is_refused_by_name(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, wanted = SPOILED[fault]
+    spoil(folder)
+    refuse(folder, wanted, monkeypatch)
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_a_config_is_refused_by_field(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, wanted = CONFIGS[fault]
+    change_json(folder / "config.json", **changes)
+    refuse(folder, wanted, monkeypatch)
+
+
+HOSTILE: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -1e308,
+    10**40,
+    "64",
+    "",
+    "x" * 9999,
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+)
+FIELDS = "sliding_window layer_types head_dim rope_scaling rope_theta use_sliding_window max_window_layers mlp_bias dtype torch_dtype"
+
+
+def test_any_value_in_any_field_is_refused_by_name_or_harmless() -> None:
+    """Never another error than a ValueError, nor one that repeats all that was found."""
+    told = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
+    inner = told["rope_parameters"]
+    changes = [{field: value} for field in (*told, *FIELDS.split(), "quantization_config") for value in HOSTILE]
+    changes += [{"rope_parameters": {**inner, field: value}} for field in (*inner, "type", "high_freq_factor") for value in HOSTILE]
+    refused: list[str] = []
+    for change in changes:
+        try:
+            read_config(told | change)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(changes) / 3 < len(refused) < len(changes)
+    assert [error for error in refused if not error.startswith("config.") or len(error) > 500] == []
+
+
+def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
+    """A downloaded folder often holds nothing but links to files elsewhere."""
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in folder.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert torch.equal(logits_of(linked), logits_of(folder))
+
+
+def test_code_and_pickles_in_a_folder_are_left_alone(folder: Path) -> None:
+    change_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    (folder / "modeling.py").write_text("raise SystemExit", encoding="utf-8")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert torch.isfinite(logits_of(folder)).all()
+
+
+def test_an_unread_tensor_of_an_old_folder_or_a_tied_one(tmp_path: Path) -> None:
+    tied = shutil.copytree(folder_of("smollm2"), tmp_path / "tied")
+    before = logits_of(tied)
+    change_tensors(
+        tied, lambda t: t.update({"lm_head.weight": torch.zeros(160, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    )
+    assert torch.equal(logits_of(tied), before)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_damaged_bytes_are_refused_or_harmless(folder: Path, name: str) -> None:
+    assert refused_when_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20

@@ -1,0 +1,141 @@
+"""Every drafter from a folder, in the engine: what it drafts is what its paper says, and the texts are those without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from stepgraph import Constraint, Engine, Job, SamplingParams
+from stepgraph.graphs import StaticBuffers
+from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.runtime.models.eagle3 import Eagle3
+from tests.helpers.draft_engines import CONFIG, DRAFTERS, Drafter
+from tests.helpers.family_texts import plain
+
+PROMPTS = [[7, 30, 5, 12, 12, 3, 90, 33, 100, 8, 4], [9]]
+# They begin as the first prompt does, for two pages and for one and a half. What a head keeps for a page follows from tokens behind it.
+ALIKE = [[*PROMPTS[0][:8], 44, 45, 46], [*PROMPTS[0][:6], 44, 45, 46]]
+REUSED = {"eagle3": 4 + 4, "mtp": 4 + 4, "mtp, one per draft": 4, "model": 8 + 4}
+CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]))
+TOKENS = 11
+each_drafter = pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
+two_drafters = pytest.mark.parametrize(  # the others in the soak
+    "drafter", [pytest.param(each, id=each.name, marks=[pytest.mark.soak] * (each.name in ("mtp", "model"))) for each in DRAFTERS]
+)
+
+
+@each_drafter
+def test_drafts_are_those_of_the_paper_however_many_held(drafter: Drafter) -> None:
+    """Drafts hold by coin, so that every number of them is accepted; each round drafts what a reading of the whole text would."""
+    for k in range(1, drafter.most + 1):
+        held = set[int]()
+        with drafter.engine(k, forced_acceptance=(0.75,) * k) as engine:
+            for prompts in (PROMPTS, ALIKE[:1], ALIKE[1:]) if k == 3 else (PROMPTS,):
+                jobs = [engine.submit(prompt, max_new_tokens=TOKENS) for prompt in prompts]
+                while engine.has_work:
+                    held.update(event.num_accepted_drafts for event in engine.step())
+                    for row, job in enumerate(jobs):
+                        if job.tokens and not job.finished:
+                            check_drafts(drafter, job, engine.buffers.row_drafts[row].tolist())
+            assert k != 3 or engine.stats().reused_tokens == REUSED[drafter.name]
+        assert held >= {0, 1, min(k, 2)}, (k, held)
+
+
+def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
+    useful = drafts[: TOKENS - len(job.tokens)]  # what lies beyond the end is drafted and never used
+    assert min(useful) >= 0
+    told = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
+    for draft, logits in zip(useful, told, strict=True):
+        known = logits[:110][logits[:110].isfinite()]
+        assert logits[draft] > known.max() - 1e-4 * known.abs().max(), (job.tokens, drafts)
+
+
+def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling: SamplingParams) -> list[Job]:
+    asked = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
+    jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in asked]
+    for _ in engine.stream():
+        pass
+    return jobs
+
+
+@each_drafter
+def test_texts_are_those_of_plain_greedy_decoding(drafter: Drafter) -> None:
+    """With grammars, whether drafts are masked or walked. Among the few tokens that a grammar leaves, an untrained draft is often right."""
+    accepted = 0
+    for k in range(1, drafter.most + 1):
+        with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
+            for job in decode(engine, (None, CONSTRAINTS[1 + k // 2 % 2]), SamplingParams(temperature=0)):
+                expected = plain(drafter.family, job.prompt_ids, job.constraint, TOKENS)
+                assert (job.tokens, str(job.finish_reason)) == expected, (k, job.constraint)
+                accepted += job.num_accepted_drafts
+    assert accepted > 2
+
+
+@two_drafters
+def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
+    config = replace(CONFIG, num_speculative_tokens=2, max_rows=4, buckets=(4,))
+    said = []
+    for draft in (drafter.draft, "none"):
+        with Engine.from_pretrained(drafter.target, draft, config=config, dtype=torch.bfloat16) as engine:
+            engine.capture()
+            said.append([job.tokens for job in decode(engine, (None, CONSTRAINTS[1]), SamplingParams(temperature=0))])
+    assert said[0] == said[1]
+
+
+@two_drafters
+def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
+    """Bit for bit: tokens, caches, results and distributions of sampled rounds and of greedy ones, under grammars and free."""
+    left = []
+    for eager in (False, True):
+        with drafter.engine(2, eager=eager, greedy_only=False) as engine:
+            settings = (SamplingParams(temperature=0.9, top_p=0.9, seed=5), SamplingParams(temperature=0))
+            # One grammar at a time: who would wait for one beside others takes a row when it is compiled.
+            jobs = [job for sampling in settings for constraint in CONSTRAINTS[:2] for job in decode(engine, (constraint,), sampling)]
+            engine.backend.synchronize()
+            names = [name for name in engine.buffers if name.startswith(("draft_", "target_", "row_draft")) or name == "results"]
+            told = [(job.tokens, job.num_accepted_drafts, job.rounds) for job in jobs]
+            left.append((told, {name: engine.buffers[name].clone() for name in names}))
+    (told, buffers), (eager_told, eager_buffers) = left
+    assert told == eager_told and float(buffers["draft_keys"].abs().max()) > 0
+    assert buffers.keys() == eager_buffers.keys() >= {"draft_keys", "draft_values", "row_draft_probs", "results"}
+    assert [name for name in buffers if not torch.equal(buffers[name], eager_buffers[name])] == []
+
+
+class Counted(Eagle3):
+    """Random weights will do."""
+
+    steps: ClassVar[list[int]] = []
+
+    def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
+        self.steps.append(inputs.step)
+        return super().forward(inputs, buffers)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
+    target, head, vocabulary, _ = DRAFTERS[0].loaded
+    assert isinstance(head, Eagle3)
+    draft = Counted(head.config, d2t=head.d2t)
+    with Engine(target, draft, vocabulary=vocabulary, config=replace(CONFIG, num_speculative_tokens=k)) as engine:
+        engine.capture()
+        engine.submit([5], max_new_tokens=8)
+        engine.step()
+        draft.steps.clear()  # of the prompt and the first round
+        engine.step()
+        assert draft.steps == [*range(1, k + 1)]
+
+
+def test_the_capture_report_says_what_drafts() -> None:
+    said = []
+    for drafter in DRAFTERS:
+        with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:
+            said += [note for note in engine.capture().notes if note.startswith("draft")]
+    assert said == [
+        "draft: EAGLE-3, fed with the states that enter layers 3, 0 and 2; proposes 54 of 160 tokens",
+        "draft: MTP, one module for every draft",
+        "draft: MTP, 3 modules, one per draft",
+        "draft: a model of 2 layers with 110 tokens whose bytes are a target's token's",
+    ]

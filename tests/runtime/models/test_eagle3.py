@@ -1,0 +1,65 @@
+"""EAGLE-3 heads against the paper written down once more, in files, and in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.rope import RopeConfig
+from tests.helpers.draft_oracles import Drafting, eagle3_logits
+
+LAYER = LlamaConfig(60, 32, 40, 4, 2, 8, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0))
+D2T = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:24].sort().values
+
+
+def head(norm_before_residual: bool = False) -> Eagle3:
+    config = Eagle3Config(LAYER, (1, 0, 3), 20, len(D2T), norm_before_residual)
+    return Eagle3(config, d2t=D2T).randomise(3)
+
+
+def text(rows: int = 2, length: int = 41, width: int = 60) -> tuple[Tensor, Tensor]:
+    """Tokens, and the target's features of all but the last."""
+    made = torch.Generator().manual_seed(7)
+    return torch.randint(0, 60, (rows, length), generator=made), torch.randn(rows, length - 1, width, generator=made)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours.double() - theirs).abs().max() < 1e-5 * theirs.abs().max())
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_logits_are_those_of_the_paper_at_every_step(tmp_path: Path, norm_before_residual: bool) -> None:
+    """Read from what was saved: so the file holds the head under the names that the oracle knows."""
+    model = head(norm_before_residual)
+    tensors = load_file(save_eagle3(tmp_path, model, own_embedding=True) / "model.safetensors")
+    fields = layer_fields(LAYER) | {"norm_before_residual": norm_before_residual}
+    tokens, features = text()
+    drafts = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
+    drafting = Drafting(model, 60)
+    logits, last = drafting.read(tokens, features, 41)
+    behind = drafting.draft(41, drafts, last)
+    for row in range(2):
+        said, drafted = tokens[row].tolist(), drafts[row].tolist()
+        whole, *chain = eagle3_logits(tensors, fields, features[row], said, drafted, tensors["embed_tokens.weight"])
+        assert close(logits[row, 1:], whole)
+        assert all(close(ours[row], theirs) for ours, theirs in zip(behind, chain, strict=True)), row
+
+
+def test_chunks_tokens_and_company_change_no_bit() -> None:
+    tokens, features = text()
+    drafts = torch.tensor([[5, 9, 0], [1, 1, 2]])
+    drafting = Drafting(head(), 60)
+    whole, last = drafting.read(tokens, features, 41)
+    behind = drafting.draft(41, drafts, last)
+    for size, rows in ((17, 2), (1, 2), (41, 1)):
+        drafting.buffers.reset()
+        logits, end = drafting.read(tokens[:rows], features[:rows], size)
+        assert torch.equal(logits[:, 1:], whole[:rows, 1:])
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), behind, strict=True))

@@ -1,0 +1,94 @@
+"""The Llama family against `transformers`, and against itself: in chunks, at once, one token at a time, in any company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.runtime.models.llama import Llama
+from tests.helpers.families import FAMILIES, FEATURE_LAYERS, LENGTH, VOCABULARY, Cached, judge, load
+
+
+def texts(seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_features_are_those_of_transformers(family: str) -> None:
+    tokens, cached = texts(), Cached(load(family))
+    logits, features = cached.run(tokens, 0, LENGTH)
+    with torch.no_grad():
+        answer = judge(family)(tokens, output_hidden_states=True)
+    assert relative(logits, answer.logits) < 1e-4
+    assert relative(features, torch.cat([answer.hidden_states[layer] for layer in FEATURE_LAYERS], -1)) < 1e-4
+
+
+def in_half(family: str, lean: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of ours, of transformers, and of transformers in float32."""
+    tokens, cached = torch.cat([texts(seed) for seed in range(2)]), Cached(load(family, dtype, lean))
+    ours = torch.cat([cached.run(pair, 0, LENGTH)[0] for pair in tokens.split(2)]).float()
+    with torch.no_grad():
+        return ours, judge(family, dtype, lean)(tokens).logits.float(), judge(family, lean=lean)(tokens).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_chooses_what_transformers_chooses(family: str) -> None:
+    """On 99.5% of all positions; elsewhere both choices are near ties for the float32 model."""
+    ours, theirs, exact = in_half(family, lean=True)
+    chosen, expected = ours.argmax(-1), theirs.argmax(-1)
+    different = chosen != expected
+    assert float(different.float().mean()) <= 0.005
+    gaps = (exact.gather(2, chosen[..., None]) - exact.gather(2, expected[..., None]))[different].abs()
+    assert bool((gaps < 0.1 * exact.std()).all()), gaps
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*((family, torch.bfloat16) for family in FAMILIES), ("llama-3.1", torch.float16)])
+def test_half_precision_is_as_close_to_float32_as_transformers_is(family: str, dtype: torch.dtype) -> None:
+    ours, theirs, exact = in_half(family, False, dtype)
+    assert (ours - exact).pow(2).mean() <= 1.2 * (theirs - exact).pow(2).mean()
+
+
+HALF = ("smollm2", "mistral", "qwen3")
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), *((f, torch.bfloat16) for f in HALF)])
+def test_chunks_tokens_and_company_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    tokens, cached = texts()[:, :60], Cached(load(family, dtype))
+    whole, _ = cached.run(tokens, 0, 60)
+    assert torch.isfinite(whole).all()
+    for size in (17, 1):
+        cached.buffers.reset()
+        assert torch.equal(cached.in_chunks(tokens, size), whole)
+    cached.buffers.reset()
+    assert torch.equal(cached.in_chunks(tokens[:1], 16), whole[:1]), "alone"
+
+
+def test_positions_survive_a_change_of_precision() -> None:
+    """A module that is moved to bfloat16 rounds all its floating point buffers."""
+    model = load("llama-3.1")
+    before = model.frequency_bits.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(model.frequency_bits, before)
+
+
+def test_a_window_is_seen() -> None:
+    """The judge's own window: a token beyond all layers' reach changes nothing, one inside does."""
+    tokens, cached = texts()[:1, :100], Cached(load("mistral"))
+    whole, _ = cached.run(tokens, 0, 100)
+    for place, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
+        changed = tokens.clone()
+        changed[0, place] = (changed[0, place] + 1) % VOCABULARY
+        assert torch.equal(cached.run(changed, 0, 100)[0][0, 99], whole[0, 99]) == same
+
+
+def test_a_longer_row_than_the_model_s_positions_is_refused() -> None:
+    model = load("llama-2")
+    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, want at most the target's 100 positions"):
+        Cached(Llama(replace(model.config, max_positions=100)))

@@ -1,0 +1,93 @@
+"""A Llama in the engine: every text equals plain greedy decoding by `transformers` without a cache, whoever drafts and sits beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Engine, EngineConfig
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.llama import Llama
+from tests.helpers.families import folder_of
+from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, plain
+
+
+class DraftLlama(Llama):
+    """The same weights a little off: right often, wrong often, and with a cache of its own."""
+
+    d2t = None
+
+    def __init__(self, target: Llama, noise: float) -> None:
+        super().__init__(target.config, name="draft")
+        made = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for mine, its in zip(self.parameters(), target.parameters(), strict=True):
+                mine.copy_(its + noise * its.std(correction=0) * torch.randn(its.shape, generator=made))
+
+
+def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engine:
+    checkpoint = open_checkpoint(folder_of(family))
+    target = checkpoint.load("cpu")
+    config = EngineConfig(**{**vars(CONFIG), "num_speculative_tokens": k, **changes})
+    draft = DraftLlama(target, noise) if k else None
+    engine = Engine(target, draft, vocabulary=checkpoint.vocabulary, config=config)
+    engine.capture()
+    return engine
+
+
+@pytest.mark.parametrize(("family", "k"), [("smollm2", 0), ("mistral", 3), ("qwen3", 1)])
+def test_texts_are_those_of_plain_greedy_decoding(family: str, k: int) -> None:
+    with make_engine(family, k, noise=0.02, greedy_only=True) as engine:
+        accepted = 0
+        for constraint in CONSTRAINTS:
+            for prompt, job in zip(PROMPTS, decode(engine, PROMPTS, constraint), strict=True):
+                assert (job.tokens, str(job.finish_reason)) == plain(family, tuple(prompt), constraint, 24), (prompt, constraint)
+                accepted += job.num_accepted_drafts
+    assert k == 0 or accepted > 20, "the draft is often right"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_company_rows_and_buckets_change_no_bit(k: int) -> None:
+    """Log-probabilities are compared as they are: a last bit of a logit would show."""
+    with make_engine("smollm2", k) as engine:
+        alone = [decode(engine, [prompt], logprobs=True)[0] for prompt in PROMPTS]
+        together = decode(engine, PROMPTS, logprobs=True)
+        backwards = decode(engine, PROMPTS[::-1], logprobs=True)[::-1]
+        for one, two, three in zip(alone, together, backwards, strict=True):
+            assert one.tokens == two.tokens == three.tokens
+            assert one.logprobs == two.logprobs == three.logprobs and len(one.logprobs) == len(one.tokens)
+
+
+@pytest.mark.parametrize("family", ["llama-3.1", "qwen3"])
+def test_replays_leave_the_caches_that_eager_rounds_leave(family: str) -> None:
+    """Bit for bit, over the whole cache of target and draft, and the results."""
+    left = []
+    for eager in (False, True):
+        with make_engine(family, 2, eager=eager, greedy_only=True) as engine:
+            jobs = decode(engine, PROMPTS, CONSTRAINTS[1])
+            engine.backend.synchronize()  # a round that was launched before the last end was known may still write
+            names = ("target_keys", "target_values", "draft_keys", "draft_values", "results")
+            left.append(([job.tokens for job in jobs], {name: engine.buffers[name].clone() for name in names}))
+    assert left[0][0] == left[1][0]
+    assert all(torch.equal(left[0][1][name], left[1][1][name]) for name in left[0][1])
+    assert float(left[0][1]["draft_keys"].abs().max()) > 0
+
+
+def test_bfloat16_decodes_in_any_company_alike() -> None:
+    checkpoint = open_checkpoint(folder_of("qwen3"), torch.bfloat16)
+    with Engine(checkpoint.load("cpu"), vocabulary=checkpoint.vocabulary, config=CONFIG) as engine:
+        engine.capture()
+        together = decode(engine, PROMPTS, logprobs=True)
+        alone = [decode(engine, [prompt], logprobs=True)[0] for prompt in PROMPTS]
+        assert [(job.tokens, job.logprobs) for job in alone] == [(job.tokens, job.logprobs) for job in together]
+
+
+def test_from_pretrained_decodes() -> None:
+    with Engine.from_pretrained(folder_of("llama-2"), config=CONFIG) as engine:
+        assert "attention: native" in engine.capture().notes
+        job = engine.generate(PROMPTS[0], max_new_tokens=24)
+        assert job.tokens == plain("llama-2", tuple(PROMPTS[0]), None, 24)[0]
+    with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=2"):
+        Engine.from_pretrained(folder_of("llama-2"), config=EngineConfig(num_speculative_tokens=2))

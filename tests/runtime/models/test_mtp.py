@@ -1,0 +1,71 @@
+"""MTP modules against the paper written down once more, in files, and in the engine."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph.runtime.models.files.draft_names import mtp_places, stored
+from stepgraph.runtime.models.llama import empty_weight
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.runtime.models.rope import RopeConfig
+from tests.helpers.draft_oracles import Drafting, mtp_logits
+
+LAYER = LlamaConfig(60, 32, 40, 4, 2, 12, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0), head_norms=True)
+FIELDS = {"head_dim": 12, "rope_theta": 500.0, "rms_norm_eps": 1e-5}
+DRAFTS = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
+
+
+@functools.cache
+def modules(count: int) -> Mtp:
+    like, made = torch.empty(0), torch.Generator().manual_seed(4)
+    embedding, head = empty_weight(like, 60, 32), empty_weight(like, 60, 32)
+    with torch.no_grad():
+        embedding.copy_(torch.randn(60, 32, generator=made))
+        head.copy_(torch.randn(60, 32, generator=made))
+    return Mtp(replace(LAYER, windows=(None,) * count), embedding=embedding, head=head).randomise(2)
+
+
+@functools.cache
+def text(rows: int = 2, length: int = 41, width: int = 32) -> tuple[Tensor, Tensor]:
+    """Tokens, and the target's features of all but the last."""
+    made = torch.Generator().manual_seed(7)
+    return torch.randint(0, 60, (rows, length), generator=made), torch.randn(rows, length - 1, width, generator=made)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours.double() - theirs).abs().max() < 1e-5 * theirs.abs().max())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_logits_are_those_of_the_paper_at_every_step(count: int) -> None:
+    model, (tokens, features) = modules(count), text()
+    tensors = stored(model, dict(mtp_places(model.config, 8)))
+    drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
+    drafting = Drafting(model, 32, k=drafts.shape[1] + 1)
+    logits, last = drafting.read(tokens, features, 41)
+    behind = drafting.draft(41, drafts, last)
+    for row in range(2):
+        said, drafted = tokens[row].tolist(), drafts[row].tolist()
+        layers = range(8, 8 + count)
+        whole, *chain = mtp_logits(tensors, FIELDS, layers, features[row], said, drafted, model.embedding, model.head)
+        assert close(logits[row, 1:], whole)
+        assert len(behind) == len(chain) and all(close(ours[row], theirs) for ours, theirs in zip(behind, chain, strict=True)), row
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_chunks_tokens_and_company_change_no_bit(count: int) -> None:
+    model, (tokens, features) = modules(count), text()
+    drafting = Drafting(model, 32, k=3)
+    whole, last = drafting.read(tokens, features, 41)
+    behind = drafting.draft(41, DRAFTS[:, :2], last)
+    for size, rows in ((17, 2), (1, 2), (41, 1)):
+        drafting.buffers.reset()
+        logits, end = drafting.read(tokens[:rows], features[:rows], size)
+        assert torch.equal(logits[:, 1:], whole[:rows, 1:])
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, DRAFTS[:rows, :2], end), behind, strict=True))

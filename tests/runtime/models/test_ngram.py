@@ -1,0 +1,95 @@
+"""N-gram look-up on the device, against the same rule in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from stepgraph.graphs import Limits, StaticBuffers
+from stepgraph.graphs.model import History
+from stepgraph.graphs.proposing import ANCHOR, given_from, text_specs
+from stepgraph.runtime.models.ngram import NgramLookup
+from tests.helpers.oracles import looked_up
+
+LIMITS = Limits(max_rows=3, num_speculative_tokens=4, max_length=40, page_size=8, num_pages=15, vocab_size=9, num_tokens=9, feature_size=0)
+Row = tuple[Sequence[int], int, Sequence[int]]  # a history, how many of its tokens are the prompt, a given text
+
+
+def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[int]]:
+    """Rows laid out as admission and rounds leave them, with a former owner's tokens behind each history."""
+    start, width = given_from(LIMITS), text_specs(LIMITS)[0].shape[1]
+    text = torch.full((len(rows), width), -1, dtype=torch.int32)
+    text[:, : LIMITS.max_length] = torch.arange(LIMITS.max_length) % 3
+    for line, (history, prompt, told) in zip(text, rows, strict=True):
+        line[: len(history)] = torch.tensor(history)
+        if told:
+            anchor = history[max(0, prompt - ANCHOR) : prompt]
+            line[start - len(anchor) : start + len(told)] = torch.tensor([*anchor, *told])
+    lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
+    return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> Row:
+    """Few different tokens, so that much repeats; a given text that is often near to the output, cut or changed somewhere."""
+    token = st.integers(0, draw(st.sampled_from([1, 2, 3, 8])))
+    history = draw(st.lists(token, min_size=1, max_size=LIMITS.max_length))
+    prompt = draw(st.integers(1, len(history)))
+    told = draw(st.one_of(st.just([]), st.lists(token, max_size=LIMITS.max_length), st.just(history[prompt:])))
+    told = [*told[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=3)), *told[draw(st.integers(0, 40)) :]]
+    return history, prompt, told[: LIMITS.max_length]
+
+
+@settings(max_examples=150)
+@given(rows=st.lists(texts(), min_size=1, max_size=3), count=st.integers(1, 8), data=st.data())
+@example(rows=[([1, 2, 3, 1, 2], 2, [3, 1, 2, 4, 1, 2])], count=3, data=None)
+def test_the_device_looks_up_what_the_rule_says(rows: list[Row], count: int, data: Any) -> None:
+    longest = data.draw(st.integers(1, ANCHOR)) if data else ANCHOR
+    shortest = data.draw(st.integers(1, longest)) if data else 1
+    found = propose(NgramLookup(longest, shortest), rows, count)
+    assert found == [looked_up(*row, count, longest, shortest) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "drafts"),
+    [
+        (([1, 2, 3, 4, 1, 2], 6, []), [3, 4, 1, 2]),
+        (([5, 1, 6, 1, 7, 1], 6, []), [7, 1, 7, 1]),  # the latest match; a copy goes on with itself
+        (([5, 1, 6, 2, 1, 7, 5, 1], 8, []), [6, 2, 1, 7]),  # a longer match before a later one
+        (([1, 2, 3], 3, []), [-1] * 4),
+        (([4], 1, [5, 6, 7]), [5, 6, 7, -1]),  # at the beginning, behind the prompt's end
+        (([4, 5, 6], 1, [5, 6, 7]), [7, -1, -1, -1]),
+        (([4, 5, 6, 7], 1, [5, 6, 7]), [-1] * 4),  # all of it was said
+        (([4, 5, 2, 7], 1, [5, 6, 7, 8, 0]), [8, 0, -1, -1]),  # a token was replaced; behind it the text is found again
+        (([4, 1, 2, 1, 2], 1, [1, 2, 1, 2, 5, 1, 2, 6]), [5, 1, 2, 6]),  # the nearest of two
+        (([1, 2, 3, 4, 1, 2, 3], 4, [7, 2, 3, 5]), [4, 1, 2, 3]),  # a longer match in the history
+    ],
+)
+def test_rules_in_examples(row: Row, drafts: list[int]) -> None:
+    assert looked_up(*row, 4, ANCHOR, 1) == drafts
+    assert propose(NgramLookup(), [row], 4) == [drafts]
+
+
+def test_neighbours_do_not_matter() -> None:
+    rows: list[Row] = [([1, 2, 1], 2, [7, 7]), ([1, 2, 2, 1], 1, []), ([3, 3], 1, [3, 3, 3])]
+    assert propose(NgramLookup(), rows, 3) == [propose(NgramLookup(), [row], 3)[0] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_ngram": 9}, "NgramLookup.max_ngram: got 9, want a whole number from 1 to 8"),
+        ({"max_ngram": True}, "NgramLookup.max_ngram: got True"),
+        ({"max_ngram": 2, "min_ngram": 3}, "NgramLookup.min_ngram: got 3, want a whole number from 1 to 2"),
+        ({"min_ngram": 0}, "NgramLookup.min_ngram: got 0, want a whole number from 1 to 8"),
+    ],
+    ids=str,
+)
+def test_bad_sizes_are_refused_by_name(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NgramLookup(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""An engine behind asyncio: every event once and in order, whoever cancels, drops or lags."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
+from stepgraph.runtime.aio_thread import Reading
+from tests.helpers.aio_runs import (
+    ASKS,
+    LONG,
+    Gate,
+    answers,
+    captured,
+    check_alone,
+    check_told,
+    first,
+    kept_idle,
+    read,
+    run,
+    threads_left,
+)
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
+
+PER_TOKEN = [field.name for field in fields(StepEvent) if field.name == "tokens" or field.default == ()]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with captured() as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    with kept_idle(shared):
+        yield shared
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    yield
+    assert threads_left() == []
+
+
+def test_forty_jobs_from_tasks_and_threads_with_cancels_say_what_they_would_alone(engine: Engine) -> None:
+    wanted, dice = answers(), random.Random(7)
+    plans = [(place % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for place in range(40)]
+    told: list[tuple[int, Job]] = []
+    from_threads: list[tuple[int, Job]] = []
+
+    async def ask(serving: AsyncEngine, which: int, plan: str, patience: int) -> None:
+        async with await serving.submit(**ASKS[which]) as stream:
+            events = await first(patience, stream)
+            if plan != "leave":
+                if plan == "cancel":
+                    engine.cancel(stream.job)
+                check_told([*events, *await read(stream)], stream.job)
+        assert stream.job.finished
+        told.append((which, stream.job))
+
+    def ask_plainly(places: range) -> None:
+        for place in places:
+            from_threads.append((place % len(ASKS), engine.submit(**ASKS[place % len(ASKS)])))
+            if place % 5 == 0:
+                engine.cancel(from_threads[-1][1])
+
+    async def main() -> None:
+        threads = [threading.Thread(target=ask_plainly, args=(range(start, 20, 2),)) for start in range(2)]
+        async with AsyncEngine(engine) as serving:
+            for thread in threads:
+                thread.start()
+            await asyncio.gather(*(ask(serving, *plan) for plan in plans))
+            for thread in threads:
+                thread.join()
+
+    run(main())
+    assert (len(told), len(from_threads)) == (40, 20)
+    for which, job in (*told, *from_threads):
+        check_alone(job, wanted[which])
+    assert {job.finish_reason for _, job in told} >= {FinishReason.CANCELLED, FinishReason.LENGTH}
+
+
+def test_who_reads_late_gets_one_event_with_all_of_it_and_holds_up_nobody(engine: Engine) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
+            job = await serving.generate([2], max_new_tokens=60, sampling=LONG).result()
+            assert len(job.tokens) == 60 and late.job.finished
+            assert not [kept for kept in vars(late._reading).values() if isinstance(kept, list) and kept], "tokens are kept twice"
+            events = await read(late)
+            assert len(events) == 1 and len(events[0].logprobs) == 40
+            check_told(events, late.job)
+
+    run(main())
+
+
+def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        loop, calls = asyncio.get_running_loop(), list[str]()
+        serving = AsyncEngine(engine)
+        await serving.open()
+        real = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., object], *arguments: Any) -> Any:
+            calls.append(callback.__name__)
+            return real(callback, *arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        streams = [serving.generate([place], max_new_tokens=40, sampling=LONG) for place in range(6)]
+        assert serving._stepper is not None
+        serving._stepper.stop(drain=True)
+        serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
+        assert sorted(calls) == ["_bring", "_bring", "_settle", "_settle"], "one call for six texts, and those of the end"
+        for stream in streams:
+            check_told(await read(stream), stream.job)
+        await serving.close()
+
+    run(main())
+
+
+def test_a_merged_event_adds_up_every_field() -> None:
+    """Numbers are added, what there is per token follows each other, and the end is the last one's: for fields to come as well."""
+    job = Job(7, (1,), None, LONG, 60, 2, (), 0)
+    events = []
+    for place in range(1, 4):
+        values: dict[str, Any] = {field.name: place * (position + 2) for position, field in enumerate(fields(StepEvent))}
+        values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if place == 3 else None, "error": "burnt" if place == 3 else ""}
+        for name in PER_TOKEN:
+            values[name] = tuple(f"{name} {place} {token}" for token in range(place))
+            getattr(job, name).extend(values[name])
+        events.append(StepEvent(**values))
+    job.finish_reason, job.error = FinishReason.ERROR, "burnt"
+    reading = Reading(job)
+    for event in events:
+        reading.add(event)
+    wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
+    for name in {field.name for field in fields(StepEvent)} - wanted.keys():
+        several = [getattr(event, name) for event in events]
+        wanted[name] = sum(several, ()) if name in PER_TOKEN else sum(several)
+    assert reading.take() == StepEvent(**wanted)
+    assert reading.take() is None
+
+
+def test_forced_drafts_are_added_up() -> None:
+    with make_engine(Setup(k=3, drafter="ngram", eager=True, forced_drafts=True)) as engine:
+
+        async def main() -> None:
+            async with AsyncEngine(engine) as serving:
+                job = await (stream := serving.generate([1], constraint=CONSTRAINTS[1], max_new_tokens=40)).result()
+                assert job is stream.job
+                late = serving.generate([1], constraint=CONSTRAINTS[1], max_new_tokens=40)
+                await serving.close()
+                (event,) = await read(late)
+                assert (event.num_forced_drafts, event.num_accepted_forced_drafts) == counted(job)
+
+        def counted(job: Job) -> tuple[int, int]:
+            again = engine.submit(job.prompt_ids, constraint=job.constraint, max_new_tokens=40)
+            events = [event for event in engine.stream() if event.job_id == again.id]
+            assert again.tokens == job.tokens
+            return sum(event.num_forced_drafts for event in events), sum(event.num_accepted_forced_drafts for event in events)
+
+        run(main())
+        assert engine.stats().forced_drafts > 0
+
+
+def test_a_cancelled_task_cancels_its_job_and_no_other(engine: Engine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        async with AsyncEngine(engine) as serving:
+            kept = serving.generate([1], max_new_tokens=30, sampling=LONG)
+            stream, begun = serving.generate([2], max_new_tokens=60, sampling=LONG), asyncio.Event()
+
+            async def reading() -> None:
+                async for _ in stream:
+                    begun.set()
+
+            task = asyncio.create_task(reading())
+            gate.allow(3)
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.open()
+            await kept.result()
+            events = await read(stream)  # the end can still be read
+            assert stream.job.finish_reason == FinishReason.CANCELLED == events[-1].finish_reason
+            check_alone(kept.job, plain([1], 30, sampling=LONG))
+
+    run(main())
+
+
+@pytest.mark.parametrize("way", ["aclose", "async with", "dropped"])
+def test_who_leaves_early_frees_the_row(engine: Engine, way: str) -> None:
+    async def main() -> None:
+        gate = Gate(engine, steps=3)
+        async with AsyncEngine(engine) as serving:
+            stream = serving.generate([2], max_new_tokens=60, sampling=LONG)
+            job = stream.job
+            async for _ in stream:
+                break
+            assert not job.finished
+            asyncio.get_running_loop().call_soon(gate.open)
+            if way == "aclose":
+                await stream.aclose()
+            elif way == "async with":
+                async with stream:
+                    pass
+            else:
+                del stream, _  # the gate opens behind the call that this leaves to the loop
+                gc.collect()
+                await serving.close()
+            assert (job.finish_reason, engine.stats().running) == (FinishReason.CANCELLED, 0)
+
+    run(main())
+
+
+def test_a_stream_that_nobody_reads_is_cancelled_when_it_is_dropped_before_it_began(engine: Engine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        async with AsyncEngine(engine) as serving:
+            jobs = [serving.generate([place], max_new_tokens=60, sampling=LONG).job for place in range(5)]
+            kept = serving.generate([9], max_new_tokens=8, sampling=LONG)
+            asyncio.get_running_loop().call_soon(gate.open)
+            await kept.result()
+        assert [job.finish_reason for job in jobs] == [FinishReason.CANCELLED] * 5
+        assert kept.job.finish_reason == FinishReason.LENGTH
+
+    run(main())
+
+
+def test_one_requests_fault_is_its_own_and_what_submit_refuses_is_raised_at_the_call(engine: Engine) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            with pytest.raises(ValueError, match="max_new_tokens"):
+                serving.generate([1], max_new_tokens=0)
+            with pytest.raises(ValueError, match="prompt_ids"):
+                await serving.submit([])
+            with pytest.raises(TypeError, match="no_such_option"):
+                serving.generate([1], no_such_option=1)
+            bad = serving.generate([1], constraint=Constraint.ebnf("root ::= missing"), max_new_tokens=5)
+            good = serving.generate([2], max_new_tokens=20)
+            (event,) = await read(bad)
+            assert (event.finish_reason, event.error) == (FinishReason.ERROR, bad.job.error) and "missing" in event.error
+            assert (await good.result()).tokens == plain([2], 20).tokens
+
+    run(main())

@@ -1,0 +1,245 @@
+"""How an AsyncEngine ends: closed, failed, dropped, asleep, with its interpreter. Every job with a reason, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
+from stepgraph.sampling.grammar import GrammarCompiler
+from tests.helpers.aio_runs import (
+    LONG,
+    SETUP,
+    Gate,
+    captured,
+    check_told,
+    first,
+    kept_idle,
+    opened,
+    read,
+    run,
+    threads_left,
+    watch_sleep,
+)
+from tests.helpers.toy_engines import make_engine, plain
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with captured() as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    with kept_idle(shared):
+        yield shared
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    yield
+    assert threads_left() == []
+
+
+def test_close_lets_jobs_end_or_cancels_them_whoever_submitted_them(engine: Engine) -> None:
+    async def main(drain: bool) -> None:
+        gate = Gate(engine)
+        serving = AsyncEngine(engine)
+        async with serving:
+            streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(7)]
+            job = engine.submit([3], max_new_tokens=20, sampling=LONG)
+            gate.allow(2)
+            await first(1, streams[0])
+            asyncio.get_running_loop().call_soon(gate.open)
+            await asyncio.gather(serving.close(drain), serving.close(drain))
+            wanted = FinishReason.LENGTH if drain else FinishReason.CANCELLED
+            assert {job.finish_reason, *(stream.job.finish_reason for stream in streams)} == {wanted}
+            for stream in streams[1:]:
+                check_told(await read(stream), stream.job)
+            with pytest.raises(EngineClosedError, match=r"AsyncEngine.generate\(\): it was closed"):
+                serving.generate([1])
+            with pytest.raises(EngineClosedError, match="it was closed"):
+                await serving.submit([1])
+        engine.__dict__.pop("step")
+        assert engine.generate([2], max_new_tokens=9).tokens == plain([2], 9).tokens, "the engine is given back"
+
+    run(main(drain=True))
+    run(main(drain=False))
+
+
+def test_who_raises_inside_cancels_and_who_is_cancelled_while_it_drains_too(engine: Engine) -> None:
+    async def raising() -> None:
+        gate = Gate(engine)
+        with pytest.raises(KeyError):  # noqa: PT012
+            async with AsyncEngine(engine) as serving:
+                stream = serving.generate([2], max_new_tokens=60, sampling=LONG)
+                asyncio.get_running_loop().call_soon(gate.open)
+                raise KeyError
+        assert stream.job.finish_reason == FinishReason.CANCELLED
+
+    async def hurried() -> None:
+        gate = Gate(engine)
+        serving = AsyncEngine(engine)
+        await serving.open()
+        stream = serving.generate([2], max_new_tokens=60, sampling=LONG)
+        closing = asyncio.create_task(serving.close())
+        await asyncio.sleep(0)  # it begins to drain
+        closing.cancel()
+        asyncio.get_running_loop().call_soon(gate.open)
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert stream.job.finish_reason == FinishReason.CANCELLED
+
+    run(raising())
+    run(hurried())
+
+
+def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(SETUP)
+
+    def burn(seats: Any) -> None:
+        raise OSError("the host is on fire")
+
+    async def main() -> None:
+        gate = Gate(engine)
+        with pytest.raises(OSError, match="on fire"):  # noqa: PT012
+            async with AsyncEngine(engine) as serving:
+                streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(5)]
+                gate.allow(3)
+                begun = await first(1, streams[0])
+                monkeypatch.setattr(engine._flights, "launch", burn)
+                gate.open()
+                for events, stream in zip(await asyncio.gather(*map(read, streams)), streams, strict=True):
+                    check_told([*(begun if stream is streams[0] else []), *events], stream.job)
+                    assert (stream.job.finish_reason, stream.job.error) == (FinishReason.ERROR, "OSError: the host is on fire")
+                assert isinstance(serving.failure, OSError)
+                with pytest.raises(EngineClosedError, match="the engine failed: OSError: the host is on fire"):
+                    serving.generate([1])
+                await serving.close()
+
+    run(main())
+    with pytest.raises(EngineClosedError, match="on fire"):
+        run(opened(engine))
+
+
+def test_an_engine_that_somebody_closes_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(SETUP)
+
+    async def main() -> None:
+        asleep = watch_sleep(engine, monkeypatch)
+        async with AsyncEngine(engine) as serving:
+            await serving.generate([1], max_new_tokens=3).result()
+            await asyncio.to_thread(asleep.wait)
+            engine.close()  # wakes the thread that sleeps
+            assert serving._stepper is not None
+            await serving._stepper.ended
+            assert serving.failure is None
+            with pytest.raises(EngineClosedError, match="it was closed"):
+                serving.generate([1])
+
+    run(main())
+
+
+def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is made and no clock is asked until the grammar is there, or another request comes."""
+    real, go = GrammarCompiler._compiled, threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", held)
+
+    async def main() -> None:
+        asleep, gate = watch_sleep(engine, monkeypatch), Gate(engine)
+        gate.open()
+        async with AsyncEngine(engine) as serving:
+            await asyncio.to_thread(asleep.wait)
+            waiting = serving.generate([1], constraint=Constraint.regex("[a-d]{4}q"), max_new_tokens=9)
+            other = await serving.generate([2], max_new_tokens=9).result()
+            assert other.tokens == plain([2], 9).tokens and not waiting.job.finished
+            asleep.clear()
+            engine.stepping.ring()  # it may be asleep already
+            await asyncio.to_thread(asleep.wait)
+            asleep.polls.clear()  # type: ignore[attr-defined]
+            made = gate.made
+            assert engine.stats().waiting == 1
+            go.set()
+            check_told(await read(waiting), waiting.job)
+            assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
+            assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
+            asleep.clear()
+            engine.stepping.ring()  # it may be asleep already
+            await asyncio.to_thread(asleep.wait)
+            assert serving._stepper is not None
+            serving._stepper.stop(drain=True)
+            serving._stepper.thread.join(60)
+            slept_on = serving._stepper.thread.is_alive()
+            engine.stepping.ring()
+            assert not slept_on, "it was asked to stop in its sleep"
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["dropped", "loop closed"])
+def test_what_is_never_closed_ends_with_its_loop_or_when_it_is_dropped(engine: Engine, how: str) -> None:
+    jobs: list[Job] = []
+    threads: list[threading.Thread] = []
+    kept: list[AsyncEngine] = []
+
+    async def main() -> None:
+        serving = AsyncEngine(engine)
+        await serving.open()
+        assert serving._stepper is not None
+        threads.append(serving._stepper.thread)
+        stream = serving.generate([1], max_new_tokens=60, sampling=LONG)
+        jobs.append(stream.job)
+        await first(1, stream)
+        if how == "loop closed":
+            kept.append(serving)
+            kept.append(stream)  # type: ignore[arg-type]
+
+    gate = Gate(engine, steps=3)
+    asyncio.run(main())
+    gc.collect()
+    gate.open()
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+    assert [job.finish_reason for job in jobs] == [FinishReason.CANCELLED]
+    if kept:
+        with pytest.raises(RuntimeError, match="want a call in the event loop"):
+            kept[0].generate([1])
+
+
+EXITING = """
+import asyncio, atexit
+said = []
+atexit.register(lambda: print(said[0].job.finish_reason, len(said[0].job.tokens) > 0))  # registered first, called last
+from stepgraph import AsyncEngine, Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyTarget
+vocabulary = Vocabulary.printable()
+config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=100_000, page_size=1000, eager=True, backend="tape")
+engine = Engine(ToyTarget(vocabulary.logits_width), vocabulary=vocabulary, config=config)
+
+async def main():
+    serving = AsyncEngine(engine)
+    await serving.open()
+    said.append(serving.generate([1], max_new_tokens=90_000, sampling=SamplingParams(temperature=0, ignore_eos=True)))
+    await said[0].__anext__()
+
+asyncio.get_event_loop_policy().new_event_loop().run_until_complete(main())
+"""
+
+
+def test_an_interpreter_that_ends_in_the_middle_ends_cleanly() -> None:
+    """Nothing was closed, the loop neither, and rounds are on their way."""
+    ran = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "cancelled True\n", "")

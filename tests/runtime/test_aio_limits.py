@@ -1,0 +1,161 @@
+"""What an AsyncEngine does not take: more than its queue holds, other loops, other steppers, forks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from stepgraph import AsyncEngine, Engine, EngineClosedError, FinishReason, QueueFullError
+from stepgraph.runtime.aio import JobStream
+from tests.helpers.aio_runs import (
+    Gate,
+    captured,
+    check_told,
+    kept_idle,
+    opened_again,
+    read,
+    run,
+    threads_left,
+)
+from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, plain
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    with captured() as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    with kept_idle(shared):
+        yield shared
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    yield
+    assert threads_left() == []
+
+
+def test_a_full_queue_refuses_or_is_waited_for_in_order() -> None:
+    engine = make_engine(Setup(k=0, max_rows=1, eager=True), max_queued=2)
+
+    async def main() -> None:
+        gate = Gate(engine)
+        async with AsyncEngine(engine) as serving:
+            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # no stream is told of their ends
+            with pytest.raises(QueueFullError, match="2 requests are waiting already"):
+                serving.generate([7], max_new_tokens=4)
+            tasks = [asyncio.create_task(serving.submit([place], max_new_tokens=4)) for place in range(2, 8)]
+            await asyncio.sleep(0)  # they begin to wait, in this order
+            tasks[3].cancel()
+            tasks[0].cancel()  # the one in front
+            for _ in range(9):
+                await asyncio.sleep(0)  # the next one takes its place
+            asyncio.get_running_loop().call_soon(gate.open)
+            waited = [await task for place, task in enumerate(tasks) if place not in (0, 3)]
+            assert [stream.job.prompt_ids for stream in sorted(waited, key=lambda stream: stream.job.id)] == [(3,), (4,), (6,), (7,)]
+            for job in (*jobs, *[await stream.result() for stream in waited]):
+                assert job.tokens == plain(job.prompt_ids, 4).tokens
+            assert [task.cancelled() for task in tasks] == [True, False, False, True, False, False]
+
+    with engine:
+        run(main())
+
+
+def test_what_waits_for_room_is_told_of_the_end() -> None:
+    engine = make_engine(Setup(k=0, max_rows=1, eager=True), max_queued=1)
+
+    async def main() -> None:
+        gate = Gate(engine)
+        serving = AsyncEngine(engine)
+        await serving.open()
+        stream = serving.generate([1], max_new_tokens=4)
+        task = asyncio.create_task(serving.submit([2]))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(gate.open)
+        await serving.close(drain=False)
+        with pytest.raises(EngineClosedError, match="it was closed"):
+            await task
+        assert stream.job.finish_reason == FinishReason.CANCELLED
+
+    with engine:
+        run(main())
+
+
+def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
+    serving = AsyncEngine(engine)
+    with pytest.raises(RuntimeError, match=r"AsyncEngine.generate\(\): it is not open"):
+        serving.generate([1])
+
+    async def elsewhere(stream: JobStream) -> None:
+        with pytest.raises(RuntimeError, match="want a call in the event loop that it was opened in"):
+            serving.generate([1])
+        for method in (lambda: serving.submit([1]), stream.__anext__, stream.aclose, serving.close):
+            with pytest.raises(RuntimeError, match="want a call in the event loop"):
+                await method()
+
+    async def main() -> None:
+        async with serving:
+            stream = serving.generate([1], max_new_tokens=5)
+            await asyncio.to_thread(lambda: asyncio.run(elsewhere(stream)))
+            with pytest.raises(RuntimeError, match="want a call in the event loop"):
+                await asyncio.to_thread(serving.generate, [1])
+            with pytest.raises(RuntimeError, match="open already"):
+                await serving.open()
+            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+                await AsyncEngine(engine).open()
+            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+                engine.step()
+            check_told(await read(stream), stream.job)
+
+    run(main())
+    run(opened_again(serving))  # in a loop of its own
+
+
+def test_opening_captures_where_that_was_not_done() -> None:
+    with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
+        engine = Engine(made._models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
+    with engine:
+        assert not engine.stepping.captured
+        run(opened_again(AsyncEngine(engine)))
+        assert engine.stepping.captured
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_is_refused_by_name(engine: Engine) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine) as serving:
+            stream, (mouth, hand) = serving.generate([1], max_new_tokens=30), os.pipe()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
+                said = []
+                for call in (lambda: serving.generate([1]), lambda: stream.__anext__().send(None), lambda: serving.close().send(None)):
+                    try:
+                        call()
+                    except RuntimeError as error:
+                        said.append(str(error))
+                del call, stream  # dropped there, it must not cancel what goes on here
+                gc.collect()
+                os.write(hand, "\n".join(said).encode())
+                os._exit(0)
+            os.close(hand)
+            with open(mouth, encoding="utf-8") as ear:
+                said = ear.read().splitlines()
+            assert os.waitpid(child, 0)[1] == 0
+            calls = ("AsyncEngine.generate", "JobStream.__anext__", "AsyncEngine.close")
+            assert said == [
+                f"{call}(): got a fork of the process that opened it, want that process: the thread that steps is there" for call in calls
+            ]
+            assert (await stream.result()).tokens == plain([1], 30).tokens
+
+    run(main())

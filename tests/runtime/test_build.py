@@ -1,0 +1,155 @@
+"""Who drafts: words for it, a user's proposer or function, and what of these is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Engine, EngineConfig, Job, SamplingParams
+from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
+from stepgraph.graphs.model import History
+from stepgraph.runtime.models.files.checkpoint import Checkpoint
+from tests.helpers.draft_engines import DRAFTERS as FOLDERS
+from tests.helpers.families import folder_of
+from tests.helpers.proposers import Proposes
+from tests.helpers.toy_engines import TARGET, VOCABULARY, plain
+
+CONFIG = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=8, greedy_only=True, backend="tape")
+
+
+def wrong_shape(history: History, index: Tensor) -> Tensor:
+    return index.expand(len(history.length), -1)[:, 1:]
+
+
+def wrong_type(history: History, index: Tensor) -> Tensor:
+    return index.expand(len(history.length), -1).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("formula", "message"),
+    [
+        (wrong_shape, r"drafts of the proposer: got shape \(1, 1\), want \(1, 2\)"),
+        (wrong_type, "drafts of the proposer: got torch.int32, want torch.int64"),
+    ],
+)
+def test_a_proposer_that_breaks_its_promise_is_named_at_capture(formula: Any, message: str) -> None:
+    with Engine(TARGET, Proposes(formula), config=CONFIG) as engine, pytest.raises(ValueError, match=message):
+        engine.capture()
+
+
+def test_words_for_drafters() -> None:
+    for word, told in (
+        ("ngram", "draft: n-gram look-up, 1 to 8 tokens"),
+        ("auto", "draft: n-gram look-up, 1 to 8 tokens (auto)"),
+    ):
+        with Engine(TARGET, word, config=replace(CONFIG, eager=True)) as engine:
+            assert told in engine.capture().notes
+    with Engine(TARGET, "none", config=replace(CONFIG, eager=True)) as engine:
+        assert (engine.limits.num_speculative_tokens, engine.config.num_speculative_tokens) == (0, 0)
+        engine.capture()
+        assert engine.generate([3, 4], max_new_tokens=8, sampling=SamplingParams(temperature=0)).tokens
+        with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
+            engine.submit([1], max_new_tokens=8, draft_ids=[1])
+    with pytest.raises(
+        ValueError,
+        match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, a function, or one of 'auto', 'forced', 'ngram', 'none'",
+    ):
+        Engine(TARGET, "ngrams", config=CONFIG)
+
+
+class Counting:
+    """A state of its own, one entry per row: drafts follow from how often the row was asked."""
+
+    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
+        return (BufferSpec("asked", (limits.rows,), torch.int64),)
+
+    def propose(self, history: History, buffers: StaticBuffers) -> Tensor:
+        rows = buffers.batch_rows[: len(history.length)]
+        buffers.asked.index_add_(0, rows, torch.ones_like(rows))
+        return buffers.asked[rows, None] + torch.arange(history.num_drafts, device=rows.device)
+
+
+def test_a_proposer_may_keep_a_state_of_its_own() -> None:
+    config = replace(CONFIG, max_rows=2)
+    with Engine(TARGET, Counting(), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        jobs = [engine.submit([place], max_new_tokens=20) for place in range(2)]
+        for _ in engine.stream():
+            pass
+        assert [job.tokens for job in jobs] == [plain([place], 20).tokens for place in range(2)]
+        assert all(asked >= job.rounds for asked, job in zip(engine.buffers.asked.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
+
+
+def test_a_folder_with_mtp_modules_of_its_own_drafts_with_them() -> None:
+    (folder,) = (each.target for each in FOLDERS if each.name == "mtp")
+    with Engine.from_pretrained(folder, "auto", config=EngineConfig(max_rows=1, max_length=48, eager=True)) as engine:
+        (told,) = (note for note in engine.capture().notes if note.startswith("draft: "))
+        assert "MTP" in told
+
+
+@pytest.mark.parametrize(
+    ("word", "drafts", "told"),
+    [
+        ("ngram", 4, "draft: n-gram look-up, 1 to 8 tokens"),
+        ("auto", 4, "draft: n-gram look-up, 1 to 8 tokens (auto: {name} has no MTP modules)"),
+        ("none", 0, ""),
+    ],
+)
+def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None:
+    folder = folder_of("llama-2")
+    with Engine.from_pretrained(folder, word, config=EngineConfig(max_rows=1, max_length=64, eager=True)) as engine:
+        assert engine.limits.num_speculative_tokens == drafts
+        assert told.format(name=folder.name) in (*engine.capture().notes, "")
+        found = engine.generate([5, 6, 7], max_new_tokens=20)
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=64, eager=True)
+    with Engine.from_pretrained(folder, config=config) as engine:
+        assert engine.generate([5, 6, 7], max_new_tokens=20).tokens == found.tokens
+
+
+def test_what_a_function_says_is_cut_where_it_ends() -> None:
+    expected = plain([1, 2], 20).tokens
+
+    def parts(job: Job) -> Any:
+        right = expected[len(job.tokens) :]
+        return torch.tensor([*right[:1], len(VOCABULARY.tokens), *right[1:]]) if len(job.tokens) % 2 else [-1, *right]
+
+    with Engine(TARGET, parts, vocabulary=VOCABULARY, config=replace(CONFIG, rounds_in_flight=1, num_speculative_tokens=3)) as engine:
+        engine.capture()
+        job, accepted = engine.submit([1, 2], max_new_tokens=20), []
+        for event in engine.stream():
+            accepted.append(event.num_accepted_drafts)
+    assert job.tokens == expected
+    assert set(accepted) == {0, 1}, "what stands behind an id of no token would hold as well"
+
+
+def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_the_job_it_was_asked_for() -> None:
+    def broken(job: Job) -> list[int]:
+        raise KeyError("no such text")
+
+    with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, want rounds_in_flight=1"):
+        Engine(TARGET, broken, config=CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("loaded, though it cannot be served"))
+        with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2"):
+            Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
+    with pytest.raises(ValueError, match=r"Engine.draft: got list, want a draft model, a proposer, a function or a word"):
+        Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
+    alone = replace(CONFIG, rounds_in_flight=1, eager=True)
+    cases: list[tuple[Any, str]] = [
+        (broken, "KeyError: 'no such text'"),
+        (lambda job: [0.5], "ValueError: drafts of the function: got 0.5"),
+        (lambda job: None, "ValueError: drafts of the function: got NoneType, want a sequence of token ids"),
+    ]
+    for function, message in cases:
+        with Engine(TARGET, function, config=alone) as engine:
+            engine.capture()
+            job, other = engine.submit([1], max_new_tokens=4), engine.submit([2], max_new_tokens=4, num_speculative_tokens=0)
+            while engine.has_work:
+                engine.step()
+            assert job.finish_reason == "error" and job.error.startswith(f"the draft function failed: {message}")
+            assert (len(other.tokens), other.error) == (4, "")

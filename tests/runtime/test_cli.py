@@ -1,0 +1,163 @@
+"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C. What it answers is in test_commands.py."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+import stepgraph
+from stepgraph.runtime import cli
+from stepgraph.runtime.commands import terminal
+from tests.helpers.command_models import model_folder
+
+# without a C compiler there is a warning of that kind, which has a test of its own
+COMMAND = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "stepgraph.runtime.cli"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
+    )
+
+
+def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """In a process group of its own, as a shell would: Ctrl-C goes to all of it."""
+    command = [*COMMAND, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "-k", "many"), "invalid int value"),
+        (("generate", "/nowhere", "hi", "--schema", "{"), """--schema: got '{', which is not JSON"""),
+        (("generate", "model", "hi", "--regex", "a", "--json-object"), "not allowed with argument"),
+        (("fly",), "invalid choice"),
+        ((), "COMMAND"),
+    ],
+)
+def test_bad_flags_exit_with_2_and_say_why(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_and_version_do_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
+    words = run("--help", PYTHONPATH=str(tmp_path)).stdout
+    for word, command in cli.COMMANDS.items():
+        assert word in words and command.SUMMARY.split(",")[0] in " ".join(words.split())
+    result = run("generate", "--help", PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "") and "examples:" in result.stdout
+    assert "torch was imported" in run("demo", PYTHONPATH=str(tmp_path)).stderr, "else nothing was tried"
+    assert run("--version").stdout == f"stepgraph {stepgraph.__version__}\n"
+
+
+def test_a_closed_pipe_ends_any_work_quietly() -> None:
+    script = (
+        "import sys; from stepgraph.runtime.commands.terminal import leave; sys.exit(leave('x', lambda: [print(1) for _ in iter(int, 1)]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(2) == b"1\n"
+    process.stdout.close()
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+
+
+@pytest.mark.soak
+def test_a_reader_that_goes_away_ends_it_quietly() -> None:
+    """What is left of an answer is not computed, and nobody is told of a broken pipe."""
+    process = start("generate", str(model_folder()), "abc", "-k", "0", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    assert process.stdout is not None
+    assert len(process.stdout.read(10)) == 10
+    process.stdout.close()
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+
+
+def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
+    os.close(writer)
+    assert done.stderr == b"" and done.returncode in (0, terminal.UNREAD), "some versions of argparse swallow it"
+
+
+def test_ctrl_c_leaves_cleanly() -> None:
+    """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them.
+
+    Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
+    """
+    reader, writer = os.pipe()
+    room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"." * (room - 100))
+    asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heeds_ctrl_c)
+    os.close(writer)
+    while waiting_bytes(reader) < room:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    with os.fdopen(reader, "rb") as output:
+        assert output.read().startswith(b".")
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (terminal.INTERRUPTED, b"stepgraph generate: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+def heeds_ctrl_c() -> None:
+    """What a shell starts in the background ignores it, and so do its children, these tests among them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def waiting_bytes(reader: int) -> int:
+    """In a pipe, to be read."""
+    return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError, match="a bug"):
+        terminal.leave("stepgraph x", work)
+
+
+@pytest.mark.parametrize(
+    ("terminal_like", "environment", "expected"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, terminal_like: bool, environment: dict[str, str], expected: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal_like, raising=False)
+    assert terminal.wants_colour(sys.stdout) == expected
+
+
+def test_what_json_has_no_word_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({("a", 1): [Path("x"), None, True, 1.5, "\u00e9"]})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"('a', 1)": ["x", None, True, 1.5, "\u00e9"]} and "\u00e9" in printed

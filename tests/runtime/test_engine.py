@@ -1,0 +1,285 @@
+"""The engine: what it counts, its rows and pages, and what one request may not do to another."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job
+from stepgraph.graphs import StaticBuffers, TapeBackend
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, SCHEMA, STOP, VOCABULARY, Setup, make_engine, plain, shared_engine
+
+SETUP = Setup(k=3)
+
+
+class NoSyncs(TorchFunctionMode):
+    """Fails on what would make the launching thread wait for a device: reading the values of a device buffer."""
+
+    def __init__(self, buffers: StaticBuffers) -> None:
+        super().__init__()
+        self.buffers, self.pinned_reads = buffers, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in ("item", "cpu", "tolist", "numpy", "__bool__", "__int__", "__index__", "nonzero", "equal"):
+            owner = self.buffers.owner_of(args[0])
+            assert owner is not None and owner[1] == "pinned", f"host sync on the launching thread: {func} of {owner}"
+            self.pinned_reads += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_replay_per_round_and_no_sync_on_the_launching_thread() -> None:
+    engine = make_engine(SETUP)
+    for constraint in CONSTRAINTS:
+        engine.submit([3, 1, 4, 1, 5], constraint=constraint, max_new_tokens=30)
+    guard = NoSyncs(engine.buffers)
+    with guard, pytest.raises(AssertionError, match="host sync on the launching thread"):
+        engine.buffers.row_state.tolist()
+    while engine.has_work:
+        before = engine.stats()
+        with guard:
+            engine.step()
+        after = engine.stats()
+        assert after.replays - before.replays == after.rounds - before.rounds <= 1
+    stats = engine.stats()
+    assert stats.rounds == stats.replays > 10
+    assert stats.host_syncs == 0 and guard.pinned_reads > 10
+    engine.close()
+
+
+def test_the_next_round_is_launched_before_the_last_one_is_read() -> None:
+    """With a device that lags behind, a step returns while the newest rounds are still on their way."""
+    hold = threading.Event()
+    backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
+    engine = make_engine(Setup(k=2, rounds_in_flight=3), backend)
+    job = engine.submit([1, 2], max_new_tokens=20)
+    assert engine.step() == [] and engine.step() == [], "two rounds are launched without waiting for either"
+    assert engine.stats().rounds == 2
+    hold.set()
+    while not job.finished:
+        engine.step()
+    assert job.tokens == plain([1, 2], 20).tokens
+    engine.close()
+
+
+def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
+    hold = threading.Event()
+    engine = make_engine(Setup(k=2, max_rows=8, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: hold.wait()))
+    engine.submit([1], max_new_tokens=20)
+    assert engine.step() == []
+    jobs = [engine.submit([1, place], max_new_tokens=4) for place in range(7)]
+    assert engine.step() == [] and engine.stats().running == 8
+    assert engine.stats().event_waits == 0
+    hold.set()
+    for _ in engine.stream():
+        pass
+    assert [job.tokens for job in jobs] == [plain([1, place], 4).tokens for place in range(7)]
+    engine.close()
+
+
+def test_matchers_are_let_go_when_their_requests_end() -> None:
+    engine = shared_engine(SETUP)
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1 + place % 3], max_new_tokens=20) for place in range(8)]
+    engine.step()
+    matchers = [weakref.ref(seat.matcher.matcher) for seat in engine._desk.rows if seat.matcher]
+    assert len(matchers) == 4
+    for _ in engine.stream():
+        pass
+    engine.backend.synchronize()
+    assert all(job.finished for job in jobs)
+    assert [matcher() for matcher in matchers] == [None] * 4
+
+
+def test_a_submit_during_close_is_refused_or_ends_with_a_reason() -> None:
+    engine = make_engine(SETUP)
+    entered, closing = threading.Event(), threading.Event()
+    real = engine._require_open
+
+    def slowly(call: str) -> None:
+        real(call)
+        if threading.current_thread() is client and call == "submit":
+            entered.set()
+            closing.wait(0.2)  # the second of two looks happens under the lock, where close() has to wait for it
+
+    outcome: list[object] = []
+
+    def submit() -> None:
+        try:
+            outcome.append(engine.submit([1], max_new_tokens=3))
+        except RuntimeError as error:
+            outcome.append(error)
+
+    client = threading.Thread(target=submit)
+    engine._require_open = slowly  # type: ignore[method-assign]
+    client.start()
+    entered.wait()
+    engine.close()
+    client.join()
+    (result,) = outcome
+    assert isinstance(result, RuntimeError) or (isinstance(result, Job) and result.finish_reason == FinishReason.CANCELLED)
+    assert not engine.has_work
+
+
+def test_rings_survive_a_device_that_lags_in_every_way() -> None:
+    """Delays at random places of the device: host memory that is still to be copied is never written."""
+    pauses = iter([0.0, 0.002, 0.0, 0.004, 0.001] * 100_000)
+    engine = make_engine(Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))))
+    asks = [([7, place], CONSTRAINTS[place % len(CONSTRAINTS)], 12) for place in range(14)]
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=count) for prompt, constraint, count in asks]
+    for _ in engine.stream():
+        pass
+    for (prompt, constraint, count), job in zip(asks, jobs, strict=True):
+        assert job.tokens == plain(prompt, count, constraint).tokens
+    engine.close()
+
+
+@pytest.mark.parametrize(("k", "draft_masks"), [(0, True), (1, True), (4, True), (8, True), (1, False), (4, False)])
+def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: bool) -> None:
+    """A perfect drafter and an endless grammar: every round walks the whole chain, and fills each of its rows once."""
+    target = ToyTarget(
+        VOCABULARY.logits_width, seed=5, biases={STOP: -100.0, **dict.fromkeys(range(STOP + 1, VOCABULARY.logits_width), -100.0)}
+    )
+    config = EngineConfig(
+        max_rows=4, buckets=(4,), num_speculative_tokens=k, max_length=96, draft_masks=draft_masks, greedy_only=True, backend="tape"
+    )
+    with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config) as engine:
+        engine.capture()
+        endless = Constraint.regex(r"[ -~\n\t]*")
+        jobs = [engine.submit([5, place], constraint=endless, max_new_tokens=41) for place in range(3)]
+        engine.submit([9], max_new_tokens=40)  # an unconstrained neighbour costs no fills
+        for _ in engine.stream():
+            pass
+        rounds = 1 + -(-40 // (k + 1))  # the first round has no drafts yet, every other one takes them all
+        assert [job.rounds for job in jobs] == [rounds] * 3
+        # Row 0 of the first round, and K + 1 rows of every chain: rows 0..K-1 in the round that begins it, row K in the next.
+        assert engine.stats().mask_fills == 3 * (1 + (rounds - 1) * (k + 1))
+
+
+def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
+    engine = make_engine(Setup(k=3, drafter="fair", buckets=(1, 2, 4)))
+    prompt, constraint = [11, 12, 13], CONSTRAINTS[1]
+    alone = engine.generate(prompt, constraint=constraint, max_new_tokens=60).tokens
+    seen = set()
+    for neighbours in range(4):
+        before = [engine.submit([place, 1], max_new_tokens=50, constraint=CONSTRAINTS[place + 2]) for place in range(neighbours)]
+        engine.step()
+        job = engine.submit(prompt, constraint=constraint, max_new_tokens=60)
+        after = [engine.submit([place, 2], max_new_tokens=9) for place in range(3 - neighbours)]
+        engine.step()
+        seen.add(next(seat.row for seat in engine._desk.rows if seat.job is job))
+        for _ in engine.stream():
+            pass
+        assert job.tokens == alone
+        assert all(other.finished for other in before + after)
+    assert len(seen) > 1, "the job sat in different rows"
+    engine.close()
+
+
+@pytest.mark.parametrize("k", [0, 3, 8])
+def test_a_row_may_fill_its_last_position(k: int) -> None:
+    """Drafts that reach beyond the longest history are inert: they write to the scratch page and change nothing."""
+    engine = make_engine(Setup(k=k, drafter="perfect", max_rows=2, buckets=(2,)))
+    for length in range(engine.limits.max_length - 10, engine.limits.max_length):
+        prompt = [(place * 7 + length) % 90 for place in range(length)]
+        room = engine.limits.max_length - length
+        job = engine.submit(prompt, max_new_tokens=room)
+        short = engine.submit([length % 90], max_new_tokens=room)
+        for _ in engine.stream():
+            pass
+        assert job.tokens == plain(prompt, room).tokens
+        assert short.tokens == plain([length % 90], room).tokens
+    engine.close()
+
+
+def test_outputs_are_bit_identical_captured_and_eager_along_a_whole_schedule() -> None:
+    engines = [make_engine(Setup(k=3, eager=eager, asynchronous=False)) for eager in (False, True)]
+    jobs = [[engine.submit([place, 4], constraint=CONSTRAINTS[place], max_new_tokens=25) for place in range(6)] for engine in engines]
+    while any(engine.has_work for engine in engines):
+        captured, eager = (engine.step() for engine in engines)
+        assert captured == eager
+        for name in engines[0].buffers:
+            left, right = (engine.buffers[name] for engine in engines)
+            assert torch.equal(left.view(torch.uint8), right.view(torch.uint8)), name
+    assert [job.tokens for job in jobs[0]] == [job.tokens for job in jobs[1]]
+    for engine in engines:
+        engine.close()
+
+
+def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
+    engine = shared_engine(SETUP)
+    jobs = [engine.submit([place], max_new_tokens=60, constraint=CONSTRAINTS[place % 3]) for place in range(6)]
+    queued = jobs[5]
+    assert engine.cancel(queued) and engine.cancel(queued.id)
+    engine.step()
+    assert queued.finish_reason == FinishReason.CANCELLED and queued.tokens == []
+    running = jobs[1]
+    engine.step()
+    assert engine.cancel(running) and engine.cancel(running)
+    events = engine.step()
+    assert [event.finish_reason for event in events if event.job_id == running.id] == [FinishReason.CANCELLED]
+    length = len(running.tokens)
+    late = engine.submit([1, 1], max_new_tokens=30)  # takes the seat while older rounds are on their way
+    for event in engine.stream():
+        assert event.job_id != running.id, "no event after the last one"
+    assert len(running.tokens) == length
+    assert engine.cancel(running) is False and engine.cancel(10_000) is False
+    assert late.tokens == plain([1, 1], 30).tokens
+
+
+def test_requests_wait_for_pages_and_nobody_fails() -> None:
+    engine = shared_engine(SETUP)  # 36 pages of 8 tokens
+    jobs = [engine.submit([place] * 10, max_new_tokens=80) for place in range(5)]  # 12 pages each
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().free_pages) == (3, 2, 0)
+    for _ in engine.stream():
+        pass
+    for place, job in enumerate(jobs):
+        assert job.tokens == plain([place] * 10, 80).tokens
+    assert engine.stats().free_pages == 36
+
+
+def test_submit_and_cancel_from_many_threads() -> None:
+    engine = shared_engine(SETUP)
+    jobs: list[Any] = []
+    lock, go = threading.Lock(), threading.Event()
+
+    def client(number: int) -> None:
+        go.wait()
+        for place in range(6):
+            job = engine.submit([number, place], constraint=CONSTRAINTS[place % 4], max_new_tokens=12)
+            with lock:
+                jobs.append(job)
+            if place % 3 == 2:
+                engine.cancel(job)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    events: dict[int, list[int]] = {}
+    while any(thread.is_alive() for thread in threads) or engine.has_work:
+        for event in engine.step():
+            events.setdefault(event.job_id, []).extend(event.tokens)
+    assert len(jobs) == 30 and all(job.finished for job in jobs)
+    for job in jobs:
+        expected = plain(job.prompt_ids, 12, job.constraint).tokens
+        assert events.get(job.id, []) == job.tokens == expected[: len(job.tokens)]
+        assert job.finish_reason == FinishReason.CANCELLED or job.tokens == expected
+
+
+def test_schema_outputs_are_json_of_that_schema() -> None:
+    import json
+
+    engine = shared_engine(SETUP)
+    for seed in range(20):
+        job = engine.generate([seed, 5], constraint=Constraint.json_schema(SCHEMA), max_new_tokens=80)
+        if job.finish_reason == FinishReason.CONSTRAINT_COMPLETE:
+            document = json.loads(VOCABULARY.decode(job.tokens))
+            assert document["name"] in ("ada", "bob") and isinstance(document["age"], int) and len(document["tags"]) <= 3
+    assert COMPILER.compile(Constraint.json_schema(SCHEMA)).nbytes > 0

@@ -1,0 +1,210 @@
+"""Sampled requests through the whole engine: the law of their texts, and what their seeds promise."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Constraint, Engine, SamplingParams
+from stepgraph.sampling import processors
+from stepgraph.sampling.processors import RowSettings
+from tests.helpers.chi_square import chi_square_p
+from tests.helpers.oracles import filtered, prefix_logits, processed
+from tests.helpers.pairs import pairs
+from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, STOP, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
+
+PROMPT = [5, 6]
+GRAMMAR = Constraint.regex("[a-c]{1,2}[xy]")
+REPEATS = Constraint.regex("[a-c]{2,4}")
+SETTINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.3, seed=2),
+    SamplingParams(temperature=2.5, seed=3),
+    SamplingParams(temperature=1.0, top_k=5, seed=4),
+    SamplingParams(temperature=1.0, top_p=0.6, seed=5),
+    SamplingParams(temperature=1.0, min_p=0.2, seed=6),
+    SamplingParams(temperature=1.7, top_k=20, top_p=0.8, min_p=0.01, seed=7),
+    SamplingParams(temperature=1e-3, seed=8),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, bad_token_ids=(30, 31)),
+    SamplingParams(temperature=1.2, frequency_penalty=1.5, presence_penalty=-0.5, logprobs=True, seed=11),
+    SamplingParams(temperature=0.0, min_new_tokens=20, frequency_penalty=0.7, logprobs=True, ignore_eos=True),
+    SamplingParams(temperature=0.8, logit_bias={40: 6.0, 41: -100.0}, top_k=30, min_new_tokens=5, seed=13),
+]
+PENALTIES = SamplingParams(
+    temperature=1.2,
+    top_p=0.98,
+    repetition_penalty=1.2,
+    frequency_penalty=2.0,
+    presence_penalty=1.0,
+    logit_bias={66: 1.5},
+    bad_token_ids=(67,),
+    min_new_tokens=3,
+)
+
+
+@functools.cache
+def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[int, ...], float]:
+    """Probability of every text of a grammar after PROMPT, by enumeration in float64."""
+    texts: dict[tuple[int, ...], float] = {}
+
+    def walk(tokens: tuple[int, ...], probability: float) -> None:
+        matcher = COMPILER.compile(grammar).matcher()
+        assert all(matcher.accept_token(token) for token in tokens)
+        masks = torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
+        if matcher.fill_next_token_bitmask(masks, 0).name != "OK":
+            texts[tokens] = probability
+            return
+        logits = prefix_logits(TARGET, [*PROMPT, *tokens])[: len(VOCABULARY.tokens)]
+        logits = processed(logits, sampling, PROMPT, tokens, [STOP])
+        legal = [int(masks[0, token // 32]) >> (token % 32) & 1 for token in range(len(logits))]
+        masked = [value if ok else -math.inf for value, ok in zip(logits, legal, strict=True)]
+        for token, share in enumerate(filtered(masked, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)):
+            if share:
+                walk((*tokens, token), probability * share)
+
+    walk((), 1.0)
+    return texts
+
+
+def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500) -> float:
+    """How likely the texts of so many seeds are under the law."""
+    texts = law(sampling, grammar)
+    assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
+    jobs = []
+    for seed in range(seeds):
+        jobs.append(engine.submit(PROMPT, constraint=grammar, sampling=replace(sampling, seed=seed), max_new_tokens=8))
+        while engine.stats().waiting >= 1000:  # the queue is not as long as that
+            engine.step()
+    for _ in engine.stream():
+        pass
+    counts = Counter(tuple(job.tokens) for job in jobs)
+    if not set(counts) <= set(texts):
+        return 0.0
+    observed = torch.tensor([counts[text] for text in texts])
+    return chi_square_p(observed, torch.tensor(list(texts.values()), dtype=torch.float64))
+
+
+def crowd(k: int, drafter: str = "fair", draft_masks: bool = True) -> Setup:
+    """One size of batch, and room for that many texts."""
+    return Setup(k, draft_masks, drafter, max_rows=32, buckets=(32,), num_pages=64, greedy_only=False)
+
+
+CROWDS = [crowd(0), crowd(1, "perfect"), crowd(3), crowd(3, "adversarial", False), crowd(2, "random", False), crowd(3, "half")]
+LAWS = {
+    "free": (SamplingParams(temperature=1.5), GRAMMAR),
+    "filtered": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.05), GRAMMAR),
+    "penalties": (PENALTIES, REPEATS),
+}
+
+
+@pytest.mark.parametrize(("setup", "name"), pairs(CROWDS, list(LAWS)), ids=str)
+def test_texts_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+    assert law_p(shared_engine(setup), *LAWS[name]) > 1e-9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("setup", CROWDS, ids=str)
+def test_texts_of_many_seeds_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+    assert law_p(shared_engine(setup), *LAWS[name], seeds=5000) > 1e-9
+
+
+def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: every place counts what was emitted before the round, and no more."""
+    real = processors.process
+
+    def forgetful(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
+        return real(logits, rows, torch.full_like(before, -1), first, ids)
+
+    monkeypatch.setattr(processors, "process", forgetful)
+    with make_engine(crowd(3, "perfect")) as engine:
+        assert law_p(engine, replace(PENALTIES, top_p=1.0), REPEATS) < 1e-9
+
+
+TEN = Setup(k=3, greedy_only=False, max_rows=10, buckets=(1, 2, 4, 8, 10))
+
+
+def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dict[int, list[int]]:
+    tokens = {}
+    jobs = []
+    for place in order:
+        job = engine.submit([place, 7], constraint=CONSTRAINTS[place % 3], sampling=SETTINGS[place], max_new_tokens=most)
+        jobs.append((place, job))
+        while not together and not job.finished:
+            engine.step()
+    for _ in engine.stream():
+        pass
+    for place, job in jobs:
+        assert job.error == ""
+        tokens[place] = list(job.tokens)
+    return tokens
+
+
+def test_requests_with_many_settings_equal_the_same_alone() -> None:
+    """Whatever the company, the row, the bucket, the restart; captured or eager."""
+    engine = shared_engine(TEN)
+    alone = run(engine, list(range(len(SETTINGS))), together=False)
+    assert run(engine, list(range(len(SETTINGS))), together=True) == alone
+    assert run(engine, [7, 3, 12, 9, 0, 13, 1, 8, 2, 10, 6, 11, 5, 4], together=True) == alone
+    for other in (Setup(k=3, greedy_only=False, max_rows=4), replace(TEN, eager=True)):
+        engine = make_engine(other)
+        assert run(engine, [*reversed(range(len(SETTINGS)))], together=True) == alone
+        engine.close()
+    assert alone[0] == plain([0, 7], 24, CONSTRAINTS[0]).tokens, "temperature 0 is greedy, also among sampled rows"
+    assert alone[8] == plain([8, 7], 24, CONSTRAINTS[2]).tokens, "and so is a temperature near 0"
+    for place in (10, 12):
+        assert alone[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
+    assert alone[1] != alone[9]
+
+
+def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
+    """The lowest free row is given first: the turns bring every request to each of ten rows, the sizes are those of all batches."""
+    count, most = len(SETTINGS), 20  # three pages each: ten have seats at once
+    engine = shared_engine(TEN)
+    alone = run(engine, list(range(count)), together=False, most=most)
+    for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
+        [(5 * size + row) % count for row in range(size)] for size in range(1, 10)
+    ]:
+        assert run(engine, order, together=True, most=most) == {place: alone[place] for place in order}
+
+
+@pytest.mark.parametrize("k", range(7))
+def test_greedy_requests_do_not_depend_on_how_much_is_drafted(k: int) -> None:
+    """Nor on sampled ones beside them, which do. Few tokens compete in the first, so that every count decides."""
+    few = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={40: 50.0, 41: 50.0, 42: 50.0})
+    with make_engine(Setup(k=k, greedy_only=False, max_rows=2, drafter="perfect", eager=True)) as engine:
+        job = engine.submit([3], sampling=few, max_new_tokens=60)
+        tokens = run(engine, [12, 1, 10, 0, 13], together=True)
+    assert job.tokens == plain([3], 60, sampling=few).tokens
+    for place in (0, 10, 12):
+        assert tokens[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
+
+
+def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> None:
+    """A greedy row's drafts may come from a round without distributions, and be judged in one with them."""
+    engine = make_engine(Setup(k=4, greedy_only=False, drafter="fair"))
+    steady = engine.submit([3, 1], max_new_tokens=80)
+    for seed in range(6):
+        engine.step()
+        engine.step()
+        engine.submit([seed], sampling=SamplingParams(seed=seed), max_new_tokens=3)
+    for _ in engine.stream():
+        pass
+    assert steady.tokens == plain([3, 1], 80).tokens
+    engine.close()
+
+
+def test_a_fresh_seed_is_told_and_repeats_the_text() -> None:
+    engine = shared_engine(TEN)
+    first, second = (engine.generate([1, 2], sampling=SamplingParams(), max_new_tokens=30) for _ in range(2))
+    assert first.seed != second.seed and first.tokens != second.tokens
+    again = engine.generate([1, 2], sampling=SamplingParams(seed=first.seed), max_new_tokens=30)
+    assert again.tokens == first.tokens

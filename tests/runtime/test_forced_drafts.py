@@ -1,0 +1,276 @@
+"""Drafts that a grammar forces, in an engine: same tokens, fewer rounds, counted, and nothing where it is switched off."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.matchers.forced import ForcedText
+from tests.helpers.oracles import Answer, greedy
+from tests.helpers.proposers import noise, parrot, told
+from tests.helpers.toy_engines import needs_native
+from tools.bench import forced_drafts as bench_forced
+
+WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
+VOCABULARY = Vocabulary.printable(word.encode() for word in WORDS)
+STOP = VOCABULARY.stop_token_ids[0]
+# What a trained target writes its texts in: it likes a token the better the longer it is.
+LENGTHS = {index: 9.0 * len(token) for index, token in enumerate(VOCABULARY.tokens) if len(token) > 1 and index != STOP}
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=5, biases=LENGTHS)
+CHOICE = Constraint.choice(["alpha", "alphabet", "alpha_bet"])
+ORDER = Constraint.json_schema(
+    {
+        "type": "object",
+        "properties": {"quantity": {"type": "integer"}, "unit_price": {"type": "boolean"}, "currency": {"enum": ["alpha", "alphabet"]}},
+        "required": ["quantity", "unit_price", "currency"],
+        "additionalProperties": False,
+    }
+)
+COMPILER = GrammarCompiler(VOCABULARY)
+CONSTRAINTS = (None, ORDER, CHOICE, Constraint.regex("(total: [0-9]{1,3}, ){2}"), ORDER.after("|"), replace(ORDER, backend="llguidance"))
+K = 4
+BUCKETS = (4,)
+
+
+@functools.cache
+def engine(k: int = K, agreement: float = 0.0, link: str = "auto", forced: bool = True, greedy_only: bool = True) -> Engine:
+    return make(ToyDraft(TARGET, agreement), k, host_link=link, forced_drafts=forced, greedy_only=greedy_only)
+
+
+def config_of(k: int, **options: Any) -> EngineConfig:
+    sizes = {
+        "max_rows": 4,
+        "buckets": BUCKETS,
+        "max_length": 96,
+        "page_size": 8,
+        "prefill_chunk": 8,
+        "backend": "tape",
+        "compile_isolation": "none",
+    }
+    return EngineConfig(num_speculative_tokens=k, **{**sizes, **options})
+
+
+def make(draft: ToyDraft, k: int = K, **options: Any) -> Engine:
+    config = config_of(k, **options)
+    made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=TapeBackend(asynchronous=True))
+    made.capture()
+    return made
+
+
+@functools.cache
+def answer(prompt: tuple[int, ...], constraint: Constraint | None) -> Answer:
+    compiled = COMPILER.compile(constraint) if constraint else None
+    return greedy(TARGET, prompt, 32, [STOP], compiled, len(VOCABULARY.tokens))
+
+
+def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
+    """Every constraint behind a prompt of its own, a few at a time."""
+    asked = [((7, place, 1), constraint) for place, constraint in enumerate(CONSTRAINTS)]
+    jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in asked]
+    for _ in made.stream():
+        pass
+    return [(answer(*ask), job) for ask, job in jobs]
+
+
+def counts(made: Engine) -> tuple[int, int, int, int]:
+    stats = made.stats()
+    return stats.forced_drafts, stats.accepted_forced_drafts, stats.forced_looks, stats.rounds
+
+
+def check(jobs: list[tuple[Answer, Job]]) -> None:
+    for expected, job in jobs:
+        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, ""), job.constraint
+
+
+@pytest.mark.parametrize(
+    ("k", "link", "agreement"),
+    [(1, "auto", 0.0), (2, "auto", 0.6), (3, "python", 0.0), (4, "auto", 0.0), (5, "python", 0.9), (6, "auto", 0.3)],
+)
+def test_tokens_are_those_of_plain_greedy(k: int, link: str, agreement: float) -> None:
+    made = engine(k, agreement, link)
+    before = made.stats()
+    jobs = run(made)
+    check(jobs)
+    after = made.stats()
+    assert after.accepted_forced_drafts > before.accepted_forced_drafts
+    fills = after.mask_fills - before.mask_fills
+    assert fills <= sum((k + 1) * job.rounds for _, job in jobs if job.constraint) + len(jobs) * (k + 1) * made.limits.rounds_in_flight
+
+
+def test_a_drafter_that_knows_nothing_gains_what_the_grammar_knows() -> None:
+    """Where the target writes as its tokenizer does."""
+    forced, free = engine(), engine(forced=False)
+    with_forced, without = run(forced), run(free)
+    check(without)
+    proposed, accepted, looks, _ = counts(forced)
+    assert counts(free)[:3] == (0, 0, 0)
+    assert accepted > 10 and looks < proposed, "the others stand behind drafts that do not hold"
+    rounds = [sum(job.rounds for _, job in jobs if job.constraint == ORDER) for jobs in (with_forced, without)]
+    assert rounds[0] < rounds[1], rounds
+
+
+@needs_native
+def test_both_links_propose_the_same() -> None:
+    native, python = engine(link="native"), engine(link="python")
+    check(run(native))
+    check(run(python))
+    assert native.stats().forced_drafts > 0
+    assert counts(native)[:3] == counts(python)[:3]
+
+
+def test_events_count_what_was_forced_and_what_of_it_held() -> None:
+    """Per request and round; a request without a grammar has none, and nobody has more than it wants drafts."""
+    made = engine()
+    before = made.stats()
+    plain = made.submit([1, 2], max_new_tokens=24)
+    few = made.submit([1, 2], constraint=ORDER, max_new_tokens=32, num_speculative_tokens=2)
+    many = made.submit([1, 2], constraint=ORDER, max_new_tokens=32)
+    events = list(made.stream())
+    after = made.stats()
+    assert sum(event.num_forced_drafts for event in events) == after.forced_drafts - before.forced_drafts
+    assert sum(event.num_accepted_forced_drafts for event in events) == after.accepted_forced_drafts - before.accepted_forced_drafts
+    most = {job.id: max(event.num_forced_drafts for event in events if event.job_id == job.id) for job in (plain, few, many)}
+    assert most == {plain.id: 0, few.id: 2, many.id: K}
+    assert all(event.num_accepted_forced_drafts <= min(event.num_forced_drafts, event.num_accepted_drafts) for event in events)
+    former = made.submit([1, 2], constraint=Constraint.choice(["total currency " * 6]), max_new_tokens=32)  # all of it forced
+    while not any(event.num_forced_drafts for event in made.step()):
+        pass
+    made.cancel(former)
+    alone = made.submit([1, 2], max_new_tokens=24)
+    later = [event for event in made.stream() if event.job_id == alone.id]
+    assert alone.tokens == plain.tokens and not any(event.num_forced_drafts for event in later), "in the slot of a former one"
+
+
+def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
+    known = [index for index, token in enumerate(VOCABULARY.tokens) if len(token) == 1]
+    made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True, forced_drafts=True)
+    check(run(made))
+    assert made.stats().accepted_forced_drafts > 8
+    made.close()
+
+
+@pytest.mark.parametrize("wrong", [0, STOP, len(VOCABULARY.tokens) - 2], ids=["any", "stop", "longest"])
+def test_a_wrong_proposal_is_a_draft_that_does_not_hold(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    made = engine(3, 0.0, "python")
+    monkeypatch.setattr(ForcedText, "propose", lambda *_: wrong)
+    before = counts(made)
+    check(run(made))
+    after = counts(made)
+    assert after[0] - before[0] > 20 and after[1] - before[1] < 0.5 * (after[0] - before[0])
+
+
+def test_a_sampled_text_depends_on_its_seed_alone() -> None:
+    """Alone or in company, and whichever link finds what is forced."""
+    texts = []
+    for link in ("auto", "python"):
+        made = engine(3, 0.6, link, greedy_only=False)
+        asked: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=11), "max_new_tokens": 32}
+        texts.append([made.generate([7, 1], constraint=ORDER, **asked).tokens])
+        company = [made.submit([7, 1], constraint=constraint, **asked) for constraint in (None, ORDER, CHOICE)]
+        for _ in made.stream():
+            pass
+        texts[-1].append(company[1].tokens)
+        assert made.stats().accepted_forced_drafts > 0
+    assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
+
+
+def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
+    """Not the token that its text would be written in, and nothing at all where the grammar leaves nothing else."""
+    names = {token: index for index, token in enumerate(VOCABULARY.tokens)}
+    made, alone = engine(3, 0.6, greedy_only=False), Constraint.regex("zzz")
+    for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
+        asked = SamplingParams(temperature=0, bad_token_ids=tuple(names[token] for token in banned), min_new_tokens=8)
+        expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), asked)
+        before = made.stats().forced_drafts
+        job = made.generate([7, 1], constraint=constraint, sampling=asked, max_new_tokens=48)
+        assert (job.tokens, job.finish_reason) == (expected.tokens, reason or expected.reason)
+        assert reason or made.stats().forced_drafts > before
+
+
+def test_the_switch_is_told_and_checked() -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True, False or None"):
+        EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, want draft_masks=True"):
+        EngineConfig(forced_drafts=True, draft_masks=False)
+    with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, want forced_drafts=False"):
+        Engine(TARGET, told, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
+    reports = []
+    drafters: list[Any] = [ToyDraft(TARGET), "ngram", told]
+    for draft, forced in itertools.product(drafters, (None, True, False)):
+        if draft is told and forced:
+            continue
+        config = EngineConfig(max_rows=1, backend="tape", eager=True, forced_drafts=forced, rounds_in_flight=1)
+        with Engine(TARGET, draft, vocabulary=VOCABULARY, config=config) as made:
+            reports.append("forced drafts: on" in made.capture().notes)
+    assert reports == [False, True, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("k", "draft", "link"),
+    [(1, "ngram", "python"), (4, "ngram", "auto"), (6, noise(len(VOCABULARY.tokens)), "auto"), (3, parrot(), "auto")],
+    ids=["ngram 1", "ngram 4", "noise 6", "parrot 3"],
+)
+def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str) -> None:
+    """Greedy and sampled, with what is expected told and not: same tokens, K + 1 fills, and no fewer drafts that hold."""
+    rounds, sampled = list[tuple[int, int]](), dict[str, Any](sampling=SamplingParams(temperature=0.9, seed=3), max_new_tokens=32)
+    for forced in (True, False):
+        made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
+        made.capture()
+        check(jobs := run(made))
+        before = made.stats()
+        foreseen = [
+            (expected, made.generate(job.prompt_ids, constraint=job.constraint, max_new_tokens=32, draft_ids=expected.tokens))
+            for expected, job in jobs
+        ]
+        check(foreseen)
+        after, total = made.stats(), sum(job.rounds for _, job in foreseen if job.constraint)
+        assert after.mask_fills - before.mask_fills <= (k + 1) * (total + len(jobs) * made.limits.rounds_in_flight)
+        assert (after.accepted_forced_drafts > 0) == forced
+        drawn = [made.generate([7, 1], constraint=ORDER, **sampled).tokens]
+        company = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
+        for _ in made.stream():
+            pass
+        assert drawn == [company[1].tokens]
+        rounds.append((sum(job.rounds for _, job in jobs), total))
+        made.close()
+    assert rounds[0][0] < rounds[1][0], rounds
+    assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "what is foreseen goes on behind it"
+
+
+def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
+    """No draft model at all: `draft="forced"`. Greedy and sampled, with requests in company that have no drafts to offer."""
+    made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
+    assert "drafter: what grammars force" in made.capture().notes
+    jobs = run(made)
+    check(jobs)
+    stats = made.stats()
+    assert stats.accepted_drafts == stats.accepted_forced_drafts > 10
+    assert all(job.rounds == len(job.tokens) for _, job in jobs if not job.constraint)
+    assert all(job.rounds < 0.8 * len(job.tokens) for _, job in jobs if job.constraint == ORDER)
+    sampled: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}
+    drawn = [made.generate([7, 1], constraint=ORDER, **sampled) for _ in range(2)]
+    assert drawn[0].tokens == drawn[1].tokens and drawn[0].num_accepted_drafts > 0
+    made.close()
+
+
+def test_nothing_but_forced_drafts_and_none_of_them_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Engine\.draft: got 'forced' with draft_masks=False"):
+        Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, draft_masks=False))
+
+
+def test_the_bench_counts_what_forced_drafts_are_worth() -> None:
+    """Rounds per token, off and on; nothing is asked of the host that the switch turns off, and fills stay K + 1."""
+    vocabulary = Vocabulary.printable(word.encode() for word in bench_forced.WORDS)
+    person = {"person": bench_forced.CONSTRAINTS["person"]}
+    forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))
+    assert forced["rounds_per_token"] < 0.8 * free["rounds_per_token"]
+    assert free["forced_per_round"] == free["looks_per_round"] == 0.0 < forced["accepted_forced_per_round"]
+    assert max(forced["fills_per_round"], free["fills_per_round"]) <= 5  # a round's four, and those of a round behind the last one

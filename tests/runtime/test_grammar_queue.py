@@ -1,0 +1,143 @@
+"""A grammar on its way holds up nobody: who waits for it, who goes on, and what becomes of it when a job ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from stepgraph import Constraint, Engine, FinishReason, Job, StepEvent
+from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
+from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW, busy_worker, gone, waited
+
+SETUP = Setup(k=2, max_rows=2, compile_isolation="process")
+TEXTS = (([1, 2], None), ([3], CONSTRAINTS[1]), ([4, 5], CONSTRAINTS[3]))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with make_engine(SETUP, grammar_limits=GrammarLimits(compile_seconds=120)) as engine:
+        yield engine
+
+
+def compiler_of(engine: Engine) -> GrammarCompiler:
+    assert engine._grammars._compiler is not None
+    return engine._grammars._compiler
+
+
+def submitted(engine: Engine) -> list[Job]:
+    return [engine.submit(prompt, constraint=constraint, max_new_tokens=24) for prompt, constraint in TEXTS]
+
+
+def check_undisturbed(jobs: list[Job]) -> None:
+    """Token for token what each would be alone."""
+    for job, (prompt, constraint) in zip(jobs, TEXTS, strict=True):
+        answer = plain(prompt, 24, constraint)
+        assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+
+
+def stepped(engine: Engine, jobs: list[Job]) -> None:
+    while not all(job.finished for job in jobs):
+        engine.step()
+
+
+def test_who_waits_for_a_grammar_holds_up_nobody_behind_it(engine: Engine) -> None:
+    assert engine._grammars.notes == ("grammars: compiled in a worker process, in at most 120 s and 1024 MiB",)
+    slow = engine.submit([7], constraint=SLOW, max_new_tokens=4)
+    jobs = submitted(engine)
+    pid = busy_worker(compiler_of(engine))
+    stepped(engine, jobs)
+    check_undisturbed(jobs)
+    assert engine.has_work and not slow.finished and not gone(pid)
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.grammars.running, stats.grammars.waiting) == (1, 0, 1, 0)
+    start = time.perf_counter()
+    assert engine.step() == []
+    assert time.perf_counter() - start < 5, "a step waited for the compile"
+    assert engine.cancel(slow)
+    waited(lambda: gone(pid), "nobody wants the grammar, and its compile goes on")
+    (event,) = engine.step()
+    assert (event.job_id, slow.finish_reason, slow.error) == (slow.id, FinishReason.CANCELLED, "")
+    assert not engine.has_work
+
+
+def test_a_compile_is_shared_and_goes_on_while_one_job_wants_it(engine: Engine) -> None:
+    before = engine.stats().grammars
+    first, second = (engine.submit([7], constraint=SLOW, max_new_tokens=4) for _ in range(2))
+    pid = busy_worker(compiler_of(engine))
+    engine.cancel(first)
+    engine.step()
+    after = engine.stats().grammars
+    assert first.finished and not gone(pid) and (after.misses, after.hits) == (before.misses + 1, before.hits + 1)
+    engine.cancel(second)
+    engine.step()
+    waited(lambda: gone(pid), "nobody wants the grammar, and its compile goes on")
+
+
+@pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_worker_that_dies_is_one_requests_error(engine: Engine, killer: signal.Signals) -> None:
+    bad = engine.submit([7], constraint=SLOW, max_new_tokens=4)
+    jobs = submitted(engine)
+    os.kill(busy_worker(compiler_of(engine)), killer)
+    stepped(engine, [bad, *jobs])
+    assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
+    assert f"constraint ebnf: cannot be compiled: the compile worker died of {killer.name}" in bad.error
+    check_undisturbed(jobs)
+
+
+def test_what_only_the_compile_finds_ends_the_job_and_is_raised_by_compile(engine: Engine) -> None:
+    undefined = Constraint.ebnf("root ::= missing")
+    bad, jobs = engine.submit([7], constraint=undefined, max_new_tokens=4), submitted(engine)
+    told = dict[int, StepEvent]()
+    while engine.has_work:
+        told |= {event.job_id: event for event in engine.step() if event.finish_reason == FinishReason.ERROR}
+    assert list(told) == [bad.id] and 'Rule "missing" is not defined' in told[bad.id].error == bad.error
+    assert bad.finish_reason == FinishReason.ERROR
+    check_undisturbed(jobs)
+    with pytest.raises(ValueError, match=r'constraint ebnf: cannot be compiled: .*Rule "missing" is not defined'):
+        engine.compile(undefined)
+
+
+def test_a_grammar_that_is_there_is_not_waited_for(engine: Engine) -> None:
+    fresh = Constraint.regex("[a-c]{2,9}z")
+    engine.submit([7], constraint=fresh, max_new_tokens=9)
+    assert engine.compile(fresh).matcher().fault == ""
+    job = engine.submit([7], constraint=fresh, max_new_tokens=9)
+    engine.step()
+    assert engine.stats().running == 2, "a grammar that is there is not waited for"
+    stepped(engine, [job])
+
+
+def test_a_grammar_in_use_is_kept_beyond_the_cache_and_dropped_when_its_last_job_ends() -> None:
+    with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
+        assert engine._grammars.notes == ("grammars: compiled in this process, whatever time and memory they take",)
+        assert engine.stats().grammars.grammars == 0, "nobody uses what was compiled ahead"
+        asked = Constraint.regex("[a-d]{30,}")
+        jobs = [engine.submit([7], constraint=asked, max_new_tokens=20) for _ in range(2)]
+        waited(lambda: engine.stats().grammars.grammars == 1, "the compile goes on")
+        engine.step()
+        used = engine.stats().grammars
+        assert (used.grammars, used.nbytes > 1) == (1, True)
+        assert engine.compile(asked) is engine.compile(asked), "a grammar in use was dropped"
+        engine.cancel(jobs[0])
+        engine.step()
+        assert engine.stats().grammars.grammars == 1
+        stepped(engine, jobs)
+        left = engine.stats().grammars
+        assert (left.grammars, left.nbytes, jobs[1].tokens) == (0, 0, plain([7], 20, asked).tokens)
+
+
+def test_a_refused_submit_leaves_no_claim_and_close_ends_the_compiles() -> None:
+    engine = make_engine(SETUP, max_queued=1)
+    job = engine.submit([7], constraint=GREEDY, max_new_tokens=4)
+    pid = busy_worker(compiler_of(engine))
+    with pytest.raises(RuntimeError, match=r"EngineConfig\.max_queued"):
+        engine.submit([7], constraint=SLOW, max_new_tokens=4)
+    waited(lambda: engine.stats().grammars.running == 1, "the refused request's compile goes on")
+    engine.close()
+    waited(lambda: gone(pid), "a worker outlives its engine")
+    assert (job.finish_reason, job.error) == (FinishReason.CANCELLED, "the engine was closed")

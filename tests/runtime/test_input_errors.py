@@ -1,0 +1,160 @@
+"""Refusals that no other test comes to: each names the field, what it got and what it wanted, before anything is made."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stepgraph.runtime
+from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, make_backend
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.runtime.extras.replay import read_recording
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import read_config
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.native import NativeLink, open_host_link
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.kernels.filter_choice import choose_filters
+from tests.helpers.grammar_texts import PRINTABLE
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+TARGET = ToyTarget(PRINTABLE.logits_width)
+CPU = torch.device("cpu")
+
+
+def host_buffers(slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For one draft: state, drafts, masks and tags."""
+    state, drafts = torch.zeros(slots, len(HostColumn), dtype=torch.int64), torch.zeros(1, slots, dtype=torch.int64)
+    return state, drafts, torch.zeros(2, slots, 3, dtype=torch.int32), torch.zeros(2, slots, TAG_FIELDS, dtype=torch.int64)
+
+
+def mapped(d2t: Tensor) -> Engine:
+    draft = ToyDraft(TARGET, d2t=range(5))
+    draft.d2t = d2t
+    return Engine(TARGET, draft, vocabulary=PRINTABLE, config=EngineConfig(max_rows=1, num_speculative_tokens=1, max_length=16))
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: make_backend("gpu"), r"backend: got 'gpu', want 'auto', 'tape' or 'cuda'"),
+    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"),
+    (
+        lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
+        r"attention: got 'fast', want one of 'auto', .*'reference'",
+    ),
+    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
+    (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, want at most 3600"),
+    (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, want 0 to 1"),
+    (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, want whole numbers from 0 to 2"),
+    (
+        lambda: read_config(CONFIG | {"num_attention_heads": 5}),
+        r"config\.num_attention_heads: got 5, want a divisor of hidden_size=24, or a head_dim",
+    ),
+    (
+        lambda: read_config(CONFIG | {"rope_scaling": LLAMA3}),
+        r"config\.rope_scaling\.high_freq_factor: got 4\.0, want more than low_freq_factor=4\.0",
+    ),
+    (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
+    (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
+    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, want a string"),  # type: ignore[arg-type]
+    (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), want a JSON object"),
+    (
+        lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
+        r"got the special token '\\ud800', want a text without halves of surrogate pairs",
+    ),
+    (
+        lambda: Vocabulary.from_tiktoken({b"a": 0}, special_tokens={"<|im_end|>": 1}, logits_width=0),
+        r"logits_width: got 0, want a whole number from 1 to 2097152, or None",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "told"), REFUSED, ids=[told.split(":")[0].split(" ")[-1] for _, told in REFUSED])
+def test_it_is_refused_by_name(call: Callable[[], object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        call()
+
+
+def test_every_public_name_is_listed_though_none_is_imported_before_it_is_asked_for() -> None:
+    assert set(stepgraph.__all__) <= set(dir(stepgraph))
+
+
+def test_the_tape_records_memory_of_the_cpu_only() -> None:
+    buffers = StaticBuffers([BufferSpec("x", (2,), torch.float32)], device="meta")
+    with pytest.raises(ValueError, match=r"TapeBackend\.capture: got buffers on meta, want them on the cpu"):
+        TapeBackend().capture(lambda b: None, buffers)
+
+
+def test_a_link_in_c_has_room_for_some_rows_and_rounds() -> None:
+    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, want 1 to \d+ slots and a depth of at least 1"):
+        NativeLink(load(), *host_buffers(1), 0)
+
+
+NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
+    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
+    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", want a number'),
+    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
+    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", want a list of strings'),
+    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
+    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
+    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, want an object"),
+    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, want an object, true or false"),
+]
+
+
+@pytest.mark.parametrize(("backend", "schema", "told"), NO_SCHEMAS, ids=[f"{backend} {told}" for backend, _, told in NO_SCHEMAS])
+def test_what_is_no_schema_is_refused_with_its_place(backend: Any, schema: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        GrammarCompiler(PRINTABLE, 1, backend=backend).compile(Constraint.json_schema(schema))
+
+
+def test_other_texts_of_constraints_are_refused_with_their_place() -> None:
+    compiler = GrammarCompiler(PRINTABLE, 1)
+    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, want bounds that ascend"):
+        compiler.compile(Constraint.regex("a{3,2}"))
+    with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', want what Constraint\.ebnf writes"):
+        compiler.compile(replace(Constraint.ebnf('root ::= "a"'), payload="[1]"))
+
+
+def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> None:
+    ranks = b"\n".join(base64.b64encode(bytes([byte])) + b" %d" % byte + b"\n" for byte in range(4))
+    (tmp_path / "some.tiktoken").write_bytes(ranks)
+    assert len(Vocabulary.from_tiktoken(tmp_path / "some.tiktoken", special_tokens={"<|im_end|>": 4}).tokens) == 5, "between empty lines"
+    (tmp_path / "tokenizer.json").write_text('{"model": "\\ud800"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no JSON: half of a surrogate pair in a text"):
+        Vocabulary.from_tokenizer_json(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ({"kind": "submit"}, r"run\.jsonl:1: got .*want the first line of a file that Engine\(record=\.\.\.\) wrote"),
+        ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, want an object"),
+    ],
+)
+def test_a_recording_begins_with_what_was_recorded(tmp_path: Path, header: dict[str, Any], told: str) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps(header) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=told):
+        read_recording(tmp_path / "run.jsonl")

@@ -1,0 +1,246 @@
+"""The metrics as Prometheus would read them: by a parser that takes nothing but the format, against the figures themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from stepgraph import EngineStats
+from stepgraph.graphs.shapes import GraphKey
+from stepgraph.runtime.metrics import CONTENT_TYPE, prometheus_text
+from stepgraph.runtime.stats import GraphStats, Histogram, Loss
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, shared_engine
+
+NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
+VALUE = r'"(?:[^"\\\n]|\\[\\"n])*"'
+PAIR = rf"{LABEL}={VALUE}"
+SAMPLE = re.compile(rf"({NAME})(?:\{{({PAIR}(?:,{PAIR})*)\}})? (\S+)")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?Inf|NaN")
+ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+SUFFIXES = {"counter": {""}, "gauge": {""}, "histogram": {"_bucket", "_sum", "_count"}}
+Key = tuple[str, frozenset[tuple[str, str]]]
+
+
+@dataclass
+class Family:
+    kind: str
+    told: str
+    samples: dict[Key, float] = field(default_factory=dict)
+
+
+def parsed(text: str) -> dict[str, Family]:
+    """Version 0.0.4, and stricter: HELP then TYPE in front of every family, its samples in one block, nothing twice."""
+    assert text.endswith("\n") and not text.endswith("\n\n"), "the last line ends, and is not empty"
+    families: dict[str, Family] = {}
+    name = told = ""
+    for line in text[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            name, told = line[len("# HELP ") :].split(" ", 1)
+            assert re.fullmatch(NAME, name) and name not in families and told.strip(), line
+        elif line.startswith("# TYPE "):
+            typed, kind = line[len("# TYPE ") :].split(" ")
+            assert typed == name and name not in families and kind in SUFFIXES, line
+            families[name] = Family(kind, told)
+        else:
+            add_sample(families[name], name, line)
+    for name, family in families.items():
+        assert family.kind != "counter" or name.endswith("_total")
+        assert family.kind == "counter" or not name.endswith("_total")
+        if family.kind == "histogram":
+            check_histogram(name, family)
+    return families
+
+
+def add_sample(family: Family, name: str, line: str) -> None:
+    match = SAMPLE.fullmatch(line)
+    assert match, f"no sample: {line!r}"
+    sample, pairs, number = match.groups()
+    assert sample.startswith(name) and sample[len(name) :] in SUFFIXES[family.kind], f"{line!r} is not of {name}"
+    labels = [(pair[0], unescaped(pair[1])) for pair in re.findall(rf"({LABEL})=({VALUE})", pairs or "")]
+    assert len(dict(labels)) == len(labels) and not any(label.startswith("__") for label, _ in labels), line
+    assert NUMBER.fullmatch(number), line
+    key = sample, frozenset(labels)
+    assert key not in family.samples, f"twice: {line!r}"
+    family.samples[key] = float(number)
+
+
+def unescaped(value: str) -> str:
+    return re.sub(r'\\[\\"n]', lambda match: ESCAPES[match[0]], value[1:-1])
+
+
+def check_histogram(name: str, family: Family) -> None:
+    buckets = sorted((float(dict(labels)["le"]), value) for (sample, labels), value in family.samples.items() if sample == f"{name}_bucket")
+    bounds, values = [bound for bound, _ in buckets], [value for _, value in buckets]
+    assert bounds[-1] == math.inf and values == sorted(values), "buckets are cumulative, up to +Inf"
+    counts = [value for (sample, _), value in family.samples.items() if sample == f"{name}_count"]
+    assert counts == [values[-1]], "the last bucket has them all"
+    assert sum(sample == f"{name}_sum" for sample, _ in family.samples) == 1
+
+
+def value(families: dict[str, Family], name: str, **labels: object) -> float:
+    key = f"stepgraph_{name}", frozenset((label, str(text)) for label, text in labels.items())
+    family = next(families[known] for known in families if key in families[known].samples)
+    return family.samples[key]
+
+
+def run_once() -> EngineStats:
+    engine = shared_engine(Setup(3))
+    for place, constraint in enumerate(CONSTRAINTS[:5]):
+        engine.submit([1, 2, place], constraint=constraint, max_new_tokens=10)
+    for _ in engine.stream():
+        pass
+    engine.step()  # reads what is still on its way
+    return engine.stats()
+
+
+def test_values_are_the_figures() -> None:
+    stats = run_once()
+    read = parsed(prometheus_text(stats))
+    drafting, grammars = stats.drafting, stats.grammars
+    for name, figure in {
+        "tokens_total": stats.tokens,
+        "prompt_tokens_total": stats.prompt_tokens,
+        "reused_prompt_tokens_total": stats.reused_tokens,
+        "submitted_total": stats.submitted,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "most_waiting": stats.most_waiting,
+        "accepted_drafts_total": stats.accepted_drafts,
+        "forced_drafts_total": stats.forced_drafts,
+        "accepted_forced_drafts_total": stats.accepted_forced_drafts,
+        "looked_up_drafts_total": stats.looked_up_drafts,
+        "accepted_looked_up_drafts_total": stats.accepted_looked_up_drafts,
+        "drafting_rounds_total": drafting.rounds,
+        "drafting_tokens_total": drafting.tokens,
+        "full_chains_total": drafting.full,
+        "rounds_total": stats.rounds,
+        "replays_total": stats.replays,
+        "host_syncs_total": stats.host_syncs,
+        "event_waits_total": stats.event_waits,
+        "mask_fills_total": stats.mask_fills,
+        "matcher_accepts_total": stats.matcher_accepts,
+        "matcher_rollbacks_total": stats.matcher_rollbacks,
+        "longest_host_node_seconds": stats.longest_host_node_seconds,
+        "exposed_wait_seconds_total": stats.exposed_wait_seconds,
+        "grammar_cache_hits_total": grammars.hits,
+        "grammar_cache_misses_total": grammars.misses,
+        "grammar_cache_evictions_total": grammars.dropped,
+        "grammar_cache_bytes": grammars.nbytes,
+        "grammars": grammars.grammars,
+        "compiles_total": grammars.compiles,
+        "compile_failures_total": grammars.failures,
+        "compile_seconds_total": grammars.compile_seconds,
+        "longest_compile_seconds": grammars.longest_compile_seconds,
+        "compiles_running": grammars.running,
+        "compiles_waiting": grammars.waiting,
+        "compile_workers_started_total": grammars.workers_started,
+        "saved_texts_total": stats.saved_texts,
+        "unsaved_texts_total": stats.unsaved_texts,
+        "pages": stats.pages,
+        "free_pages": stats.free_pages,
+        "most_used_pages": stats.most_used_pages,
+        "cached_pages": stats.cached_pages,
+        "evicted_pages_total": stats.evicted_pages,
+    }.items():
+        assert value(read, name) == figure, name
+    assert stats.tokens > 0 and stats.accepted_drafts > 0 and stats.mask_fills > 0
+    assert all(value(read, "finished_total", reason=reason) == count for reason, count in stats.finished)
+    assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in Loss)
+    for place in (1, 2, 3):
+        assert value(read, "position_offered_total", position=place) == drafting.offered[place - 1]
+        assert value(read, "position_accepted_total", position=place) == drafting.accepted[place - 1]
+    for name, histogram in {
+        "host_node_seconds": stats.host_nodes,
+        "queue_seconds": stats.queue_seconds,
+        "first_token_seconds": stats.first_token_seconds,
+    }.items():
+        assert (value(read, f"{name}_sum"), value(read, f"{name}_count")) == (histogram.total, histogram.count)
+        assert [value(read, f"{name}_bucket", le=bound) for bound in (*histogram.bounds, "+Inf")] == list(histogram.cumulative)
+    for graph in stats.graphs:
+        key = {"rows": graph.key.rows, "constrained": str(graph.key.constrained).lower(), "sampled": str(graph.key.sampled).lower()}
+        figures = [value(read, f"graph_{name}_total", **key) for name in ("rounds", "padded_rounds", "padded_rows")]
+        assert figures == [graph.rounds, graph.padded_rounds, graph.padded_rows]
+
+
+def test_counters_and_buckets_never_fall_and_no_line_goes_away() -> None:
+    engine = shared_engine(Setup(3))
+    told = [parsed(engine.metrics())]
+    for place, constraint in enumerate(CONSTRAINTS):
+        job = engine.submit([1, 2, place], constraint=constraint, max_new_tokens=4 + place)
+        told.append(parsed(engine.metrics()))
+        if place == 3:
+            engine.cancel(job)
+    for _ in engine.stream():
+        told.append(parsed(engine.metrics()))
+    assert len(told) > 20
+    for earlier, later in itertools.pairwise(told):
+        for name, family in earlier.items():
+            for key, count in family.samples.items():
+                assert key in later[name].samples
+                assert family.kind == "gauge" or later[name].samples[key] >= count, key
+
+
+def test_labels_are_on_every_line_and_come_back_as_they_were() -> None:
+    labels = {"model": 'a "quoted"\\name\nof two lines', "zone": "eu"}
+    text = shared_engine(Setup(3)).metrics(labels)
+    families = parsed(text)
+    assert all(set(labels.items()) <= key[1] for family in families.values() for key in family.samples)
+    assert len(families) == text.count("# TYPE") > 40
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_what_is_not_known_has_no_line_and_what_is_eager_says_why() -> None:
+    stats = run_once()
+    assert "exposed_wait" not in prometheus_text(replace(stats, exposed_wait_seconds=None))
+    assert not parsed(prometheus_text(stats))["stepgraph_eager_rounds_total"].samples
+    eager = parsed(prometheus_text(replace(stats, eager_rounds=7, eager_reason="EngineConfig.eager")))
+    assert value(eager, "eager_rounds_total", reason="EngineConfig.eager") == 7
+
+
+def test_figures_of_any_size_are_numbers() -> None:
+    stats = run_once()
+    large = replace(stats, tokens=10**18 + 1, longest_host_node_seconds=1e-7, host_nodes=Histogram((1e-5, 1.0), (1, 0, 2), 1e300))
+    text = prometheus_text(replace(large, graphs=(GraphStats(GraphKey(4, True, True), 3, 2, 2),)))
+    assert f"stepgraph_tokens_total {10**18 + 1}\n" in text, "whole numbers keep their last digit"
+    assert value(parsed(text), "host_node_seconds_sum") == 1e300
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ({"le": "1"}, r"labels: got the name 'le'"),
+        ({"cause": "x"}, "labels: got the name 'cause'"),
+        ({"a-b": "x"}, "labels: got the name 'a-b', want letters, digits and _"),
+        ({"1a": "x"}, "labels: got the name '1a'"),
+        ({"__name": "x"}, "labels: got the name '__name'"),
+        ({"a\n": "x"}, "labels: got the name"),
+        ({"model": 7}, r"labels\['model'\]: got int, want a string"),
+        (["model"], "labels: got list, want a mapping"),
+    ],
+)
+def test_labels_that_are_none_are_refused_by_name(labels: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        shared_engine(Setup(3)).metrics(labels)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "stepgraph_a 1\n",
+        "# HELP a b\n# TYPE a gauge\na 1\na 1\n",
+        "# HELP a b\n# TYPE a gauge\na 1",
+        '# HELP a b\n# TYPE a gauge\na{b="c\nd"} 1\n',
+        '# HELP a b\n# TYPE a gauge\na{b="c"d"} 1\n',
+        "# HELP a b\n# TYPE a counter\na 1\n",
+        "# HELP a b\n# TYPE a gauge\na one\n",
+        '# HELP a b\n# TYPE a histogram\na_bucket{le="1"} 2\na_bucket{le="+Inf"} 1\na_sum 1\na_count 1\n',
+        '# HELP a b\n# TYPE a histogram\na_bucket{le="1"} 1\na_sum 1\na_count 1\n',
+    ],
+)
+def test_the_parser_takes_nothing_else(text: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        parsed(text)

@@ -1,0 +1,115 @@
+"""Prompts with embeddings in place of some tokens' own, say of an image: the same texts as a plain computation over the same states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stepgraph import Engine, Job, SamplingParams
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from tests.helpers.families import folder_of, judge
+from tests.helpers.toy_engines import Setup, shared_engine
+from tests.runtime.models.test_llama_engine import make_engine
+
+FAMILY = "smollm2"
+PROMPT = [(place * 7 + 11) % 90 + 4 for place in range(23)]
+SPANS = ((0, 3), (6, 1), (9, 10))  # places and lengths: at the start, within a page, over several pages and chunks
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["plain", "drafted"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with make_engine(FAMILY, request.param, noise=0.02) as made:
+        yield made
+
+
+def table() -> Tensor:
+    found: Tensor = judge(FAMILY).model.embed_tokens.weight.detach()
+    return found
+
+
+def decode(engine: Engine, prompt: list[int], spans: dict[int, Tensor] | None, count: int = 12) -> Job:
+    sampling = SamplingParams(temperature=0, logprobs=True)
+    job = engine.submit(prompt, prompt_embeddings=spans, sampling=sampling, max_new_tokens=count)
+    for _ in engine.stream():
+        pass
+    return job
+
+
+def plain(states: Tensor, count: int = 12) -> list[int]:
+    """Greedy decoding over states [n, hidden] and what follows from them, without a cache."""
+    model, vocabulary = judge(FAMILY), open_checkpoint(folder_of(FAMILY)).vocabulary
+    tokens: list[int] = []
+    while len(tokens) < count and tokens[-1:] != list(vocabulary.stop_token_ids):
+        with torch.no_grad():
+            following = model(inputs_embeds=torch.cat([states, table()[tokens]])[None]).logits[0, -1]
+        tokens.append(int(following[: len(vocabulary.tokens)].argmax()))
+    return tokens
+
+
+def test_the_embeddings_of_the_ids_are_the_ids(engine: Engine) -> None:
+    """Bit for bit: log-probabilities are compared as they are. The ids beneath are placeholders."""
+    held = decode(engine, PROMPT, None)
+    spans = {place: table()[PROMPT[place : place + count]] for place, count in SPANS}
+    blank = [0 if any(place <= here < place + count for place, count in SPANS) else token for here, token in enumerate(PROMPT)]
+    job = decode(engine, blank, spans)
+    assert (job.tokens, job.logprobs) == (held.tokens, held.logprobs) and job.num_cached_tokens == 0
+    assert decode(engine, blank, None).logprobs != held.logprobs, "the placeholders alone are another text"
+
+
+def test_texts_are_those_of_a_plain_computation_and_never_anothers(engine: Engine) -> None:
+    """The same ids around different states: only pages in front of the first span are shared."""
+    made, cached = torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        image = torch.randn(9, table().shape[1], generator=made) * table().std()
+        states = torch.cat([table()[PROMPT[:10]], image, table()[PROMPT[19:]]])
+        job = decode(engine, PROMPT, {10: image})
+        assert job.tokens == plain(states)
+        cached.append(job.num_cached_tokens)
+    assert cached[1:] == [8, 8], "two pages of four, and not the one in which the span begins"
+
+
+def test_what_was_given_may_be_changed_at_once(engine: Engine) -> None:
+    held = decode(engine, PROMPT, None)
+    mine = table()[PROMPT[4:12]].clone()
+    job = engine.submit(PROMPT, prompt_embeddings={4: mine}, max_new_tokens=12)
+    mine.fill_(torch.inf)
+    for _ in engine.stream():
+        pass
+    assert job.tokens == held.tokens
+
+
+WIDTH = 48
+GOOD = torch.zeros(2, WIDTH)
+BAD: list[tuple[Any, str]] = [
+    (GOOD, r"prompt_embeddings: got Tensor, want a mapping from places in prompt_ids to tensors"),
+    ({-1: GOOD}, r"prompt_embeddings\[-1\]: want a place in prompt_ids as the key"),
+    ({"a": GOOD}, r"prompt_embeddings\['a'\]: want a place"),
+    ({True: GOOD}, r"prompt_embeddings\[True\]: want a place"),
+    ({0: GOOD[0]}, r"prompt_embeddings\[0\]: got \(48,\), want a tensor \[n, 48\]"),
+    ({0: GOOD[:, 1:]}, r"prompt_embeddings\[0\]: got \(2, 47\), want a tensor \[n, 48\]"),
+    ({0: GOOD[:0]}, r"prompt_embeddings\[0\]: got \(0, 48\)"),
+    ({0: [[0.0] * WIDTH]}, r"prompt_embeddings\[0\]: got list"),
+    ({0: GOOD.to(torch.bfloat16)}, r"prompt_embeddings\[0\]: got torch.bfloat16, want torch.float32"),
+    ({2: GOOD / 0}, r"prompt_embeddings\[2\]: holds NaN or infinity"),
+    ({21: GOOD}, r"prompt_embeddings\[21\]: got 2 rows, want an end in front of the last of 23 prompt tokens"),
+    ({4: GOOD, 3: GOOD}, r"prompt_embeddings\[3\]: got 2 rows, want at most 1, up to the next span"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[message[18:45] for _, message in BAD])
+def test_bad_embeddings_are_refused_by_name(engine: Engine, given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(PROMPT, prompt_embeddings=given, max_new_tokens=1)
+    assert not engine.has_work
+    engine.submit(PROMPT, prompt_embeddings={20: GOOD}, max_new_tokens=1)
+    for _ in engine.stream():
+        pass
+
+
+def test_a_target_that_takes_ids_only_says_so() -> None:
+    with pytest.raises(ValueError, match=r"prompt_embeddings: got 1 spans, want none: the target takes ids only, it has no embedding_size"):
+        shared_engine(Setup(k=3)).submit(PROMPT, prompt_embeddings={0: GOOD}, max_new_tokens=1)

@@ -1,0 +1,146 @@
+"""A page that others may read never changes, whoever drafts, ends or is cancelled: texts, drafts and entries are as without sharing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stepgraph import Constraint, Engine, Job
+from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.model import DraftModel
+from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.mtp import Mtp
+from tests.helpers.prefix_engines import (
+    CONFIG,
+    DRAFTS,
+    PAGE,
+    SYSTEM,
+    K,
+    NoSharedWrites,
+    ask,
+    finish,
+    rounds_of,
+    small_llama,
+    watched_engine,
+)
+from tests.helpers.toy_engines import CONSTRAINTS, plain
+
+RULED = (CONSTRAINTS[1], CONSTRAINTS[3])
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt that shares its beginning, or goes on where an earlier request has come to."""
+
+    length: int  # of SYSTEM
+    tail: tuple[int, ...]
+    follows: int | None
+    constraint: Constraint | None
+    count: int
+    salt: str
+    cancel_after: int | None
+    pause: int
+
+
+asks = st.builds(
+    Ask,
+    length=st.integers(0, len(SYSTEM)),
+    tail=st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple),
+    follows=st.one_of(st.none(), st.integers(0, 5)),
+    constraint=st.sampled_from([None, None, None, *RULED]),
+    count=st.integers(1, 16),
+    salt=st.sampled_from(["", "", "", "tenant"]),
+    cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 5)),
+    pause=st.integers(0, 4),
+)
+
+
+def run_schedule(engine: Engine, batch: list[Ask]) -> list[Job]:
+    """Submit with pauses, cancel on the way; then hold every text against the oracle, and the books against what they should be."""
+    drafts = engine.limits.num_speculative_tokens
+    jobs: list[Job] = []
+    cancels: dict[Job, int | None] = {}
+    for ask_ in batch:
+        front = SYSTEM[: ask_.length]
+        if ask_.follows is not None and ask_.follows < len(jobs):
+            before = jobs[ask_.follows]
+            front = [*before.prompt_ids, *before.tokens]
+        prompt = [*front, *ask_.tail][: engine.limits.max_length - 16]
+        jobs.append(ask(engine, prompt, ask_.count, constraint=ask_.constraint, cache_salt=ask_.salt))
+        cancels[jobs[-1]] = ask_.cancel_after
+        for _ in range(ask_.pause):
+            cancels = {job: left if left is None else left - 1 for job, left in cancels.items()}
+            for job, left in cancels.items():
+                if left is not None and left < 0:
+                    engine.cancel(job)
+            engine.step()
+    for job, left in cancels.items():
+        if left is not None:
+            engine.cancel(job)
+    finish(engine)
+    for job in jobs:
+        expected = plain(job.prompt_ids, job.max_new_tokens, job.constraint)
+        if job.finish_reason == "cancelled":
+            assert job.tokens == expected.tokens[: len(job.tokens)]
+            continue
+        assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, "")
+        if job.constraint is None:
+            assert job.rounds == rounds_of(job, drafts), "a wrong entry of the draft would cost a round"
+    return jobs
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@settings(max_examples=5)
+@given(batch=st.lists(asks, min_size=2, max_size=7))
+def test_no_page_that_others_may_read_is_ever_written(draft: str, batch: list[Ask]) -> None:
+    engine = watched_engine(draft)
+    for constraint in RULED:
+        engine.compile(constraint)  # whoever waits for a grammar would be overtaken at some chance moment
+    with NoSharedWrites(engine) as watch:
+        jobs = run_schedule(engine, batch)
+    assert watch.writes > 0 or all(job.finish_reason == "cancelled" for job in jobs)
+
+
+def heads(target: Llama) -> dict[str, tuple[Llama, DraftModel]]:
+    """EAGLE-3, and MTP with a module for every draft."""
+    layer = replace(target.config, windows=(None,))
+    eagle = Eagle3(Eagle3Config(layer, (0, 1, 2), 16, 8), embedding=target.embedding).randomise(4)
+    plain_target = Llama(target.config).randomise(3)
+    assert plain_target.head is not None
+    mtp = Mtp(replace(target.config, windows=(None,) * K), embedding=plain_target.embedding, head=plain_target.head).randomise(5)
+    return {"eagle3": (target, eagle), "mtp": (plain_target, mtp)}
+
+
+@pytest.mark.parametrize("head", ["eagle3", "mtp"])
+def test_trained_heads_draft_alike_behind_a_found_prefix(head: str) -> None:
+    """Every draft of every round and every entry is the same; no entry that others may read was written."""
+    target, draft = heads(small_llama())[head]
+    drafts: list[list[list[int]]] = []
+    entries: list[list[Tensor]] = []
+    for reuse in (False, True):
+        config = replace(CONFIG, greedy_only=True, eager=True, rounds_in_flight=1, prefix_reuse=reuse)
+        with Engine(target, draft, config=config, backend=TapeBackend()) as engine, NoSharedWrites(engine) as watch:
+            engine.capture()
+            drafts.append([])
+            entries.append([])
+            for place in range(5):
+                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + place % 5]] + [place % 2], 8 + place)
+                while engine.has_work:
+                    before = job.rounds
+                    engine.step()
+                    if job.rounds > before:
+                        drafts[-1].append(engine.buffers.row_drafts[0].tolist())
+                    if place == 2 and job.rounds == 4:
+                        engine.cancel(job)
+                kept = torch.arange(len(job.prompt_ids) + len(job.tokens) - 1 - K)
+                slots = engine.buffers.row_block_tables[0, kept // PAGE] * PAGE + kept % PAGE
+                entries[-1].append(engine.buffers.draft_keys[:, slots].clone())
+            assert watch.writes > 0 and (engine.stats().reused_tokens >= 20) == reuse
+    assert drafts[0] == drafts[1] and len({tuple(chain) for chain in drafts[0]}) > 3
+    assert all(torch.equal(*pair) for pair in zip(*entries, strict=True)) and len(entries[0]) == 5

@@ -1,0 +1,234 @@
+"""What an engine tells of itself: sums that hold at every moment, also in another thread, behind faults and the end; known crowds."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.ledger import Counters
+from stepgraph.runtime.slots import ActiveRequest
+from tests.helpers.planted import break_fill
+from tests.helpers.stat_checks import holds, run
+from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
+
+# sums at every moment
+
+
+def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
+    """Requests of all kinds, cancels in the queue, in the prompt and in the text; a snapshot behind every step."""
+    handed = []
+    for place in range(jobs):
+        constraint = CONSTRAINTS[place % len(CONSTRAINTS)]
+        handed.append(engine.submit(range(1, 3 + place % 17), constraint=constraint, max_new_tokens=1 + place % 19))
+        if place % 3 == 2:
+            engine.step()
+            yield engine.stats()
+        if place % 5 == 4:
+            engine.cancel(handed[place - place % 4])
+    while engine.has_work:
+        engine.step()
+        yield engine.stats()
+
+
+@pytest.mark.parametrize("setup", [Setup(3), Setup(3, drafter="ngram", eager=True), Setup(2, False, "illegal", eager=True)])
+def test_sums_hold_behind_every_step_and_counts_never_fall(setup: Setup) -> None:
+    engine = shared_engine(setup)
+    begun = engine.stats()
+    told = [begun, *churn(engine)]
+    for earlier, later in itertools.pairwise(told):
+        holds(later)
+        assert all(now >= then for now, then in zip(counted(later), counted(earlier), strict=True))
+    last = told[-1]
+    assert (last.running, last.waiting, last.free_pages) == (0, 0, last.pages)
+    assert sum(count for _, count in last.finished) == last.submitted == begun.submitted + 24
+    assert dict(last.finished)["cancelled"] > dict(begun.finished)["cancelled"]
+
+
+def counted(stats: EngineStats) -> list[float]:
+    drafting, grammars = stats.drafting, stats.grammars
+    return [
+        *(stats.rounds, stats.replays, stats.event_waits, stats.tokens, stats.prompt_tokens, stats.reused_tokens, stats.submitted),
+        *(stats.mask_fills, stats.matcher_accepts, stats.most_waiting, stats.most_used_pages, stats.longest_host_node_seconds),
+        *(drafting.rounds, drafting.full, drafting.illegal, drafting.improbable, drafting.ended, drafting.undrafted, drafting.tokens),
+        *(*drafting.offered, *drafting.accepted, *stats.host_nodes.counts, stats.host_nodes.total, *stats.queue_seconds.counts),
+        *(stats.exposed_wait_seconds or 0, grammars.compiles, grammars.compile_seconds, *(count for _, count in stats.finished)),
+    ]
+
+
+def test_every_figure_is_written_and_read_under_one_lock() -> None:
+    """Else another thread's snapshot could be torn: a round lost that was not counted, a page neither free nor used."""
+    engine = make_engine(Setup(3, asynchronous=False, eager=True))
+    desk, touched = engine._desk, set[str]()
+
+    def guarded(name: str, call: Any) -> Any:
+        def checked(*arguments: Any) -> Any:
+            assert desk.lock.locked(), f"{name} without the lock"
+            touched.add(name)
+            return call(*arguments)
+
+        return checked
+
+    class Guarded(Counters):
+        def __setattr__(self, name: str, value: object) -> None:
+            guarded(name, super().__setattr__)(name, value)
+
+        @property
+        def drafting(self) -> Any:
+            return guarded("drafting", lambda: super(Guarded, self).drafting)()
+
+    desk.ledger.__class__ = Guarded
+    for owner, names in ((desk.rows, ("take", "begin", "share", "release")), (desk.ledger, ("drafted",))):
+        for name in names:
+            vars(owner)[name] = guarded(name, getattr(owner, name))
+    for stats in churn(engine):
+        holds(stats)
+    engine.close()
+    assert touched >= {
+        "take",
+        "begin",
+        "share",
+        "release",
+        "drafted",
+        "drafting",
+        "tokens",
+        "accepted_drafts",
+        "prompt_tokens",
+        "submitted",
+    }
+
+
+def test_snapshots_of_another_thread_are_whole_while_the_engine_steps() -> None:
+    engine = shared_engine(Setup(3))
+    done, seen, broken = threading.Event(), [0], list[BaseException]()
+
+    def watch() -> None:
+        try:
+            earlier = engine.stats()
+            while not done.is_set():
+                stats = engine.stats()
+                holds(stats)
+                assert all(now >= then for now, then in zip(counted(stats), counted(earlier), strict=True))
+                earlier, seen[0] = stats, seen[0] + 1
+        except BaseException as error:
+            broken.append(error)
+
+    watcher, interval = threading.Thread(target=watch), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    watcher.start()
+    try:
+        for _ in churn(engine):
+            pass
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        watcher.join()
+    assert not broken and seen[0] > 0
+
+
+def test_sums_hold_behind_faults_failures_and_the_end() -> None:
+    def explode(name: str) -> None:
+        if armed.is_set() and name == "commit":
+            raise OSError("the host is on fire")
+
+    armed = threading.Event()
+    engine = make_engine(Setup(2, asynchronous=False, max_rows=2), TapeBackend(delay=explode))
+    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(5)]
+    engine.step()
+    victim = next(seat for seat in engine._desk.rows)
+    assert victim.matcher is not None
+    break_fill(victim.matcher, "out of fuel")
+    while not victim.job.finished:
+        engine.step()
+    holds(engine.stats())
+    assert dict(engine.stats().finished)["error"] == 1
+    engine.step()
+    armed.set()
+    with pytest.raises(Exception, match="the host is on fire"):  # noqa: PT012
+        while True:
+            engine.step()
+    stats = engine.stats()
+    holds(stats)
+    assert stats.tokens == sum(len(job.tokens) for job in jobs) and (stats.running, stats.waiting) == (0, 0)
+    assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5}
+    engine.close()
+    assert engine.stats() == stats, "it stays as it ended"
+
+
+# graphs, pages, queue, compiles
+
+
+def test_graphs_are_counted_with_the_rows_that_they_had_too_many() -> None:
+    engine = shared_engine(Setup(3))
+    before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool]]()
+    real = engine._flights.launch
+
+    def launch(seats: tuple[ActiveRequest, ...]) -> None:
+        launched.append((len(seats), any(seat.matcher for seat in seats)))
+        real(seats)
+
+    vars(engine._flights)["launch"] = launch
+    try:
+        run(engine, [None] * 3, tokens=6)
+        run(engine, CONSTRAINTS[:3], tokens=12)
+    finally:
+        del vars(engine._flights)["launch"]
+    for graph in engine.stats().graphs:
+        size = graph.key.rows
+        served = [rows for rows, constrained in launched if constrained == graph.key.constrained and size // 2 < rows <= size]
+        then = before.get(graph.key)
+        rounds, padded, rows = (then.rounds, then.padded_rounds, then.padded_rows) if then else (0, 0, 0)
+        assert graph.rounds - rounds == len(served)
+        assert graph.padded_rounds - padded == sum(each < size for each in served)
+        assert graph.padded_rows - rows == sum(size - each for each in served)
+    assert {3} < {rows for rows, _ in launched}, "three rows are served by the graph of four"
+    stats = engine.stats()
+    assert (stats.eager_rounds, stats.eager_reason) == (0, "") and stats.replays == stats.rounds
+
+
+def test_eager_rounds_say_why_and_hide_nothing() -> None:
+    with make_engine(Setup(2, eager=True, asynchronous=False)) as engine:
+        run(engine, CONSTRAINTS[:2], tokens=6)
+        stats = engine.stats()
+    assert stats.eager_rounds == stats.rounds > 0 and (stats.replays, stats.eager_reason) == (0, "EngineConfig.eager")
+    assert stats.exposed_wait_seconds == stats.host_nodes.total > 0
+
+
+def test_pages_queue_and_first_tokens_of_a_known_crowd() -> None:
+    """Pages of eight, 36 of them; each of six requests takes five, and four sit at once."""
+    with make_engine(Setup(2, asynchronous=False, eager=True), prefix_reuse=False) as engine:
+        jobs = [
+            engine.submit([1, 2, place], max_new_tokens=33, sampling=SamplingParams(temperature=0, ignore_eos=True)) for place in range(6)
+        ]
+        waiting = engine.stats()
+        assert (waiting.waiting, waiting.most_waiting, waiting.queue_seconds.count) == (6, 6, 0)
+        engine.step()
+        seated = engine.stats()
+        assert (seated.waiting, seated.running, seated.queue_seconds.count) == (2, 4, 4)
+        assert (seated.pages - seated.free_pages, seated.most_used_pages) == (20, 20)
+        run(engine, [])
+        stats = engine.stats()
+    assert (stats.most_waiting, stats.most_used_pages, stats.free_pages) == (6, 20, 36)
+    assert stats.queue_seconds.count == stats.first_token_seconds.count == 6 and stats.prompt_tokens == 6 * 2
+    waits = [(job.queue_seconds, job.first_token_seconds) for job in jobs]
+    assert all(queue is not None and first is not None and 0 <= queue <= first for queue, first in waits)
+    assert stats.first_token_seconds.total == pytest.approx(sum(first or 0 for _, first in waits))
+
+
+def test_compiles_are_counted_and_timed() -> None:
+    with make_engine(Setup(0, eager=True)) as engine:
+        before = engine.stats().grammars
+        assert before.compiles == before.misses == len(CONSTRAINTS) - 1
+        assert before.compile_seconds >= before.longest_compile_seconds > 0
+        engine.compile(Constraint.regex("[a-f]{1,3}"))
+        with pytest.raises(ValueError, match="regex"):
+            engine.compile(Constraint.regex("(?<=a)b"))
+        after = engine.stats().grammars
+    assert (after.compiles, after.failures) == (before.compiles + 1, before.failures + (after.misses - before.misses - 1))
+    assert after.compile_seconds > before.compile_seconds

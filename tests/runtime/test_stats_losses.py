@@ -1,0 +1,142 @@
+"""Why chains of drafts end: every cause against a matcher of one's own, and known runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, Engine, SamplingParams
+from stepgraph.graphs.buffers import REFUSED, Column
+from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.stats import Loss, loss_of
+from stepgraph.sampling.grammar.status import MaskStatus
+from tests.helpers.stat_checks import holds, run
+from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, compiled, make_engine, shared_engine
+
+OK, ILLEGAL, NONE = int(MaskStatus.OK), int(MaskStatus.ILLEGAL), int(MaskStatus.NONE)
+PERFECT = Setup(4, drafter="perfect", eager=True)
+TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
+
+
+@pytest.mark.parametrize(
+    ("told", "loss"),
+    [
+        ((3, 4, 3, 3, [OK] * 4, [5, 6, 7]), None),
+        ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request wants two, and both held
+        ((3, 3, 3, 3, [OK, OK, OK, TERMINATED], [5, 6, STOP]), None),  # the last draft ended the text
+        ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two drafts that held
+        ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), Loss.ENDED),
+        ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), Loss.ENDED),  # a mask failed, and the text with it
+        ((3, 2, 1, 3, [OK] * 4, [5, 6, 7]), Loss.IMPROBABLE),
+        ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), Loss.IMPROBABLE),  # a stop was drafted, and not chosen
+        ((3, 2, 1, 3, [OK, OK, ILLEGAL, NONE], [5, 6, 7]), Loss.ILLEGAL),
+        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # nobody vouches for it
+        ((3, 2, 1, 1, [OK] * 4, [5, REFUSED, -1]), Loss.ILLEGAL),
+        ((3, 2, 1, 1, [OK] * 4, [5, -1, -1]), Loss.UNDRAFTED),
+        ((3, 1, 0, 0, [OK] * 4, [-1, -1, -1]), Loss.UNDRAFTED),
+    ],
+)
+def test_what_a_round_says_has_one_cause(told: Any, loss: Loss | None) -> None:
+    assert loss_of(*told) == loss
+
+
+class Judge:
+    """Sees what is on offer before each round, and asks a matcher of its own why it was lost."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[Loss | None]()
+        self.real_launch, self.real_record = engine._flights.launch, engine._desk.record
+        vars(engine._flights)["launch"], vars(engine._desk)["record"] = self.launch, self.record
+
+    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
+        buffers = self.engine.buffers
+        for seat in seats:
+            self.seen[seat.job.id] = int(buffers.row_state[seat.row, Column.DRAFT_COUNT]), buffers.row_drafts[seat.row].tolist()
+        self.real_launch(seats)
+
+    def record(self, seat: ActiveRequest, tokens: list[int], accepted: int, *rest: Any) -> Any:
+        job, (offered, drafts) = seat.job, self.seen[seat.job.id]
+        history, first = [*job.tokens, *tokens[:accepted]], not job.rounds
+        event = self.real_record(seat, tokens, accepted, *rest)
+        if (first and not offered) or not job.num_speculative_tokens:
+            return event
+        expected: Loss | None = None
+        if accepted < job.num_speculative_tokens:
+            if job.finished and len(tokens) == accepted:
+                expected = Loss.ENDED
+            elif accepted < offered:
+                legal = self.legal(job.constraint, history, drafts[accepted])
+                expected = Loss.IMPROBABLE if legal else Loss.ILLEGAL
+                assert drafts[accepted] != tokens[accepted], "a draft that is the target's own choice holds"
+            else:
+                expected = self.undrafted(job.constraint, offered)
+        assert rest[-1] == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
+        self.judged.append(expected)
+        return event
+
+    def undrafted(self, constraint: Constraint | None, offered: int) -> Loss:
+        """Of the drafters here, only the one that always says the control token says anything where nothing is on offer."""
+        refused = "batch_forced" in self.engine.buffers and constraint is not None and not offered
+        return Loss.ILLEGAL if refused else Loss.UNDRAFTED
+
+    @staticmethod
+    def legal(constraint: Constraint | None, history: list[int], draft: int) -> bool:
+        if constraint is None:
+            return True
+        grammar = compiled(constraint)
+        assert grammar is not None
+        matcher = grammar.matcher()
+        assert all(matcher.accept_token(token) for token in history)
+        return matcher.accept_token(draft)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft_masks", "forced", "causes"),
+    [
+        ("fair", True, False, {Loss.IMPROBABLE, Loss.ENDED, None}),
+        ("illegal", False, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.ENDED}),
+        ("half", True, False, {Loss.IMPROBABLE, Loss.UNDRAFTED, Loss.ENDED}),
+        ("control", True, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.ENDED}),
+        ("control", True, True, set(Loss) | {None}),
+        ("ngram", True, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.UNDRAFTED, Loss.ENDED}),
+    ],
+)
+def test_causes_are_what_a_matcher_of_ones_own_says(drafter: str, draft_masks: bool, forced: bool, causes: set[Loss | None]) -> None:
+    setup = Setup(3, draft_masks, drafter, rounds_in_flight=1, asynchronous=False, forced_drafts=forced, eager=True)
+    with make_engine(setup) as engine:
+        judge = Judge(engine)
+        tokens = run(engine)
+        drafting = engine.stats().drafting
+        counted = {loss: getattr(drafting, loss.value) for loss in Loss}
+        assert (drafting.full, drafting.rounds) == (judge.judged.count(None), len(judge.judged))
+        assert counted == {loss: judge.judged.count(loss) for loss in Loss}
+        assert set(judge.judged) == causes, "a case that never comes up proves nothing"
+        assert engine.stats().tokens == tokens
+        holds(engine.stats())
+
+
+def test_places_lengths_and_tokens_of_a_known_run() -> None:
+    """A perfect draft of four: one token of its own, then five, then what is left of the limit."""
+    engine = shared_engine(PERFECT)
+    before = engine.stats()
+    assert run(engine, [None], tokens=9, sampling=SamplingParams(temperature=0, ignore_eos=True)) == 9
+    after = engine.stats()
+    drafting = after.drafting
+    change = [now - then for now, then in zip(drafting.accepted, before.drafting.accepted, strict=True)]
+    assert change == [2, 2, 2, 1] and after.drafting.rounds - before.drafting.rounds == 2
+    assert (drafting.full - before.drafting.full, drafting.ended - before.drafting.ended) == (1, 1)
+    assert drafting.tokens - before.drafting.tokens == 8, "the first token was nobody's draft"
+    assert drafting.accepted_length == drafting.tokens / drafting.rounds
+    holds(after)
+
+
+def test_who_wants_no_drafts_or_fewer_is_counted_by_what_they_want() -> None:
+    engine = shared_engine(PERFECT)
+    before = engine.stats().drafting
+    run(engine, [None, CONSTRAINTS[1]], tokens=12, num_speculative_tokens=0)
+    assert engine.stats().drafting == before
+    run(engine, [None], tokens=7, num_speculative_tokens=2, sampling=SamplingParams(temperature=0, ignore_eos=True))
+    after = engine.stats().drafting
+    assert (after.rounds - before.rounds, after.full - before.full) == (2, 2), "two drafts and the target's own, twice"
+    assert after.offered[2:] == before.offered[2:]

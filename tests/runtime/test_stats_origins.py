@@ -1,0 +1,177 @@
+"""Where each token came from: told per token, the same in events, jobs and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph import Constraint, Engine, EngineConfig, Origin, StepEvent
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.request import origins_of
+from tests.graphs.test_proposing import asks_with_texts
+from tests.helpers.oracles import greedy
+from tests.helpers.proposers import told
+from tests.helpers.toy_engines import COMPILER, STOP, VOCABULARY, Setup, shared_engine
+from tests.laws.test_greedy_oracle import Ask, submit
+
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: -9.0})
+LETTERS = {"T": Origin.TARGET, "D": Origin.DRAFT, "L": Origin.LOOK_UP, "F": Origin.FORCED}
+
+
+def engine(draft: Any, k: int = 3, **options: Any) -> Engine:
+    config = EngineConfig(
+        max_rows=2,
+        num_speculative_tokens=k,
+        max_length=96,
+        backend="tape",
+        eager=True,
+        compile_isolation="none",
+        rounds_in_flight=1,
+        **options,
+    )
+    made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
+    made.capture()
+    return made
+
+
+def spelled(event: StepEvent) -> str:
+    return "".join(letter for origin in event.origins for letter, its in LETTERS.items() if its is origin)
+
+
+def rounds(made: Engine, *jobs: Any) -> list[list[str]]:
+    """Of each job, what its rounds said, a letter per token."""
+    said: dict[int, list[str]] = {job.id: [] for job in jobs}
+    for event in made.stream():
+        said[event.job_id].append(spelled(event))
+    for job in jobs:
+        assert "".join(said[job.id]) == "".join(letter for origin in job.origins for letter, its in LETTERS.items() if its is origin)
+        assert len(job.origins) == len(job.tokens)
+    return [said[job.id] for job in jobs]
+
+
+def test_a_draft_that_knows_all_beside_a_given_text_with_one_wrong_token() -> None:
+    """The sixth token is another; eight equal ones count as a find. In front of it the text is copied, and from the eighth behind it on."""
+    prompt = [*range(20, 30)]
+    expected = greedy(TARGET, prompt, 25, (), None, len(VOCABULARY.tokens)).tokens
+    given_ids = [*expected[:5], (expected[5] + 1) % 90, *expected[6:]]
+    with engine(ToyDraft(TARGET, 1.0), look_up=8) as made:
+        job = made.submit(prompt, max_new_tokens=25, draft_ids=given_ids)
+        plain = made.submit(prompt, max_new_tokens=9)
+        copied, drafted = rounds(made, job, plain)
+    assert job.tokens == expected
+    assert copied == ["LLLT", "LT", "DDDT", "DDDT", "LLLT", "LLLT", "LLL"], "all but the first and the last round draft three"
+    assert drafted == ["T", "DDDT", "DDDT"]
+
+
+def test_what_a_grammar_forces_goes_before_what_is_looked_up() -> None:
+    """A token that is both is forced, and what was found goes on behind it: "ef12" stands in the prompt."""
+    constraint = Constraint.regex("abcdef[12]{3}")
+    e, f, one, two = (VOCABULARY.tokens.index(letter) for letter in (b"e", b"f", b"1", b"2"))
+
+    def answer(prompt: list[int]) -> list[int]:
+        return greedy(TARGET, prompt, 9, (), COMPILER.compile(constraint), len(VOCABULARY.tokens)).tokens
+
+    prompt = next(each for each in ([first, e, f, one, two] for first in range(90)) if answer(each)[6:8] == [one, two])
+    with engine(ToyDraft(TARGET, 0.0), forced_drafts=True, look_up=1) as made:
+        job = made.submit(prompt, constraint=constraint, max_new_tokens=9)
+        (said,) = rounds(made, job)
+    assert said == ["T", "FFFT", "FLLT"]
+
+
+def test_a_row_s_former_owner_looked_up_nothing_for_the_next_one() -> None:
+    with engine(ToyDraft(TARGET, 1.0), look_up=1) as made:
+        former = made.submit([1, 2], max_new_tokens=40, draft_ids=greedy(TARGET, [1, 2], 40, (), None, len(VOCABULARY.tokens)).tokens)
+        while len(former.tokens) < 8:
+            made.step()
+        made.cancel(former)
+        made.step()
+        before = made.stats().looked_up_drafts
+        job = made.generate([3], max_new_tokens=1)
+        assert job.origins == [Origin.TARGET] and made.stats().looked_up_drafts == before > 0
+
+
+def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -> None:
+    """Its first rounds have no grammar at all; then a neighbour brings one."""
+    constraint = Constraint.choice(["total currency"])
+    with engine(ToyDraft(TARGET, 1.0), forced_drafts=True) as made:
+        made.compile(constraint)
+        former = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
+        while len(former.tokens) < 2:
+            made.step()
+        made.cancel(former)
+        made.step()
+        job = made.submit([1, 2], max_new_tokens=30)
+        while len(job.tokens) < 6:
+            made.step()
+        beside = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
+        said: dict[int, list[StepEvent]] = {job.id: [], beside.id: []}
+        for event in made.stream():
+            said[event.job_id].append(event)
+    assert Origin.FORCED in beside.origins and len(said[job.id]) > len(said[beside.id]), "they ran side by side"
+    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.num_forced_drafts for event in said[job.id])
+
+
+@pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
+def test_who_proposes_alone(draft: Any, origin: str) -> None:
+    """A look-up's drafts are looked up, a function's are the drafter's; a slot's former owner does not matter."""
+    expected, constraint = greedy(TARGET, [1, 2], 9, (), None, len(VOCABULARY.tokens)).tokens, Constraint.regex("abcdef[0-9]{3}")
+    with engine(draft) as made:
+        former = made.submit([5, 6], constraint=Constraint.choice(["total currency"]), max_new_tokens=12)
+        while len(former.tokens) < 2:
+            made.step()
+        made.cancel(former)
+        made.step()
+        made.compile(constraint)
+        before = made.stats()
+        job = made.submit([1, 2], max_new_tokens=9, draft_ids=expected)
+        beside = made.submit([5, 6], constraint=constraint, max_new_tokens=12)
+        said, _ = rounds(made, job, beside)
+        after = made.stats()
+    assert said == [3 * origin + "T", 3 * origin + "T", origin]
+    assert (after.accepted_looked_up_drafts - before.accepted_looked_up_drafts > 0) == (origin == "L")
+
+
+SETUPS = [
+    Setup(k=6, drafter="half", look_up=1, forced_drafts=True, max_rows=2, eager=True),
+    Setup(k=3, drafter="noise", max_rows=2, forced_drafts=True, eager=True),
+    Setup(k=6, drafter="ngram", forced_drafts=True, eager=True),
+]
+
+
+def counts(made: Engine) -> list[int]:
+    stats = made.stats()
+    return [stats.tokens, stats.accepted_drafts, stats.accepted_forced_drafts, stats.accepted_looked_up_drafts, stats.looked_up_drafts]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@settings(max_examples=4)
+@given(batch=st.lists(asks_with_texts(), min_size=1, max_size=5))
+def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> None:
+    made = shared_engine(setup)
+    before, jobs, said = counts(made), [submit(made, ask) for ask in batch], list[StepEvent]()
+    for event in made.stream():
+        held = Counter(event.origins)
+        assert len(event.origins) == len(event.tokens) and held[Origin.TARGET] <= 1
+        assert event.num_accepted_drafts == len(event.tokens) - held[Origin.TARGET]
+        assert Origin.TARGET not in event.origins[: event.num_accepted_drafts]
+        assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.num_accepted_forced_drafts, event.num_accepted_looked_up_drafts)
+        assert event.num_looked_up_drafts + event.num_forced_drafts <= made.limits.num_speculative_tokens
+        said.append(event)
+    for job in jobs:
+        assert [origin for event in said if event.job_id == job.id for origin in event.origins] == job.origins
+    total = Counter(origin for event in said for origin in event.origins)
+    drafted = total.total() - total[Origin.TARGET]
+    found = [after - former for after, former in zip(counts(made), before, strict=True)]
+    offered = sum(event.num_looked_up_drafts for event in said)
+    assert found == [total.total(), drafted, total[Origin.FORCED], total[Origin.LOOK_UP], offered]
+
+
+def test_they_are_spelled_as_words_and_made_once() -> None:
+    assert [str(origin) for origin in origins_of(4, 3, 0b001, 0b010)] == ["forced", "look_up", "draft", "target"]
+    assert origins_of(2, 2, 0, 0b10) == ("draft", "look_up") and origins_of(0, 0, 0, 0) == ()
+    assert origins_of(3, 1, 0, 0) is origins_of(3, 1, 0, 0)

@@ -1,0 +1,114 @@
+"""Times among the figures: what is timed, by which clock, and what never is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stepgraph import Constraint
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
+from stepgraph.graphs.capture import BackendStats, current_context
+from stepgraph.graphs.tape.player import Await
+from stepgraph.runtime.stats import Histogram
+from stepgraph.sampling.grammar.link.layout import layout_of
+from stepgraph.sampling.grammar.link.library import load
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
+from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from tests.helpers.link_bench import WALK, Foreign, Memory, native_link, running
+from tests.helpers.stat_checks import run
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
+
+
+def test_a_histogram_adds_up() -> None:
+    histogram = Histogram((0.1, 1.0), (2, 1, 3), 12.0)
+    assert (histogram.count, histogram.cumulative, histogram.mean) == (6, (2, 3, 6), 2.0)
+    assert Histogram((1.0,), (0, 0), 0.0).mean == 0.0
+
+
+def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host node begins once the main stream has found its mark missing, by a clock that says 7 microseconds for it."""
+    missed, main, ticks = threading.Event(), threading.current_thread(), iter([100, 7_100])
+
+    def clock() -> int:
+        if threading.current_thread() is not main:
+            return 0
+        missed.set()
+        return next(ticks)
+
+    def step(buffers: StaticBuffers) -> None:
+        flow = current_context()
+        begun = flow.record()
+        with flow.stream("side"):
+            flow.wait(begun)
+            flow.host_node("think", lambda: buffers.answer_host.fill_(1), writes=[buffers.answer_host])
+            done = flow.record()
+        flow.wait(done)
+        buffers.answer.copy_(buffers.answer_host, non_blocking=True)
+
+    specs = [BufferSpec("answer", (1,), torch.float32), BufferSpec("answer_host", (1,), torch.float32, "pinned")]
+    backend = TapeBackend(delay=lambda name: missed.wait(30) if name == "think" else None)
+    recorded = backend.capture(step, StaticBuffers(specs))
+    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace(perf_counter_ns=clock))
+    recorded.replay()
+    assert backend.stats.wait_ns == 7_000
+    backend.close()
+
+
+def test_a_mark_that_is_there_already_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, reached = BackendStats(wait_ns=0), threading.Lock()
+    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace())  # no clock to ask
+    Await(reached, "think", noted)(False)
+    assert reached.locked() and noted.wait_ns == 0
+
+
+def test_what_has_no_grammar_waits_for_none() -> None:
+    engine = shared_engine(Setup(3))
+    engine.step()  # reads what may still be on its way
+    before = engine.stats()
+    run(engine, [None] * 2, tokens=8)
+    engine.step()
+    after = engine.stats()
+    assert after.rounds > before.rounds
+    assert (after.exposed_wait_seconds, after.host_nodes) == (before.exposed_wait_seconds, before.host_nodes)
+    run(engine, CONSTRAINTS[1:3], tokens=8)
+    engine.step()
+    assert engine.stats().host_nodes.count == engine.backend.stats.host_nodes > before.host_nodes.count
+
+
+class Slow(Foreign):
+    """Takes two milliseconds for a mask, whatever the machine does besides."""
+
+    def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
+        time.sleep(0.002)
+        return super().fill_next_token_bitmask(masks, index)
+
+
+@pytest.mark.parametrize("which", ["python", pytest.param("native", marks=needs_native)])
+def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: str) -> None:
+    memory = Memory.make(1, 3)
+    link: HostLink = native_link(memory) if which == "native" else PythonLink(*memory.all)
+    grammar = compiled(Constraint.regex("[ab]*"))
+    assert grammar is not None and link.stats.nodes == (0,) * (len(NODE_BOUNDS_NS) + 1)
+    matcher: Matcher = Slow(grammar.matcher())
+    memory.drafts[:] = CONTROL  # never legal: one mask a node
+    for turn in range(3):
+        row = link.row(turn + 1, matcher if turn == 1 else grammar.matcher())
+        running(memory, row)
+        link.announce([row])
+        link.node(WALK)()
+    stats, slow = link.stats, NODE_BOUNDS_NS.index(1_000_000) + 1
+    assert sum(stats.nodes) == 3 and sum(stats.nodes[slow:]) >= 1 <= stats.longest_node_ns // 2_000_000
+    assert stats.longest_node_ns <= stats.node_ns
+    link.close()
+    assert link.stats == stats and link.stats.nodes == stats.nodes, "it is known behind the end"
+
+
+@needs_native
+def test_both_links_sort_times_by_the_same_bounds() -> None:
+    assert layout_of(load().quick)[-len(NODE_BOUNDS_NS) :] == NODE_BOUNDS_NS

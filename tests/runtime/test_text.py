@@ -1,0 +1,239 @@
+"""Text to ids and back: as `transformers` does it from the same files, and character by character as tokens come."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import transformers
+
+from stepgraph.runtime.models.files.gguf_tokenizer import open_gguf, read_metadata
+from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling.grammar import Vocabulary
+from tests.helpers.made_tokenizers import MADE, byte_level
+from tests.runtime.models.test_smollm2 import gguf_path
+
+TEXTS = ["the cat sat", "na\u00efve \u6f22\u5b57 \U0001f600", 'don\'t {"a": 1}\n\n  x', "", "<|im_start|>user\nhi<|im_end|>"]
+MESSAGES = [{"role": "system", "content": "be <short>"}, {"role": "user", "content": "the caf\u00e9?"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a\u00e9": {"type": "string"}}}}}]
+TEMPLATES = {
+    "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "blocks, breaks and marks": "{%- for m in messages %}\n  {%- if loop.index > 1 %}{% break %}{% endif %}\n"
+    "{% generation %}{{ bos_token + m.content | trim }}{% endgeneration %}\n{% endfor %}\n{{ eos_token }}",
+    "tools": "{% if tools %}{{ tools | tojson }}\n{{ tools[0] | tojson(indent=2) }}{% endif %}{{ messages[0].content }}",
+}
+
+
+def folder_of(tmp_path: Path, kind: str = "byte level", **told: Any) -> Path:
+    MADE[kind]().save(str(tmp_path / "tokenizer.json"))
+    ends = {"__type": "AddedToken", "content": "<|im_end|>"}
+    config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | told
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tmp_path
+
+
+def judge(folder: Path, **options: str) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "unigram"])
+def test_ids_are_those_of_transformers_and_read_back(tmp_path: Path, kind: str) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, kind))
+    tokenizer = judge(tmp_path)
+    for text in TEXTS:
+        ids = codec.encode(text)
+        assert ids == tokenizer(text)["input_ids"]
+        if kind == "byte level":
+            assert codec.decode(ids) == text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_chats_are_those_of_transformers(tmp_path: Path, name: str, tools: Any) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES[name]))
+    tokenizer = judge(tmp_path)
+    for answer in (True, False):
+        expected = tokenizer.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=answer, tokenize=True)
+        assert codec.chat(MESSAGES, tools, answer) == list(expected["input_ids"])
+        assert codec.has_chat
+
+
+def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools | length }}t"}]
+    codec = TextCodec.open(folder_of(tmp_path, chat_template=named))
+    assert (codec.decode(codec.chat(MESSAGES)), codec.decode(codec.chat(MESSAGES, TOOLS))) == ("d", "1t")
+    (tmp_path / "chat_template.jinja").write_text("in a file", encoding="utf-8")
+    codec = TextCodec.open(tmp_path)
+    assert codec.decode(codec.chat(MESSAGES)) == "in a file"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "told"),
+    [
+        (None, MESSAGES, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),
+        ("{{ messages.append(1) }}", MESSAGES, "not callable|unsafe"),
+        ("x", [], "want a list of objects with a role"),
+        ("x", ["hi"], "want a list of objects with a role"),
+        ("x", [{"content": "hi"}], "want a list of objects with a role"),
+        ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ],
+)
+def test_chats_that_cannot_be_written_are_refused(tmp_path: Path, template: str | None, messages: Any, told: str) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template=template))
+    with pytest.raises(ValueError, match=told):
+        codec.chat(messages)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{" * 9, {"a": 1}])
+def test_a_template_that_is_none_is_refused_at_once(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(ValueError, match="chat_template"):
+        TextCodec.open(folder_of(tmp_path, chat_template=template))
+
+
+@pytest.mark.parametrize(("told", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
+def test_the_folder_says_whether_a_text_has_a_token_in_front(tmp_path: Path, told: dict[str, Any], begins: bool) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **told))
+    (first,) = codec.encode("<|im_start|>")
+    ids = codec.encode("the cat")
+    assert (ids[0] == first) == begins
+    assert codec.encode("<|im_start|>the cat").count(first) == 1, "never twice, and never taken away"
+    assert codec.chat(MESSAGES) == [first, *ids[begins:]], "a chat begins as its template says"
+
+
+def test_what_a_file_cuts_texts_to_in_training_is_not_done(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    told["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    told["padding"]["pad_token"] = "<unk>"
+    (folder / "tokenizer.json").write_text(json.dumps(told), encoding="utf-8")
+    assert TextCodec.open(folder).decode(TextCodec.open(folder).encode("the cat sat on")) == "the cat sat on"
+
+
+def test_a_stream_says_what_the_whole_says_and_no_half_characters() -> None:
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"ab", "\u6f22".encode(), b"\x9f\x98\x80", b"<eos>"], [259])
+    codec = TextCodec.of_bytes(vocabulary)
+    drawn = random.Random(1)
+    for _ in range(300):
+        ids = [drawn.choice((drawn.randrange(260), 240, 258, 97, 226)) for _ in range(drawn.randrange(1, 12))]
+        stream, cut = codec.stream(), drawn.randrange(13)
+        assert stream.push(ids[:cut]) + "".join(stream.push([token]) for token in ids[cut:]) + stream.finish() == codec.decode(ids)
+    stream = codec.stream()
+    assert [stream.push([token]) for token in (97, 0xF0, 0x9F, 0x98, 0x80)] == ["a", "", "", "", "\U0001f600"]
+    assert (stream.push([0xF0]), stream.finish(), stream.finish(), stream.push([97])) == ("", "\ufffd", "", "a")
+
+
+def test_a_vocabulary_alone_writes_text_too() -> None:
+    codec = TextCodec.of_bytes(Vocabulary.printable())
+    assert codec.decode(codec.encode('{"name": true}')) == '{"name": true}'
+    assert len(codec.encode("name")) == 1, "the longest token that fits"
+    assert codec.decode(codec.chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "
+    with pytest.raises(ValueError, match="byte 0xc3, for which the vocabulary has no token"):
+        codec.encode("\u00e9")
+
+
+def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
+    told = json.loads(byte_level().to_str())
+    texts = {**told["model"]["vocab"], **{entry["content"]: entry["id"] for entry in told["added_tokens"]}}
+    special = {entry["id"]: 3 if entry["special"] else 4 for entry in told["added_tokens"]}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(sorted(texts, key=texts.__getitem__))
+    writer.add_token_types([special.get(place, 1) for place in range(len(texts))])
+    writer.add_token_merges([" ".join(merge) for merge in told["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATES["plain"])
+    writer.add_array("some.numbers", [1.5, 2.5])
+    for name, value in fields.items():
+        getattr(writer, name)(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_says_what_the_folder_says(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "made.gguf", "gpt-2")
+    codec, folder = TextCodec.open(path), TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
+    assert [codec.encode(text) for text in TEXTS] == [folder.encode(text) for text in TEXTS]
+    assert codec.chat(MESSAGES) == folder.chat(MESSAGES)
+    assert [codec.decode(codec.encode(text)) for text in TEXTS] == [folder.decode(folder.encode(text)) for text in TEXTS]
+    reader = gguf.GGUFReader(path)
+    read = read_metadata(path)
+    assert {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} == read
+    assert TextCodec.open(write_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
+    assert TextCodec.open(write_gguf(path, "llama-bpe")).encode("a")[0] == 1, "as the family does where the file says nothing"
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'s", "\u0120", "\u01202024", "!?", "\u010a", "\u010a", "x", ".", "y", "\u0120don", "'", "T"]),
+        ("smollm", ["It", "'s", "\u0120\u0120", "2", "0", "2", "4", "!?", "\u010a", "\u010a", "x", ".", "y", "\u0120don", "'", "T"]),
+        ("qwen2", ["It", "'s", "\u0120", "\u0120", "2", "0", "2", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+        ("llama-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
+    ],
+)
+def test_a_family_cuts_texts_in_its_own_way(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    tokenizer = open_gguf(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's  2024!?\n\nx.y don'T")] == pieces
+
+
+def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "made.gguf", "gpt-2")
+    whole, drawn, refused = path.read_bytes(), random.Random(2), 0
+    for case in range(120):
+        damaged = bytearray(whole[: drawn.randrange(len(whole))] if case % 3 == 0 else whole)
+        for _ in range(drawn.choice((1, 4)) if damaged else 0):
+            damaged[drawn.randrange(min(600, len(damaged)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            read_metadata(path)
+        except ValueError:
+            refused += 1
+    assert refused > 40
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"want a local folder with a tokenizer.json, or a .gguf file"):
+        TextCodec.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"tokenizer.json: no such file"):
+        TextCodec.open(tmp_path)
+    folder_of(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="no tokenizer could be read"):
+        TextCodec.open(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"pip install 'stepgraph\[text\]'"):
+        TextCodec.open(folder_of(tmp_path))
+
+
+def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = TextCodec.open(write_gguf(tmp_path / "known.gguf", "gpt-2"))
+    path = write_gguf(tmp_path / "made.gguf", "unheard-of")
+    assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="needs the transformers package: pip install transformers"):
+        TextCodec.open(path)
+
+
+@pytest.mark.models
+def test_a_real_file_is_read_as_transformers_reads_it() -> None:
+    """But for blanks in front of digits: the file says that digits stand alone, which transformers does not read."""
+    path = gguf_path()
+    codec, tokenizer = TextCodec.open(path), judge(path.parent, gguf_file=path.name)
+    texts = [text for text in (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8").split("\n\n") if text]
+    assert [codec.encode(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+    assert codec.chat(MESSAGES) == list(tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"])
+    assert [codec.decode(codec.encode(text)) for text in texts] == texts
+    assert codec.encode("a  12") != tokenizer("a  12")["input_ids"]

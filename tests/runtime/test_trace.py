@@ -1,0 +1,274 @@
+"""Timelines of rounds: every stage, host node and wait is there once, the figures add up, files say the same, and no token changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.graphs import TapeBackend
+from stepgraph.graphs.capture import MAIN
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
+from stepgraph.graphs.tape.backend import Tape
+from stepgraph.graphs.tape.player import Segment
+from stepgraph.graphs.tape.trace import Timed
+from stepgraph.runtime.trace import Timeline, covered, length, union
+from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY
+
+ROUNDS, SIDE = 5, "side"
+ASK: dict[str, Any] = {"constraint": Constraint.regex("[a-z]{50,60}"), "max_new_tokens": 50}
+
+
+def small_engine(backend: TapeBackend | None = None, drafter: str = "fair", **others: Any) -> Engine:
+    sizes: dict[str, Any] = {"max_rows": 1, "num_speculative_tokens": 3, "max_length": 96, "page_size": 8, "greedy_only": True}
+    config = EngineConfig(**sizes, compile_isolation="none", backend="tape", **others)
+    engine = Engine(TARGET, DRAFTERS[drafter](), vocabulary=VOCABULARY, config=config, backend=backend)
+    engine.capture()
+    return engine
+
+
+class Traced(NamedTuple):
+    engine: Engine
+    timeline: Timeline
+    tokens: tuple[list[int], ...]  # of the same request before, under and behind the trace
+    first_round: int
+    tape: Tape
+
+
+@pytest.fixture(scope="module", params=["fair", "ngram"])
+def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
+    with small_engine(drafter=request.param) as engine:
+        before = engine.generate([1, 2, 3], **ASK).tokens
+        first_round = engine.stats().rounds
+        with engine.trace(rounds=ROUNDS) as trace:
+            under = engine.generate([1, 2, 3], **ASK).tokens
+        behind = engine.generate([1, 2, 3], **ASK).tokens
+        tape = engine._graphs[engine._graphs.key_for(1, True, False)]
+        assert isinstance(tape, Tape)
+        yield Traced(engine, trace.timeline, (before, under, behind), first_round, tape)
+
+
+def of_round(timeline: Timeline, number: int, stream: str, *kinds: str) -> list[Span]:
+    return [span for span in timeline.spans if (span.round, span.stream) == (number, stream) and span.kind in kinds]
+
+
+def test_a_trace_changes_no_token_and_no_count(traced: Traced) -> None:
+    assert len(traced.tokens[0]) > 30
+    assert traced.tokens[0] == traced.tokens[1] == traced.tokens[2]
+    stats = traced.engine.stats()
+    assert stats.rounds == stats.replays > 2 * ROUNDS
+
+
+def test_as_many_rounds_are_traced_as_were_asked_for(traced: Traced) -> None:
+    assert traced.timeline.rounds == tuple(range(traced.first_round, traced.first_round + ROUNDS))
+    launches = [span for span in traced.timeline.spans if span.kind == "launch"]
+    assert [span.round for span in launches] == list(traced.timeline.rounds)
+
+
+def test_spans_of_one_stream_do_not_overlap(traced: Traced) -> None:
+    assert traced.timeline.streams == (MAIN, SIDE, LAUNCHER)
+    for stream in traced.timeline.streams:
+        spans = sorted((span for span in traced.timeline.spans if span.stream == stream), key=lambda span: span.start_ns)
+        assert all(span.start_ns <= span.end_ns for span in spans)
+        assert all(first.end_ns <= second.start_ns for first, second in pairwise(spans))
+
+
+def test_every_round_is_its_recording_stage_by_stage_and_host_node_by_host_node(traced: Traced) -> None:
+    recorded = traced.tape.report
+    for number in traced.timeline.rounds:
+        for stream in (MAIN, SIDE):
+            told = [name for name, _ in groupby(span.name for span in of_round(traced.timeline, number, stream, "stage", "host"))]
+            assert told == [name for name, _ in groupby(run.name for run in recorded.stages if run.stream == stream)]
+        hosts = [span.name for span in traced.timeline.spans if span.kind == "host" and span.round == number]
+        assert hosts == list(recorded.host_nodes)
+    counts = Counter((stage.name, stage.kind) for stage in traced.timeline.summary().stages)
+    assert max(counts.values()) == 1
+    each = {stage.name: stage.count for stage in traced.timeline.summary().stages if stage.kind == "host"}
+    assert each == dict.fromkeys(recorded.host_nodes, ROUNDS)
+
+
+def test_a_wait_ends_behind_what_it_waits_for(traced: Traced) -> None:
+    for number in traced.timeline.rounds:
+        ends = {span.name: span.end_ns for span in of_round(traced.timeline, number, SIDE, "host")}
+        waits = of_round(traced.timeline, number, MAIN, "wait")
+        assert [span.name for span in waits] == list(ends)
+        assert all(span.end_ns >= ends[span.name] for span in waits)
+        first: dict[str, int] = {}  # a stage may go on behind the mark that the other stream waits for
+        for span in of_round(traced.timeline, number, MAIN, "stage"):
+            first.setdefault(span.name, span.end_ns)
+        assert all(span.end_ns >= first[span.name] for span in of_round(traced.timeline, number, SIDE, "wait"))
+
+
+def test_what_is_hidden_and_what_is_exposed_is_all_there_is(traced: Traced) -> None:
+    summary = traced.timeline.summary()
+    assert summary.rounds == ROUNDS
+    assert 0 < summary.host_ns == summary.hidden_ns + summary.exposed_ns
+    assert summary.host_ns == sum(stage.total_ns for stage in summary.stages if stage.kind == "host")
+    assert 0 <= summary.exposed_wait_ns == sum(stage.total_ns for stage in summary.stages if (stage.stream, stage.kind) == (MAIN, "wait"))
+    assert summary.share_hidden == summary.hidden_ns / summary.host_ns
+    assert json.loads(json.dumps(summary.as_dict()))["share_hidden"] == summary.share_hidden
+    assert f"{ROUNDS} rounds of" in str(summary) and "hidden under" in str(summary)
+
+
+def test_untraced_replays_run_programs_without_a_clock(traced: Traced) -> None:
+    plain = [item for program in traced.tape._programs.values() for item in program]
+    assert traced.tape._running is traced.tape._programs
+    assert not any(isinstance(item, Timed) for item in plain)
+    assert traced.tape._timed is not None
+    assert sum(isinstance(item, Segment) for item in plain) < len(traced.tape._timed.timed)
+    free = traced.engine._graphs[traced.engine._graphs.key_for(1, False, False)]
+    assert isinstance(free, Tape)
+    assert free._timed is None, "what was never traced has no second program"
+
+
+def test_a_node_that_runs_under_a_stage_is_seen_under_it() -> None:
+    """The second segment of the main stream waits for the end of the first host node, and that one for its beginning."""
+    begun, ended = threading.Event(), threading.Event()
+    calls: Counter[str] = Counter()
+
+    def delay(name: str) -> None:
+        if not armed.is_set():
+            return
+        calls[name] += 1
+        if (name, calls[name]) == (MAIN, 2):
+            begun.set()
+            assert ended.wait(60)
+        elif (name, calls[name]) == ("head", 1):
+            assert begun.wait(60)
+        elif (name, calls[name]) == (SIDE, 2):  # the copies behind the host node
+            ended.set()
+
+    armed = threading.Event()
+    with small_engine(TapeBackend(asynchronous=True, delay=delay)) as engine:
+        engine.compile(ASK["constraint"])
+        engine.submit([1, 2, 3], **ASK)
+        engine.step()
+        engine.backend.synchronize()
+        armed.set()
+        with engine.trace(rounds=1) as trace:
+            engine.step()
+    (number,) = trace.timeline.rounds
+    (head,) = [span for span in of_round(trace.timeline, number, SIDE, "host") if span.name == "head"]
+    (verify,) = [span for span in of_round(trace.timeline, number, MAIN, "stage") if span.name == "target_verify"]
+    assert verify.start_ns < head.end_ns <= verify.end_ns
+    assert trace.timeline.summary().hidden_ns > 0
+
+
+def planted(late: int) -> Timeline:
+    """One round: a stage of 100, and a host node that begins with it and takes `late` longer."""
+    spans = [Span(MAIN, "target_verify", "stage", 7, 0, 100), Span(SIDE, "head", "host", 7, 0, 100 + late)]
+    if late:
+        spans.append(Span(MAIN, "head", "wait", 7, 100, 100 + late))
+    return Timeline((*spans, Span(MAIN, "accept", "stage", 7, 100 + late, 150 + late)))
+
+
+def test_a_late_host_node_is_exposed_by_as_much_as_it_is_late() -> None:
+    hidden, late = planted(0).summary(), planted(30).summary()
+    assert (hidden.host_ns, hidden.hidden_ns, hidden.exposed_ns, hidden.exposed_wait_ns, hidden.share_hidden) == (100, 100, 0, 0, 1.0)
+    assert (late.host_ns, late.hidden_ns, late.exposed_ns, late.exposed_wait_ns) == (130, 100, 30, 30)
+    assert (hidden.round_ns, late.round_ns) == (150, 180)
+
+
+def test_idle_time_between_rounds_is_what_nothing_ran_in() -> None:
+    spans = [Span(MAIN, "a", "stage", number, 1000 * number, 1000 * number + 400) for number in (3, 4, 5)]
+    outside = Span(MAIN, BETWEEN, "stage", OUTSIDE, 3500, 3650)
+    assert Timeline((*spans, outside)).summary().idle_ns == 600 + 600 - 150
+    assert Timeline((outside,)).summary().rounds == 0
+    empty = Timeline(()).summary()
+    assert (empty.rounds, empty.round_ns, empty.share_hidden) == (0, 0, None)
+
+
+def test_covered_time_is_counted_nanosecond_by_nanosecond() -> None:
+    pick = random.Random(5)
+    for _ in range(300):
+        intervals = [(start, start + pick.randint(0, 9)) for start in (pick.randint(0, 40) for _ in range(pick.randint(0, 6)))]
+        start = pick.randint(0, 40)
+        window = (start, start + pick.randint(0, 20))
+        busy = {at for begin, end in intervals for at in range(begin, end)}
+        joined = union(intervals)
+        assert length(joined) == len(busy)
+        assert covered(window, joined) == sum(at in busy for at in range(*window))
+
+
+def test_the_perfetto_file_says_the_same(traced: Traced, tmp_path: Path) -> None:
+    traced.timeline.save_perfetto(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(named.values()) == list(traced.timeline.streams)
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(traced.timeline.spans)
+    begin = min(span.start_ns for span in traced.timeline.spans)
+    for event, span in zip(slices, traced.timeline.spans, strict=True):
+        assert (named[event["tid"]], event["cat"], event["args"]["round"]) == (span.stream, span.kind, span.round)
+        assert event["name"].removeprefix("wait for ") == span.name
+        assert event["ts"] * 1000 == pytest.approx(span.start_ns - begin, abs=1)
+        assert event["dur"] * 1000 == pytest.approx(span.end_ns - span.start_ns, abs=1)
+    arrows = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    assert len(arrows["s"]) == ROUNDS * len(traced.tape.report.host_nodes)
+    for number, tail in arrows["s"].items():
+        head = arrows["f"][number]
+        assert head["ts"] >= tail["ts"]
+        for end, kind in ((tail, "host"), (head, "wait")):
+            inside = [s["cat"] for s in slices if s["tid"] == end["tid"] and s["ts"] <= end["ts"] <= s["ts"] + s["dur"]]
+            assert kind in inside
+
+
+@pytest.mark.parametrize("traced", ["fair"], indirect=True)
+def test_the_picture_is_a_png_as_wide_as_it_should_be(traced: Traced, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    traced.timeline.save_picture(tmp_path / "rounds.png", rounds=2, title="two rounds")
+    content = (tmp_path / "rounds.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">I", content[16:20]) == (1600,)
+    with pytest.raises(ValueError, match="got a timeline without rounds"):
+        Timeline(()).save_picture(tmp_path / "none.png")
+    with pytest.raises(ValueError, match=r"Timeline\.save_picture\.rounds: got 0, want a whole number >= 1"):
+        traced.timeline.save_picture(tmp_path / "none.png", rounds=0)
+
+
+def test_without_matplotlib_the_error_names_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match=r"matplotlib is missing; pip install 'stepgraph\[pictures\]' brings it"):
+        planted(3).save_picture(tmp_path / "rounds.png")
+
+
+@pytest.mark.parametrize("rounds", [0, -1, True, 2.0, None])
+def test_rounds_that_are_no_count_are_refused(traced: Traced, rounds: Any) -> None:
+    with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, want a whole number >= 1"), traced.engine.trace(rounds):
+        pass
+
+
+def test_a_trace_is_told_when_it_has_ended_and_one_at_a_time(traced: Traced) -> None:
+    with traced.engine.trace(rounds=1) as trace:
+        with pytest.raises(RuntimeError, match="before the with block"):
+            _ = trace.timeline
+        with pytest.raises(RuntimeError, match="a trace is under way"), traced.engine.trace():
+            pass
+    assert trace.timeline.rounds == ()
+    with pytest.raises(KeyError), traced.engine.trace(rounds=1):
+        raise KeyError("the block's own failure")
+    with traced.engine.trace(rounds=1):
+        pass
+
+
+def test_an_eager_engine_is_refused_and_a_closed_one_tells_what_was_noted() -> None:
+    with small_engine(eager=True) as engine, pytest.raises(ValueError, match=r"EngineConfig\.eager=True"), engine.trace():
+        pass
+    engine = small_engine()
+    with engine.trace(rounds=2) as trace:
+        engine.generate([1, 2, 3], max_new_tokens=9)
+        engine.close()
+    assert len(trace.timeline.rounds) == 2
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.trace()

@@ -1,0 +1,258 @@
+"""The front door: what is refused, by name, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Constraint, Engine, EngineConfig, FinishReason, SamplingParams, Vocabulary
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tests.helpers.oracles import greedy
+from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, shared_engine
+
+SETUP = Setup(k=3)
+BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_ids": []}, r"prompt_ids: got an empty prompt"),
+    ({"prompt_ids": "hello"}, r"prompt_ids: got str, want a sequence of token ids"),
+    ({"prompt_ids": 5}, r"prompt_ids: got int"),
+    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, want a token id from 0 to 112"),
+    ({"prompt_ids": [1, 113]}, r"prompt_ids\[1\]: got 113"),
+    ({"prompt_ids": [1.0]}, r"prompt_ids\[0\]: got 1.0"),
+    ({"prompt_ids": [True]}, r"prompt_ids\[0\]: got True"),
+    ({"prompt_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"prompt_ids\[0\]: got \[0, 0\]"),
+    ({"prompt_ids": [1] * 96}, r"prompt_ids: got 96 tokens, want fewer than max_length=96"),
+    ({"max_new_tokens": 0}, r"max_new_tokens: got 0, want a whole number from 1 to 93"),
+    ({"max_new_tokens": 94}, r"max_new_tokens: got 94"),
+    ({"max_new_tokens": "many"}, r"max_new_tokens: got 'many'"),
+    ({"num_speculative_tokens": 4}, r"num_speculative_tokens: got 4, want a whole number from 0 to 3 \(what the engine was captured for\)"),
+    ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
+    ({"sampling": {}}, r"sampling: got dict, want SamplingParams"),
+    ({"sampling": {"temperature": 1}}, r"sampling: got dict, want SamplingParams"),
+    ({"sampling": SamplingParams(temperature=0, stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
+    (
+        {"sampling": SamplingParams(temperature=0, stop_token_ids=tuple(range(8)))},
+        r"sampling.stop_token_ids: got 9 with the vocabulary's own, want at most",
+    ),
+    ({"sampling": SamplingParams(temperature=0.5)}, r"sampling.temperature: got 0.5, want 0: the engine is greedy_only"),
+    ({"sampling": SamplingParams(temperature=0, repetition_penalty=1.5)}, r"sampling.repetition_penalty: got 1.5, want 1.0: the engine is"),
+    (
+        {"sampling": SamplingParams(temperature=0, presence_penalty=1)},
+        r"sampling.presence_penalty: got 1, want 0.0: the engine is greedy_only",
+    ),
+    ({"sampling": SamplingParams(temperature=0, frequency_penalty=-1)}, r"sampling.frequency_penalty: got -1, want 0.0: the engine is"),
+    (
+        {"sampling": SamplingParams(temperature=0, logit_bias={1: 2})},
+        r"sampling.logit_bias: got \{1: 2\}, want \{\}: the engine is greedy_only",
+    ),
+    ({"sampling": SamplingParams(temperature=0, bad_token_ids=(4,))}, r"sampling.bad_token_ids: got \(4,\), want \(\): the engine is"),
+    ({"sampling": SamplingParams(temperature=0, min_new_tokens=3)}, r"sampling.min_new_tokens: got 3, want 0: the engine is greedy_only"),
+    ({"sampling": SamplingParams(temperature=0, logprobs=True)}, r"sampling.logprobs: got True, want False: the engine is greedy_only"),
+    (
+        {"sampling": SamplingParams(temperature=0, ignore_eos=True), "constraint": CONSTRAINTS[1]},
+        r"sampling.ignore_eos: got True with a constraint, want False",
+    ),
+    ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
+    ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
+    ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_SUBMITS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any], message: str) -> None:
+    engine = shared_engine(SETUP)
+    before = engine.stats()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"prompt_ids": [1, 2, 3], "max_new_tokens": 4, **bad})
+    assert engine.stats() == before
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(bad_token_ids=(1, 113)), r"sampling.bad_token_ids\[1\]: got 113, want a token id from 0 to 112"),
+        (SamplingParams(logit_bias={113: 1.0}), r"sampling.logit_bias: got the key 113, want token ids from 0 to 112"),
+        (SamplingParams(min_new_tokens=5), r"sampling.min_new_tokens: got 5, want at most max_new_tokens=4"),
+        (SamplingParams(ignore_eos=True), r"sampling.ignore_eos: got True with a constraint, want False: a complete text ends"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_request_cannot_have_are_refused_by_name(sampling: SamplingParams, message: str) -> None:
+    engine = shared_engine(Setup(k=3, greedy_only=False))
+    with pytest.raises(ValueError, match=message):
+        engine.submit([1, 2], sampling=sampling, constraint=CONSTRAINTS[3], max_new_tokens=4)
+    assert not engine.has_work
+
+
+def test_biases_written_to_later_are_checked_again_and_change_no_request_that_is_queued() -> None:
+    sampling = SamplingParams(temperature=0, logit_bias={5: 100.0})
+    with make_engine(Setup(k=0, greedy_only=False, max_rows=1)) as engine:
+        job = engine.submit([1], sampling=sampling, max_new_tokens=3)
+        sampling.logit_bias[5] = float("nan")  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"SamplingParams.logit_bias\[5\]: got nan"):
+            engine.submit([1], sampling=sampling, max_new_tokens=3)
+        for _ in engine.stream():
+            pass
+    assert (job.tokens, job.error) == ([5, 5, 5], "")
+
+
+def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_bias_ids=3, backend="tape")
+    with Engine(TARGET, config=config) as engine:
+        for fields, names in (
+            ({"bad_token_ids": (1, 2, 3, 4)}, "bad_token_ids"),
+            ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias"),
+            ({"bad_token_ids": (1, 2), "logit_bias": {3: 1.0, 4: 1.0}}, "logit_bias and bad_token_ids"),
+        ):
+            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, want at most max_bias_ids=3"):
+                engine.submit([1], sampling=SamplingParams(**fields))
+        engine.submit([1], sampling=SamplingParams(bad_token_ids=(1, 2, 3), logit_bias={1: 1.0}))  # three tokens
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    engine = shared_engine(SETUP)
+    with pytest.raises(TypeError, match="top_q"):
+        engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="max_rowz"):
+        EngineConfig(max_rowz=3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', want a token id >= 0"):
+        SamplingParams(stop_token_ids=(1, "a"))  # type: ignore[arg-type]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, want a number from 0 to 3.40282e\+38"),
+        ({"temperature": 3.5e38}, r"SamplingParams.temperature: got 3.5e\+38, want a number from 0 to 3.40282e\+38"),
+        ({"temperature": 10**400}, r"SamplingParams.temperature: got 1000"),
+        ({"temperature": float("nan")}, r"SamplingParams.temperature: got nan"),
+        ({"temperature": "hot"}, r"SamplingParams.temperature: got 'hot'"),
+        ({"top_p": 0}, r"SamplingParams.top_p: got 0, want a number above 0 to 1"),
+        ({"top_p": 1.5}, r"SamplingParams.top_p: got 1.5"),
+        ({"min_p": 2}, r"SamplingParams.min_p: got 2, want a number from 0 to 1"),
+        ({"top_k": -1}, r"SamplingParams.top_k: got -1, want a whole number from 0"),
+        ({"top_k": 2.5}, r"SamplingParams.top_k: got 2.5"),
+        ({"repetition_penalty": 0}, r"SamplingParams.repetition_penalty: got 0, want a number from 0.01 to 100"),
+        ({"repetition_penalty": -1.0}, r"SamplingParams.repetition_penalty: got -1.0"),
+        ({"repetition_penalty": float("inf")}, r"SamplingParams.repetition_penalty: got inf"),
+        ({"presence_penalty": 2.1}, r"SamplingParams.presence_penalty: got 2.1, want a number from -2 to 2"),
+        ({"frequency_penalty": -3}, r"SamplingParams.frequency_penalty: got -3, want a number from -2 to 2"),
+        ({"frequency_penalty": True}, r"SamplingParams.frequency_penalty: got True"),
+        ({"logit_bias": [(1, 2.0)]}, r"SamplingParams.logit_bias: got list, want a dict of token id to number"),
+        ({"logit_bias": {"5": 1.0}}, r"SamplingParams.logit_bias: got the key '5', want token ids >= 0"),
+        ({"logit_bias": {-5: 1.0}}, r"SamplingParams.logit_bias: got the key -5"),
+        ({"logit_bias": {5: 101}}, r"SamplingParams.logit_bias\[5\]: got 101, want a number from -100 to 100"),
+        ({"logit_bias": {5: 10**400}}, r"SamplingParams.logit_bias\[5\]: got 1000"),
+        ({"logit_bias": {5: -float("inf")}}, r"SamplingParams.logit_bias\[5\]: got -inf"),
+        ({"bad_token_ids": 5}, r"SamplingParams.bad_token_ids: got int, want a tuple of token ids"),
+        ({"bad_token_ids": (1, 2.0)}, r"SamplingParams.bad_token_ids\[1\]: got 2.0, want a token id >= 0"),
+        ({"min_new_tokens": -1}, r"SamplingParams.min_new_tokens: got -1, want a whole number from 0"),
+        ({"ignore_eos": 1}, r"SamplingParams.ignore_eos: got 1, want True or False"),
+        ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, want True or False"),
+        ({"seed": -3}, r"SamplingParams.seed: got -3, want a whole number from 0 to"),
+        ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
+    ],
+)
+def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+def test_sampling_params_are_values() -> None:
+    bias = {1: 2.0}
+    one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))  # type: ignore[arg-type]
+    bias[1] = 5.0
+    assert one == same and hash(one) == hash(same) and one.logit_bias == {1: 2.0}
+    assert one.biases == {1: -float("inf"), 3: -float("inf")}, "a bad token stays bad"
+    assert SamplingParams(temperature=0, stop_token_ids=(1,), ignore_eos=True, top_k=5, seed=3).plain
+    assert SamplingParams(temperature=0, logprobs=True).beyond_argmax == "logprobs"
+    assert SamplingParams(temperature=0, logit_bias={}).beyond_argmax == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_rows": 0}, r"EngineConfig.max_rows: got 0, want a whole number >= 1"),
+        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
+        ({"page_size": 0}, r"EngineConfig.page_size: got 0"),
+        ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
+        ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, want >= 64"),
+        ({"rounds_in_flight": 0}, r"EngineConfig.rounds_in_flight: got 0"),
+        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), want whole numbers from 1 of which the largest is max_rows=8"),
+        ({"buckets": (0, 8)}, r"buckets: got \(0, 8\)"),
+        ({"buckets": ()}, r"buckets: got \(\)"),
+        ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),
+        ({"max_queued": True}, r"EngineConfig.max_queued: got True"),
+        ({"eager": "no"}, r"EngineConfig.eager: got 'no', want True or False"),
+        ({"draft_masks": None}, r"EngineConfig.draft_masks: got None"),
+        ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
+        ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
+        ({"compile_isolation": "thread"}, r"EngineConfig.compile_isolation: got 'thread', want one of process, none"),
+        ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got dict, want GrammarLimits"),
+        ({"grammar_cache_bytes": 0}, r"EngineConfig.grammar_cache_bytes: got 0, want a whole number >= 1"),
+        ({"max_compiles": True}, r"EngineConfig.max_compiles: got True"),
+    ],
+)
+def test_a_bad_config_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**fields)
+
+
+def test_a_bad_engine_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+        Engine(TARGET, config={})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=4"):
+        Engine(TARGET)
+    with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, want the target's vocab_size 132"):
+        Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
+    with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, want the target's 132"):
+        Engine(TARGET, ToyDraft(ToyTarget(140)))
+    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, want distinct ids from 0 to 112")):
+        with pytest.raises(ValueError, match=f"Engine.draft.d2t: .*{message}"):
+            Engine(TARGET, ToyDraft(TARGET, d2t=d2t), vocabulary=VOCABULARY)
+    many_stops = Vocabulary([b"a"] * 132, range(9))
+    with pytest.raises(ValueError, match=r"EngineConfig.max_stop_ids: got 8, want at least 9, the vocabulary's stop ids"):
+        Engine(TARGET, ToyDraft(TARGET), vocabulary=many_stops)
+    with Engine(TARGET, config=EngineConfig(num_speculative_tokens=0, backend="tape")) as engine:
+        engine.capture()
+        with pytest.raises(ValueError, match=r"constraint: the engine has no vocabulary"):
+            engine.submit([1], constraint=CONSTRAINTS[1])
+        assert engine.generate([1], max_new_tokens=3).tokens == greedy(TARGET, [1], 3, ()).tokens
+
+
+def test_a_model_on_another_device_is_refused_by_name() -> None:
+    target = ToyTarget(8).to("meta")
+    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, want cpu, where the tape backend is"):
+        Engine(target, config=EngineConfig(num_speculative_tokens=0))
+    with pytest.raises(ValueError, match=r"Engine.draft: got tensors on meta, want cpu"):
+        Engine(ToyTarget(8), ToyDraft(target).to("meta"))
+
+
+def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:
+    engine = Engine(TARGET, ToyDraft(TARGET), config=EngineConfig(max_rows=1, num_speculative_tokens=1, backend="tape"))
+    waiting = engine.submit([1, 2], max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=r"Engine.step\(\): nothing is captured; call capture\(\) first"):
+        engine.step()
+    engine.capture()
+    with pytest.raises(RuntimeError, match=r"Engine.capture\(\): already captured"):
+        engine.capture()
+    assert not waiting.finished, "a refused call ends nobody's request"
+    engine.close()
+    engine.close()
+    assert (waiting.finish_reason, waiting.error) == (FinishReason.CANCELLED, "the engine was closed")
+    for call in (lambda: engine.submit([1]), engine.step, engine.capture):
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            call()
+    assert engine.cancel(waiting) is False
+
+
+def test_too_many_waiting_requests_are_refused() -> None:
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_queued=2, backend="tape")
+    with Engine(TARGET, config=config) as engine:
+        jobs = [engine.submit([1]) for _ in range(2)]
+        with pytest.raises(RuntimeError, match=r"2 requests are waiting already \(EngineConfig.max_queued\)"):
+            engine.submit([1])
+        assert not any(job.finished for job in jobs)

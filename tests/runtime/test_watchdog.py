@@ -1,0 +1,175 @@
+"""A device that does not answer: a step waits so long, tells what everybody was doing, and fails; nothing waits for what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stepgraph import AsyncEngine, Engine, EngineConfig, FinishReason, Job
+from stepgraph.graphs import TapeBackend
+from stepgraph.runtime.request import EngineClosedError
+from stepgraph.runtime.watchdog import RoundTimeoutError
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+
+LIMIT = 0.2
+JOIN_SECONDS = 30
+
+
+class Hang:
+    """Holds up whoever calls it from the `number`-th matching call on, until it is let go."""
+
+    def __init__(self, name: str = "commit", number: int = 1) -> None:
+        self._name, self._left = name, number
+        self._gone, self.reached = threading.Event(), threading.Event()
+
+    def __call__(self, name: str) -> None:
+        if name == self._name and not self._gone.is_set():
+            self._left -= 1
+            if self._left <= 0:
+                self.reached.set()
+                self._gone.wait()
+
+    def let_go(self) -> None:
+        self._gone.set()
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("stepgraph")}
+
+
+@pytest.fixture
+def hang() -> Iterator[Hang]:
+    before, hang = threads(), Hang(number=3)
+    yield hang
+    hang.let_go()
+    for thread in threads() - before:
+        thread.join(JOIN_SECONDS)
+    assert threads() <= before, "what hung ends by itself once it is let go"
+
+
+def make(hang: Callable[[str], object] | None, **others: Any) -> Engine:
+    options: dict[str, Any] = {"max_rows": 2, "buckets": (2,), "round_timeout_seconds": LIMIT, **others}
+    config = EngineConfig(
+        num_speculative_tokens=1,
+        max_length=48,
+        page_size=8,
+        greedy_only=True,
+        backend="tape",
+        compile_isolation="none",
+        host_link="python",
+        **options,
+    )
+    backend = TapeBackend(asynchronous=True, delay=hang)
+    engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend)
+    engine.capture()
+    for constraint in filter(None, CONSTRAINTS[:2]):
+        engine.compile(constraint)
+    return engine
+
+
+def submit(engine: Engine) -> list[Job]:
+    return [engine.submit([place], constraint=CONSTRAINTS[place], max_new_tokens=20) for place in range(2)]
+
+
+def test_a_host_node_that_hangs_ends_the_step_with_all_that_is_known(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(hang)
+    jobs = submit(engine)
+    doing = "stream main: waits for commit; stream side: host node commit"
+    with pytest.raises(RoundTimeoutError, match=rf"did not finish within 0.2 s \(EngineConfig.round_timeout_seconds\): {doing}"):
+        for _ in engine.stream():
+            pass
+    (record,) = [record for record in caplog.records if record.name == "stepgraph"]
+    told = record.getMessage()
+    assert "on their way: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
+    assert "stream side: host node commit" in told and "host nodes, python, under the GIL: 5 ended" in told
+    assert "thread MainThread:" in told and "thread stepgraph-side:" in told and "self._gone.wait()" in told
+    for job, place in zip(jobs, range(2), strict=True):
+        assert job.finish_reason == FinishReason.ERROR and "RoundTimeoutError: the device did not finish" in job.error
+        assert job.tokens == plain([place], 20, CONSTRAINTS[place]).tokens[: len(job.tokens)]
+    with pytest.raises(EngineClosedError, match="did not finish within"):
+        engine.submit([1])
+    assert not engine.has_work and engine.stats().free_pages == engine.stats().pages
+    engine.close()
+
+
+def test_close_waits_no_longer_than_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(hang, rounds_in_flight=4)
+    jobs = submit(engine)
+    for _ in range(3):
+        engine.step()
+    assert hang.reached.wait(JOIN_SECONDS)
+    engine.close()
+    assert {job.finish_reason for job in jobs} == {FinishReason.CANCELLED}
+    assert "host node commit" in caplog.text
+    with pytest.raises(RuntimeError, match="the engine was closed"):
+        engine.step()
+
+
+def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch, hang: Hang) -> None:
+    engine = make(None, max_rows=1, buckets=(1,), prefill_chunk=1)
+    real = TapeBackend.run
+
+    def run(backend: TapeBackend, function: Callable[[], object]) -> None:
+        real(backend, lambda: hang("commit"))
+        real(backend, function)
+
+    monkeypatch.setattr(TapeBackend, "run", run)
+    job = engine.submit(list(range(1, 40)), max_new_tokens=4)
+    with pytest.raises(RoundTimeoutError):
+        for _ in engine.stream():
+            pass
+    assert job.finish_reason == FinishReason.ERROR
+
+
+def test_an_engine_that_is_idle_or_waits_for_a_grammar_is_alive() -> None:
+    engine, held, building = make(None), threading.Event(), threading.Event()
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    real = compiler._backends.build
+
+    def build(*arguments: Any) -> Any:
+        building.set()
+        held.wait()
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, engine:
+        patch.setattr(compiler._backends, "build", build)
+        job = engine.submit([3], constraint=CONSTRAINTS[4], max_new_tokens=8)
+        assert building.wait(JOIN_SECONDS)
+        deadline = time.monotonic() + 1.5 * LIMIT
+        while time.monotonic() < deadline:
+            assert engine.step() == []
+        held.set()
+        for _ in engine.stream():
+            pass
+        assert job.tokens == plain([3], 8, CONSTRAINTS[4]).tokens
+        jobs = submit(engine)
+        for _ in engine.stream():
+            pass
+        for job, place in zip(jobs, range(2), strict=True):
+            assert job.tokens == plain([place], 20, CONSTRAINTS[place]).tokens
+
+
+def test_streams_of_an_event_loop_are_told(hang: Hang) -> None:
+    async def scene(engine: Engine) -> None:
+        serving = AsyncEngine(engine)
+        await serving.open()
+        async with serving.generate([1], constraint=CONSTRAINTS[1], max_new_tokens=20) as stream:
+            events = [event async for event in stream]
+        assert events[-1].finish_reason == FinishReason.ERROR and "host node commit" in events[-1].error
+        assert isinstance(serving.failure, RoundTimeoutError)
+        with pytest.raises(RoundTimeoutError):
+            await serving.close()
+
+    asyncio.run(scene(make(hang)))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "1", float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, want a number of seconds above 0"):
+        EngineConfig(round_timeout_seconds=value)  # type: ignore[arg-type]

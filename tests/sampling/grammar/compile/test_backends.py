@@ -1,0 +1,215 @@
+"""Which library enforces a constraint: the rule of "auto", what is told of it, and the shapes in which constraints arrive."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary
+from stepgraph.sampling.grammar.compile import backends, worker_process
+from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
+from tests.helpers.grammar_texts import TAGS, accepts
+from tests.helpers.schema_cases import BYTES, takes
+from tests.sampling.grammar.compile.test_compiler import GREEDY, SLOW
+
+AUTO = GrammarCompiler(BYTES, max_threads=1)
+COMBINED = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]}
+NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "not": {}, "patternProperties": {"^x": {}}}
+
+
+def test_auto_is_xgrammar_and_says_nothing() -> None:
+    compiled = AUTO.compile(Constraint.json_schema({"type": "integer"}))
+    assert (compiled.backend, compiled.reason) == ("xgrammar", "")
+
+
+def test_auto_falls_over_and_says_why() -> None:
+    compiled = AUTO.compile(Constraint.json_schema(COMBINED))
+    assert compiled.backend == "llguidance"
+    assert compiled.reason == "xgrammar: #: allOf: got 2 schemas; only one is enforced, merge them"
+    assert takes(compiled, '{"a": 1, "b": null}') and not takes(compiled, '{"a": 1}') and not takes(compiled, '{"a": "", "b": 1}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "xgrammar"), (Constraint.lark('start: "a"'), "llguidance")]
+)
+def test_a_notation_belongs_to_its_library(constraint: Constraint, backend: str) -> None:
+    compiled = AUTO.compile(constraint)
+    assert compiled.backend == backend and takes(compiled, "a") and not takes(compiled, "b")
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_a_library_that_is_asked_for_is_the_only_one_that_is_asked(backend: BackendChoice) -> None:
+    constraint = Constraint.json_schema({"type": "integer"}, backend=backend)
+    assert AUTO.compile(constraint).backend == backend
+    assert GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(Constraint.regex("a")).backend == backend
+    other = Constraint.lark('start: "a"') if backend == "xgrammar" else Constraint.ebnf('root ::= "a"')
+    with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is .*'s notation"):
+        GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(other)
+
+
+def test_what_neither_enforces_is_refused_with_the_reasons_of_both() -> None:
+    with pytest.raises(ValueError, match="cannot be compiled: #: not: is not enforced"):
+        AUTO.compile(Constraint.json_schema({"not": {}, "type": "string"}))
+    with pytest.raises(
+        ValueError, match=r"cannot be compiled: xgrammar: #: minLength: needs type string.*; llguidance: #: not: is not enf"
+    ):
+        AUTO.compile(Constraint.json_schema({"not": {}, "minLength": 1}))
+
+
+def test_the_coverage_names_every_keyword_with_its_place() -> None:
+    told = Constraint.json_schema(NEITHER).coverage()
+    assert not told.enforced and told.backend is None
+    assert {(refusal.where, refusal.keyword) for refusal in told.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
+    assert Refusal("#", "patternProperties", "is not enforced; remove it or express it otherwise") in told.refusals["xgrammar"]
+    told = Constraint.json_schema(COMBINED).coverage()
+    assert told.backend == "llguidance" and told.refusals["llguidance"] == () and told.unenforced == ()
+    assert [refusal.keyword for refusal in told.refusals["xgrammar"]] == ["allOf"]
+    assert Constraint.json_schema(COMBINED, backend="xgrammar").coverage().backend is None
+    assert Constraint.regex("a+").coverage().refusals == {"xgrammar": (), "llguidance": ()}
+    assert [refusal.where for refusal in Constraint.regex("(").coverage().unenforced] == ["#", "#"]
+
+
+BOMBS = {
+    "compile_seconds": (SLOW, GrammarLimits(compile_seconds=0.3)),
+    "compile_bytes": (GREEDY, GrammarLimits(compile_bytes=40 * MIB)),
+    "least_bytes": (Constraint.json_schema(SCHEMAS["counted counts"]()), GrammarLimits()),
+    "max_nesting": (Constraint.regex(PATTERNS["10,000 groups"]()), GrammarLimits()),
+}
+
+
+@pytest.mark.parametrize("field", BOMBS)
+def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: str) -> None:
+    bomb, limits = BOMBS[field]
+    workers = {worker.pid for worker in worker_process._alive}
+    told = bomb.coverage(limits)
+    (reason,) = {refusal.reason for refusal in told.unenforced}
+    assert told.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
+    assert {worker.pid for worker in worker_process._alive} <= workers, "its worker is still there"
+    compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
+    with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
+        compiler.compile(bomb)
+    compiler.close()
+
+
+def test_the_coverage_tells_what_it_finds_in_the_time_of_one_compile() -> None:
+    properties = {f"p{place}": {"uniqueItems": True} for place in range(300)}
+    told = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar").coverage(
+        GrammarLimits(compile_seconds=1e-6)
+    )
+    assert len(told.unenforced) == 1 and told.backend is None
+
+
+def test_without_the_second_library_its_constraints_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "installed", lambda name: False)
+    alone = GrammarCompiler(BYTES, max_threads=1)
+    assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "xgrammar"
+    with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
+        alone.compile(Constraint.json_schema(COMBINED))
+    assert "not installed" in Constraint.json_schema(COMBINED).coverage().refusals["llguidance"][0].reason
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_tags_stand_in_free_text_and_hold_their_schema(backend: BackendChoice) -> None:
+    constraint = Constraint.structural_tag(TAGS, backend=backend)
+    for good in (b"", b"free text", b"a < b <f <f", b"<f=a>10</f>", b"x<f=a>1</f>y<f=b>[]</f><f=a>0</f>"):
+        assert accepts(constraint, good), good
+    for bad in (b"<f=", b"x <f=c", b"<f=a>", b"<f=a>1", b"<f=a>1</g>", b"<f=a>1</f", b"<f=b>1</f>", b'<f=a>"1"</f>', b"x<f=a>1</f>y<f=b>"):
+        assert not accepts(constraint, bad), bad
+    unenforced = {"begin": "<f=a>", "schema": {"type": "array", "uniqueItems": True}, "end": ""}
+    refused = Constraint.structural_tag({"triggers": ["<f="], "structures": [unenforced]}, backend=backend)
+    with pytest.raises(ValueError, match="constraint structural_tag: cannot be compiled: #: uniqueItems: is not enforced"):
+        AUTO.compile(refused)
+
+
+@pytest.mark.parametrize("backend", backends.BACKENDS)
+def test_tags_keep_what_is_mended_in_their_schemas(backend: BackendChoice) -> None:
+    string = {"type": "string", "maxLength": 2}
+    structures = [{"begin": f"<{name}>", "schema": string, "end": f"</{name}>"} for name in ("root", "basic_string", "a")]
+    compiled = AUTO.compile(Constraint.structural_tag({"triggers": ["<root>", "<b", "<a>"], "structures": structures}, backend=backend))
+    assert takes(compiled, 'say <root>"ab"</root> and <basic_string>"é"</basic_string>') and takes(compiled, '<a>""</a>')
+    assert (
+        not takes(compiled, '<root>"abc"</root>') and not takes(compiled, '<a>"\x01"</a>') and not takes(compiled, '<basic_string>"a"</a>')
+    )
+
+
+def test_response_formats_are_those_of_openai() -> None:
+    inner = {"name": "answer", "description": "what it is", "strict": True, "schema": {"type": "integer"}}
+    assert Constraint.response_format({"type": "text"}) is None
+    assert Constraint.response_format({"type": "json_object"}) == Constraint.json_object()
+    assert Constraint.response_format({"type": "json_schema", "json_schema": inner}) == Constraint.json_schema({"type": "integer"})
+    assert Constraint.response_format({"type": "structural_tag", **TAGS}) == Constraint.structural_tag(TAGS)
+    assert Constraint.response_format({"type": "json_object"}, True, "llguidance") == Constraint.json_object(True, "llguidance")
+
+
+NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("json_object", "response_format: got str"),
+        ({}, "response_format.type: got None"),
+        ({"type": ["text"]}, "response_format.type: got"),
+        ({"type": "json"}, "response_format.type: got 'json', want one of text, json_object, json_schema"),
+        ({"type": "text", "json_schema": {}}, "response_format.json_schema: got a field that is not known"),
+        ({"type": "json_schema"}, "response_format.json_schema: got None"),
+        ({"type": "json_schema", "schema": {}}, "response_format.schema: got a field that is not known"),
+        ({**NAMED, "strict": True}, "response_format.strict: got a field that is not known"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name: got None"),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema: got None"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}},
+            "response_format.json_schema.strict: got 'yes'",
+        ),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}}, "response_format.json_schema.x: got a field"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "description": 1}}, "description: got 1"),
+    ],
+)
+def test_a_response_format_that_would_be_half_ignored_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+        Constraint.response_format(value)
+    assert message in str(caught.value)
+
+
+TAG = {"begin": "<a>", "schema": {}, "end": ""}
+
+
+@pytest.mark.parametrize(
+    ("tag", "field"),
+    [
+        ([], ""),
+        ({"triggers": ["<"], "structures": [TAG], "at_least_one": True}, ".at_least_one"),
+        ({"triggers": [], "structures": [TAG]}, ".triggers"),
+        ({"triggers": [""], "structures": [TAG]}, ".triggers"),
+        ({"triggers": ["<"], "structures": []}, ".structures"),
+        ({"triggers": ["<"], "structures": ["<a>"]}, ".structures[0]"),
+        ({"triggers": ["<"], "structures": [{**TAG, "grammar": ""}]}, ".structures[0]"),
+        ({"triggers": ["<b"], "structures": [TAG]}, ".structures[0].begin"),
+        ({"triggers": ["<", "["], "structures": [TAG]}, ".triggers"),
+        ({"triggers": ["<", "<a"], "structures": [TAG]}, ".triggers"),
+        ({"triggers": ["<"], "structures": [{**TAG, "schema": True}]}, ".structures[0].schema"),
+        ({"triggers": ["<"], "structures": [{**TAG, "end": None}]}, ".structures[0].end"),
+    ],
+)
+def test_malformed_tags_are_refused_by_field(tag: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+        Constraint.structural_tag(tag)
+    assert str(caught.value).startswith(f"Constraint.structural_tag{field}: got")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Constraint.regex("a", backend="outlines"),  # type: ignore[arg-type]
+        lambda: Constraint.lark(" "),
+        lambda: Constraint("lark", "a", any_whitespace=True),
+        lambda: GrammarCompiler(Vocabulary([b"a", b""], [1]), backend="auto,"),  # type: ignore[arg-type]
+    ],
+)
+def test_unknown_back_ends_and_blank_grammars_are_refused_at_once(build: Any) -> None:
+    with pytest.raises(ValueError, match=r": got .*, want "):
+        build()

@@ -1,0 +1,276 @@
+"""Compiles happen elsewhere: in a thread of their own and, where asked, in a process that may crash, hang or grow."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
+from stepgraph.sampling.grammar.compile.limits import MIB
+from tests.helpers.documents import READMES
+from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
+
+SLOW = Constraint.ebnf("root ::= " + "[a]*" * 29_000)  # minutes
+GREEDY = Constraint.ebnf("root ::= " + "[a]?" * 29_000)  # gigabytes
+
+
+def isolated(**limits: float) -> GrammarCompiler:
+    return GrammarCompiler(PRINTABLE, 1, isolation="process", limits=GrammarLimits(**limits))  # type: ignore[arg-type]
+
+
+COMPILER = isolated()
+PLAIN = GrammarCompiler(PRINTABLE, 1)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_grammar_from_the_worker_has_the_masks_of_one_compiled_here(kind: str) -> None:
+    constraint, good, _ = EXAMPLES[kind]
+    there, here = COMPILER.compile(constraint), PLAIN.compile(constraint)
+    assert (there.backend, there.nbytes) == (here.backend, here.nbytes)
+    matchers = there.matcher(), here.matcher()
+    for token in [*encode(good), STOP]:
+        first, second = map(filled, matchers)
+        assert first == second and token in first[1]
+        assert all(matcher.accept_token(token) for matcher in matchers)
+    assert filled(matchers[0]) == (MaskStatus.TERMINATED, [])
+
+
+def test_equal_constraints_that_come_together_share_one_compile_and_its_grammar() -> None:
+    compiler = isolated()
+    claims = [compiler.claim(Constraint.regex("a[b-f]{3}")) for _ in range(4)]
+    assert len({id(claim.result(60)) for claim in claims}) == 1
+    assert (compiler.stats.misses, compiler.stats.hits, compiler.stats.workers_started) == (1, 3, 1)
+    compiler.close()
+
+
+def waited(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(what)
+
+
+def busy_worker(compiler: GrammarCompiler) -> int:
+    """The process that is compiling SLOW."""
+    waited(lambda: any(worker and worker.pid for worker in compiler._running.values()), "no worker was started")
+    (worker,) = compiler._running.values()
+    assert worker is not None and worker.pid is not None
+    return worker.pid
+
+
+def gone(pid: int) -> bool:
+    """Ended, and not a zombie either."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_compile_ends_with_the_last_one_who_wants_it() -> None:
+    compiler = isolated(compile_seconds=600)
+    claims = [compiler.claim(SLOW) for _ in range(2)]
+    pid = busy_worker(compiler)
+    claims[0].release()
+    claims[0].release()
+    assert not gone(pid) and compiler.stats.running == 1, "the other one still wants it"
+    claims[1].release()
+    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    assert gone(pid) and (compiler.stats.failures, compiler.stats.grammars) == (0, 0)
+    assert compiler.compile(Constraint.regex("a")).nbytes > 0, "the next one has a new worker"
+    compiler.close()
+
+
+def test_a_compile_in_the_queue_is_never_begun_once_nobody_wants_it() -> None:
+    compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
+    first, second = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
+    busy_worker(compiler)
+    assert (compiler.stats.running, compiler.stats.waiting) == (1, 1)
+    second.release()
+    assert (compiler.stats.running, compiler.stats.waiting) == (1, 0)
+    first.release()
+    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    compiler.close()
+
+
+@pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
+def test_a_worker_that_dies_costs_one_request_whose_error_names_what_happened(killer: signal.Signals) -> None:
+    compiler = isolated(compile_seconds=600)
+    claim = compiler.claim(SLOW)
+    pid = busy_worker(compiler)
+    other = compiler.claim(Constraint.regex("b+"))
+    os.kill(pid, killer)
+    with pytest.raises(ValueError, match=f"constraint ebnf: cannot be compiled: the compile worker died of {killer.name}"):
+        claim.result(60)
+    assert other.result(60).backend == "xgrammar" and gone(pid)
+    assert compiler.compile(Constraint.regex("c+")).backend == "xgrammar"
+    assert compiler.stats.failures == 1
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "constraint", "told"),
+    [
+        ({"compile_seconds": 0.3}, SLOW, r"GrammarLimits.compile_seconds: got a compile that takes longer, want at most 0.3 s"),
+        ({"compile_bytes": 40 * MIB}, GREEDY, r"GrammarLimits.compile_bytes: got a compile that takes more, want at most 40 MiB of memory"),
+        ({"result_bytes": 2000}, Constraint.json_object(), r"GrammarLimits.result_bytes: got \d.* of compiled grammar, want at most 2,000"),
+        ({"max_chars": 30}, Constraint.regex("a" * 31), r"GrammarLimits.max_chars: got 31 characters, want at most 30"),
+        (
+            {"max_nesting": 3},
+            Constraint.ebnf('root ::= (((("a"))))'),
+            r"GrammarLimits.max_nesting: got 4 brackets open at once, want at mos",
+        ),
+    ],
+)
+def test_a_limit_is_named_and_the_next_request_is_served(limits: dict[str, float], constraint: Constraint, told: str) -> None:
+    compiler = isolated(**limits)
+    with pytest.raises(ValueError, match=f"constraint {constraint.kind}: cannot be compiled: {told}"):
+        compiler.compile(constraint)
+    assert compiler.compile(Constraint.regex("b")).backend == "xgrammar"
+    compiler.close()
+
+
+LLGUIDANCE_LIMITS = [
+    ({"compile_fuel": 20}, Constraint.regex("([a-z]+[0-9]){3,900}x", "llguidance"), "compile_fuel"),
+    ({"grammar_symbols": 20}, Constraint.json_object(backend="llguidance"), "grammar_symbols"),
+    ({"lexer_states": 20}, Constraint.json_object(backend="llguidance"), "lexer_states"),
+    ({"mask_items": 1}, Constraint.json_object(backend="llguidance"), "mask_items"),
+]
+
+
+@pytest.mark.parametrize(("limits", "constraint", "field"), LLGUIDANCE_LIMITS)
+def test_the_fuel_of_llguidance_is_that_of_the_limits(limits: dict[str, int], constraint: Constraint, field: str) -> None:
+    compiler = GrammarCompiler(PRINTABLE, limits=GrammarLimits(**limits))
+    with pytest.raises(ValueError, match=rf"constraint .*: cannot be compiled: .*\(GrammarLimits.{field}\)"):
+        compiler.compile(constraint)
+    assert GrammarCompiler(PRINTABLE).compile(constraint).backend == "llguidance"
+
+
+def test_limits_that_are_none_are_refused_by_name() -> None:
+    for wrong, told in (
+        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, want a number > 0"),
+        ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
+        ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, want an int >= 1"),
+        ({"max_nesting": True}, "GrammarLimits.max_nesting: got True"),
+        ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, want at most 120000"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            GrammarLimits(**wrong)
+
+
+def test_the_readme_lists_every_limit_with_its_default() -> None:
+    text = READMES["sampling/README.md"]
+    told = dict[str, str]()
+    for names, values in re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", text, re.MULTILINE):
+        told |= dict(zip(names.split(", "), values.split(", "), strict=False))
+    for field in fields(GrammarLimits):
+        number, *unit = told[f"`{field.name}`"].replace(",", "").split()
+        assert float(number) * ({"MiB": MIB, "GiB": 1024 * MIB}[unit[0]] if unit else 1) == getattr(GrammarLimits(), field.name), field.name
+
+
+def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:
+    compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
+    running, waiting = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
+    pid = busy_worker(compiler)
+    compiler.close()
+    for claim in (running, waiting):
+        with pytest.raises(ValueError, match=r"constraint .*: cannot be compiled: the compile"):
+            claim.result(60)
+        claim.release()
+    waited(lambda: gone(pid), "the worker lives")
+    with pytest.raises(RuntimeError, match="it is closed"):
+        compiler.claim(Constraint.regex("b+"))
+
+
+SCRIPT = """
+import os, sys
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
+
+compiler = GrammarCompiler(Vocabulary.printable(), 1, isolation="process")
+compiler.compile(Constraint.regex("a+"))
+(worker,) = compiler._idle_workers
+first, child = worker.pid, os.fork()
+if child == 0:
+    compiler.compile(Constraint.regex("b+"))  # with a worker of its own
+    assert worker.pid != first and worker.started == 2
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+compiler.compile(Constraint.regex("c+"))
+assert worker.pid == first and worker.started == 1, "the fork ended its parent's worker"
+print(worker.pid)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_worker_ends_with_its_parent_and_outlives_a_fork() -> None:
+    """From standard input, where there is no main module to import; closed by nobody."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-"], input=SCRIPT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    waited(lambda: gone(int(found.stdout)), "the worker lives")
+
+
+def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = isolated()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ValueError, match=r"cannot be compiled: the compile worker did not start: .*No such file"):
+        compiler.compile(Constraint.regex("a"))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ValueError, match="cannot be compiled: the compile worker ended with exit code 1, before it was ready"):
+        compiler.compile(Constraint.regex("a"))
+    monkeypatch.undo()
+    assert compiler.compile(Constraint.regex("a")).backend == "xgrammar"
+    compiler.close()
+
+
+def test_an_end_that_comes_too_late_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one who wants a grammar goes just when it has come back, and its worker has not died of that yet."""
+    compiler = isolated()
+    compiler.compile(Constraint.regex("a"))
+    (worker,) = compiler._idle_workers
+    assert worker._process is not None
+    popen, dying = worker._process.popen, list[int]()
+    kill = popen.kill
+    monkeypatch.setattr(popen, "kill", lambda: kill() if dying else dying.append(popen.pid))
+    worker.kill()
+    assert compiler.compile(Constraint.regex("b")).backend == "xgrammar"
+    assert worker.started == 2 and gone(dying[0])
+    compiler.close()
+
+
+def test_what_is_cancelled_on_its_way_is_no_grammar_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, goes_on = GrammarCompiler(PRINTABLE, 1), threading.Event()
+    compiler.compile(Constraint.regex("a"))
+    build = compiler._backends.build
+    monkeypatch.setattr(compiler._backends, "build", lambda *arguments: goes_on.wait(60) and build(*arguments))
+    claim = compiler.claim(Constraint.regex("b"))
+    waited(lambda: compiler.stats.running == 1, "no compile was begun")
+    claim.release()
+    assert (compiler.stats.running, compiler.stats.grammars) == (1, 1)
+    goes_on.set()
+    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    assert (compiler.stats.grammars, compiler.stats.failures) == (1, 0)
+
+
+def test_a_claim_for_which_there_is_no_thread_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    compiler = GrammarCompiler(PRINTABLE, 1)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        compiler.claim(Constraint.regex("a"))
+    monkeypatch.undo()
+    assert (compiler.stats.waiting, compiler.stats.misses) == (0, 0)
+    assert compiler.claim(Constraint.regex("a")).result(60).backend == "xgrammar"

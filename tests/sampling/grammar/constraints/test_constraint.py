@@ -1,0 +1,198 @@
+"""What a constraint may say: schemas and patterns that are taken are enforced, all others are refused by name."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from stepgraph.sampling.grammar import Constraint
+from stepgraph.sampling.grammar.xgrammar_lib.schema import FORMATS
+from tests.helpers.grammar_texts import COMPILER, PRINTABLE, STOP, accepts, filled, matcher_of
+
+VALID: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "object"}, [{}, {"a": [1, {"b": "}]"}]}], ["a", 1, []]),
+    ({"properties": {"a": {"type": "null"}}}, [{}, {"a": None}], [{"a": 1}, {"b": 1}, 1]),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}, [{"a": 1, "b": "c"}], [{"a": "c"}]),
+    ({"type": "object", "properties": {"a": {"type": "boolean"}, "b": {}}, "minProperties": 1}, [{"a": True}, {"b": 1}], [{}]),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [[1], [1, 2]], [[], [1, 2, 3], ["a"]]),
+    ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}, [[1, "a"]], [[1, "a", 2]]),
+    ({"type": "integer", "multipleOf": 3}, [0, 6, 9], [4, 7]),
+    ({"type": "integer", "multipleOf": 1000}, [2000, -3000], [200, 2001]),
+    ({"type": "number", "exclusiveMaximum": 3.25}, [3, 3.125, -7], [3.25, 4]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^[a-c]+$|^[^a]$"}, ["abc", "x"], ["ad", ""]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["today"]),
+    ({"type": ["string", "null"]}, ["a", None], [1]),
+    ({"enum": ["a", 1, None], "description": "one of three"}, ["a", 1, None], ["b", 2]),
+    ({"const": 7, "type": "integer"}, [7], [8]),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], [None]),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], [None]),
+    ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}}, [1], ["a"]),
+    ({"type": "array", "items": {"$ref": "#"}}, [[], [[], [[]]]], [[1], 1]),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "$defs": {kind: {"type": "object", "properties": {"is": {"const": kind}}, "required": ["is"]} for kind in ("cat", "dog")},
+        },
+        [{"is": "cat"}, {"is": "dog"}],
+        [{"is": "cow"}, {}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), VALID)
+def test_schemas_that_are_taken_are_enforced(schema: Any, good: list[Any], bad: list[Any]) -> None:
+    constraint = Constraint.json_schema(schema)
+    assert [value for value in good if not accepts(constraint, json.dumps(value).encode())] == []
+    assert [value for value in bad if accepts(constraint, json.dumps(value).encode())] == []
+
+
+SHAPES: list[dict[str, Any]] = [
+    *({"type": "string", "format": name} for name in sorted(FORMATS)),
+    *({"type": "string", "pattern": pattern} for pattern in ("^.{1,5}$", "^[ -~]{1,8}$", "^[^a]{1,5}$", "\\S{3}", "\\W+", "a[!-#]b")),
+    {"enum": ['a"b\\c', 1.5, [1, {"x": "\t"}]]},
+    {"type": "number", "minimum": -3.5, "maximum": 12.25},
+]
+
+
+@pytest.mark.parametrize("schema", [*(case[0] for case in VALID), *SHAPES], ids=json.dumps)
+def test_a_random_walk_through_the_masks_is_json(schema: Any) -> None:
+    constraint, random = Constraint.json_schema(schema), Random(0)
+    for _ in range(20):
+        matcher, ids = matcher_of(constraint), list[int]()
+        while not matcher.is_terminated() and len(ids) < 100:
+            _, legal = filled(matcher)
+            ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(legal))
+            assert matcher.accept_token(ids[-1])
+        if matcher.is_terminated():
+            json.loads(PRINTABLE.decode(ids))
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": 12}, "#: type: got 12"),
+    ({"type": "strnig"}, '#: type: got "strnig"'),
+    ({"type": []}, "#: type: got"),
+    ({"type": "object", "properties": {"a": {"type": "x"}}}, "#/properties/a: type"),
+    ({"type": "object", "properties": 5}, "#: properties: got 5"),
+    ({"type": "object", "properties": {"a": 5}}, "#/properties/a: schema: got 5"),
+    ({"type": "object", "required": ["z"]}, "#: required: 'z' is not in properties"),
+    ({"type": "object", "dependentRequired": {}}, "#: dependentRequired: is not enforced"),
+    ({"type": "object", "patternProperties": {}}, "#: patternProperties: is not enforced"),
+    ({"type": "object", "nullable": True}, "#: nullable: is not enforced"),
+    ({"not": {"type": "string"}}, "#: not: is not enforced"),
+    ({"if": {}, "then": {}}, "#: if: is not enforced"),
+    ({"minLength": 3}, "#: minLength: needs type string, got no type"),
+    ({"minimum": 3, "type": "string"}, "#: minimum: needs type integer or number, got string"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "#: maxLength: is not enforced beside"),
+    ({"type": "string", "pattern": '^"$'}, "#: pattern: got '\"' at position 1"),
+    ({"type": "string", "pattern": "\\\\"}, "#: pattern: got"),
+    ({"type": "string", "pattern": "\\x0a"}, "#: pattern: got"),
+    ({"type": "string", "pattern": "("}, "parenthesis is not closed"),
+    ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
+    ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, want at most maxLength"),
+    ({"type": "string", "format": "colour"}, '#: format: "colour" is not enforced'),
+    ({"type": "string", "format": "json-pointer"}, '#: format: "json-pointer" is not enforced'),
+    ({"type": "number", "multipleOf": 0.5}, "#: multipleOf: got 0.5"),
+    ({"type": "string", "maxLength": 10**6}, "#: maxLength: got 1000000"),
+    ({"type": "integer", "minimum": 4, "multipleOf": 3}, "#: multipleOf: is not enforced beside minimum"),
+    ({"type": "integer", "minimum": 3.5}, "#: minimum: got 3.5"),
+    ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum greater than maximum"),
+    ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000; enforced up to 1000"),
+    ({"properties": {f"p{index}": {} for index in range(501)}}, "#: properties: got 501 that are not required, want at most 500"),
+    ({"properties": {f"p{index}": {} for index in range(101)}, "maxProperties": 7}, "#: properties: got 101 that are not required"),
+    ({"type": "array", "items": [{}]}, "#/items: schema: got"),
+    ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is not enforced"),
+    ({"type": "array", "contains": {}}, "#: contains: is not enforced"),
+    ({"enum": []}, "#: enum: got []"),
+    ({"enum": ["a", 1], "type": "string"}, "#: enum: 1 is not of type string"),
+    ({"enum": ["a"], "minLength": 1}, "#: minLength: is not enforced beside enum"),
+    ({"const": 2**70}, "#: const: 1180591620717411303424 does not fit"),
+    ({"anyOf": []}, "#: anyOf: got []"),
+    ({"anyOf": [{}], "type": "string"}, "#: type: is not enforced beside anyOf"),
+    ({"allOf": [{}, {}]}, "#: allOf: got 2 schemas"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#: oneOf: is enforced as anyOf"),
+    ({"oneOf": [{"type": "null"}, {"maxItems": 2}]}, "#: oneOf: is enforced as anyOf"),  # null fits both: the second names no type
+    ({"$ref": "#"}, "refers to itself"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
+    ({"$ref": "#anchor"}, '$ref: got "#anchor"'),
+    ({"$ref": "https://example.com/schema"}, "$ref: got"),
+    ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "$ref: got"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED)
+def test_schemas_that_would_not_be_enforced_are_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r"constraint json_schema: cannot be compiled") as caught:
+        COMPILER.compile(Constraint.json_schema(schema))
+    assert message in str(caught.value)
+    assert ".cc:" not in str(caught.value)
+
+
+def test_deep_nesting_is_refused_before_it_is_compiled() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(65):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        COMPILER.compile(Constraint.json_schema(schema))
+    with pytest.raises(ValueError, match="not JSON"):
+        Constraint.json_schema('{"items":' * 50_000 + "{}" + "}" * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint.regex("("), "constraint regex: cannot be compiled: .*parenthesis is not closed"),
+        (Constraint.regex("a$b"), r"constraint regex: .*got '\$' at position 1"),
+        (Constraint.regex("a(^b)"), r"constraint regex: .*got '\^' at position 2"),
+        (Constraint.regex("\\Aa"), r"constraint regex: .*got \\A at position 0"),
+        (Constraint.regex("a{1,1000000}"), "constraint regex: .*at most 100000 repetitions"),
+        (Constraint.regex("(?=a)b"), "constraint regex: .*no look-around"),
+        (Constraint.ebnf("root ::= "), "constraint ebnf: .*Expect element"),
+        (Constraint.ebnf('rule ::= "a"'), 'constraint ebnf: .*"root" is not defined'),
+        (Constraint.ebnf("root ::= root"), "constraint ebnf: .*no text"),
+        (Constraint.regex("é" * 3 + "\u4e00"), None),
+        (Constraint.regex("\u4e00"), "constraint regex: .*no text of this vocabulary"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(constraint: Constraint, message: str | None) -> None:
+    if message is None:
+        COMPILER.compile(constraint)  # it begins with tokens that exist; that it cannot end is found at the dead end
+        return
+    with pytest.raises(ValueError, match=message):
+        COMPILER.compile(constraint)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Constraint.choice([]),
+        lambda: Constraint.choice("abc"),
+        lambda: Constraint.choice(["a", ""]),
+        lambda: Constraint.choice(["a", 1]),  # type: ignore[list-item]
+        lambda: Constraint.regex(None),  # type: ignore[arg-type]
+        lambda: Constraint.regex("a" * 200_000),
+        lambda: Constraint.ebnf(""),
+        lambda: Constraint.ebnf('root ::= "a"', root=""),
+        lambda: Constraint.json_schema([]),  # type: ignore[arg-type]
+        lambda: Constraint.json_schema("[]"),
+        lambda: Constraint.json_schema("{"),
+        lambda: Constraint.json_schema('{"type": "string", "type": "null"}'),
+        lambda: Constraint.json_schema({"const": float("nan")}),
+        lambda: Constraint.json_schema({"const": {1, 2}}),
+        lambda: Constraint.json_schema({}, any_whitespace=1),  # type: ignore[arg-type]
+        lambda: Constraint("regex", "a", any_whitespace=True),
+        lambda: Constraint("bnf", "a"),  # type: ignore[arg-type]
+    ],
+)
+def test_malformed_constraints_are_refused_at_once(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, want "):
+        build()
+
+
+def test_a_schema_is_the_same_constraint_as_dict_and_as_text_but_not_in_another_property_order() -> None:
+    forward: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
+    assert Constraint.json_schema(forward) == Constraint.json_schema(json.dumps(forward, indent=2))
+    assert Constraint.json_schema(forward) != Constraint.json_schema({"properties": {"b": {}, "a": {}}})

@@ -1,0 +1,276 @@
+"""What llguidance would let through or hold back by itself, and what is made of it: the guards of the second back end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from random import Random
+from typing import Any, cast
+
+import jsonschema
+import llguidance
+import pytest
+import torch
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
+from tests.helpers.grammar_texts import filled
+from tests.helpers.schema_cases import BYTES, groups, takes
+from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
+
+COMPILER = GrammarCompiler(BYTES, max_threads=1, backend="llguidance")
+STOP = BYTES.stop_token_ids[0]
+
+STRING: dict[str, Any] = {"type": "string"}
+COMBINED: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"abc": {"type": "integer"}}, "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "patternProperties": {"^x": {"type": "null"}}, "additionalProperties": {"type": "boolean"}},
+    {"type": "object", "patternProperties": {"a|b": {"type": "null"}}, "additionalProperties": False, "minProperties": 1},
+    {**STRING, "pattern": "^[^a]{2,4}$", "maxLength": 3},
+    {"allOf": [{**STRING, "minLength": 2}, {"pattern": '^[ab"\\\\]+$'}, {"maxLength": 4}]},
+    {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}]},
+    {"type": "number", "multipleOf": 0.5, "minimum": -2, "maximum": 3},
+    {"type": "array", "prefixItems": [STRING], "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+    {"type": ["string", "null"], "maxLength": 2},
+]
+
+
+def matcher_of(constraint: Constraint) -> LLGuidanceMatcher:
+    return cast(LLGuidanceMatcher, COMPILER.compile(constraint).matcher())
+
+
+def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None:
+    """A random text of the masks, with a taste for escapes and for the end; None where it grew too long or has no end."""
+    ids = list[int]()
+    while len(ids) < longest:
+        _, legal = filled(matcher, BYTES.mask_words)
+        if not legal:
+            return None
+        wanted = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
+        ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(wanted or legal))
+        assert matcher.accept_token(ids[-1])
+        if ids[-1] == STOP:
+            return BYTES.decode(ids)
+    return None
+
+
+def test_random_texts_are_valid_under_their_schemas() -> None:
+    """Judged by another implementation of JSON Schema. Patterns it reads as Python does, so those of the suite are left to the table."""
+    schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
+    schemas += [*(case[0] for case in VALID), *(shape for shape in SHAPES if "pattern" not in shape), *COMBINED * 3]
+    random, judged = Random(17), 0
+    for schema in schemas:
+        try:
+            matcher = matcher_of(Constraint.json_schema(schema))
+        except ValueError:
+            continue
+        for _ in range(4):
+            matcher.reset()
+            if (text := walked(matcher, random)) is not None:
+                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+                judged += 1
+    assert judged > 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "nullable": True}, "#: nullable: is not enforced"),
+        ({"items": {"minimun": 3}}, "#/items: minimun: is not enforced"),
+        ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is not enforced"),
+        ({"minimum": 9007199254740993}, "#: minimum: got 9007199254740993; exact for at most 15 digits"),
+        ({"maximum": -112841587.78826621}, "#: maximum: got -112841587.78826621; exact"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "#: exclusiveMinimum: got 0; enforced for integers"),
+        ({"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]}, "#/allOf/0: exclusiveMaximum: got -1; enforced for integers"),
+        ({"type": "object", "minProperties": 2}, "#: minProperties: got 2, want at most 1"),
+        ({"enum": [[123456789.12345679]]}, "#: enum: got 123456789.12345679; exact"),
+        ({"const": {"a": "hello\0there"}}, "#: const: holds '\\x00', which is left out"),
+        ({"const": "\x7f"}, "#: const: holds '\\x7f'"),
+        ({"pattern": "a\\x00b"}, "#: pattern: got '\\\\x00' at position 1"),
+        ({"patternProperties": {"a(?=b)": {}}}, "#: patternProperties: got (?= at position 1, want no look-around"),
+        ({"patternProperties": {"^a|b": {}}}, "#: patternProperties: got '^a|b', want anchors in a group"),
+        ({"format": "iri"}, '#: format: "iri" is not enforced'),
+        ({"$schema": "http://json-schema.org/draft-04/schema#"}, "#: $schema: got"),
+        ({"$ref": "http://localhost/other.json"}, "does not fetch"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supported"),
+        ({"oneOf": [{"type": "null"}, {"maxItems": 2}]}, "oneOf constraints are not supported"),
+        ({"oneOf": [{"type": "object", "properties": {name: {}}, "required": [name]} for name in "ab"]}, "oneOf constraints are not sup"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "#: not: is not enforced"),
+    ],
+)
+def test_schemas_that_would_not_be_enforced_are_refused_by_name(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="constraint json_schema: cannot be compiled") as caught:
+        COMPILER.compile(Constraint.json_schema(schema))
+    assert message in str(caught.value)
+
+
+def library_takes(schema: Any, text: bytes) -> bool:
+    """What the library makes of a schema that is given to it as it stands."""
+    options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
+    matcher = llguidance.LLMatcher(cast(Any, COMPILER)._backends._builders["llguidance"]._tokenizer, grammar, log_level=0)
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (COMBINED[0], b'{"\\u0061bc": true}'),  # another name of a declared property
+        (COMBINED[1], b'{"\\u0078": true}'),
+        ({"const": "a\0b", "x-guidance": {"json_allowed_escapes": 'nrbtf\\"'}}, b'"ab"'),
+        ({"type": "string", "pattern": "^\\s$"}, b'"\xc2\x85"'),
+        ({"type": "string", "pattern": "^.$"}, b'"\xe2\x80\xa8"'),
+        ({"type": "integer", "minimum": 9007199254740993}, b"9007199254740992"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, b"0"),
+        ({"type": "object", "minProperties": 2}, b'{"a": 1, "a": 1}'),
+        ({"type": "integer", "nullable": False, "exclusiveMaximun": 3}, b"4"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, b"1"),
+    ],
+)
+def test_what_the_library_takes_by_itself_is_not_taken(schema: Any, text: bytes) -> None:
+    COMPILER.compile(Constraint.regex("a"))
+    assert library_takes(schema, text)
+    try:
+        compiled = COMPILER.compile(Constraint.json_schema(schema))
+    except ValueError:
+        return  # refused by name
+    assert not takes(compiled, text.decode())
+
+
+def test_objects_are_closed_unless_several_schemas_see_a_part_of_one() -> None:
+    person = {"type": "object", "properties": {"a": {"type": "null"}}}
+    assert not takes(COMPILER.compile(Constraint.json_schema(person)), '{"b": 1}')
+    assert takes(COMPILER.compile(Constraint.json_schema({"allOf": [person, {"required": ["b"]}]})), '{"a": null, "b": 1}')
+    assert '"additionalProperties": false' in llguidance_schema({"anyOf": [person, {"type": "string"}]}, any_whitespace=False)
+
+
+def test_forced_text_may_be_written_in_any_tokens() -> None:
+    vocabulary = Vocabulary([b"{", b'{"', b'"', b"a", b'{"a', b'a"', b"}", b""], stop_token_ids=[7])
+    compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex('\\{"a"\\}'))
+    matcher = compiled.matcher()
+    assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 4])
+    assert matcher.accept_token(0) and matcher.accept_token(2)
+    assert filled(matcher, 1) == (MaskStatus.OK, [3, 5])
+
+
+def test_tokens_of_the_same_bytes_are_legal_together() -> None:
+    vocabulary = Vocabulary([b"a", b"b", b"a", b""], stop_token_ids=[3])
+    for backend in ("xgrammar", "llguidance"):
+        matcher = GrammarCompiler(vocabulary, max_threads=1, backend=cast(Any, backend)).compile(Constraint.regex("a")).matcher()
+        assert filled(matcher, 1) == (MaskStatus.OK, [0, 2]), backend
+
+
+def test_every_stop_token_ends_a_text_and_is_taken_back() -> None:
+    vocabulary = Vocabulary([b"a", b"", b"</s>"], stop_token_ids=[2, 1])
+    matcher = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex("aa?")).matcher()
+    for stop in (1, 2, 1):
+        assert not matcher.accept_token(stop) and matcher.accept_token(0)
+        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
+        assert matcher.accept_token(stop) and filled(matcher, 1) == (MaskStatus.TERMINATED, [])
+        assert not matcher.accept_token(0) and not matcher.accept_token(stop)
+        matcher.rollback(1)
+        assert filled(matcher, 1) == (MaskStatus.OK, [0, 1, 2])
+        assert matcher.accept_token(0) and filled(matcher, 1) == (MaskStatus.COMPLETE, [1, 2]) and matcher.accept_token(stop)
+        matcher.rollback(3)
+
+
+NESTED = Constraint.lark('start: x+\nx: "(" x ")" | /[a-z]+/ | "[" x "]"')
+PIECES = [b"(", b"[", b")", b"]", b"a", b"b", b"(a", b"[a", b"]]", b"))"]
+
+
+def test_a_mask_behind_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert differences(Random(1), 300) == 0
+    real = LLGuidanceMatcher._compute
+    # The library's own way: where paths part, the mask that was computed last is kept.
+    monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
+    assert differences(Random(1), 300) > 0
+
+
+def differences(random: Random, rounds: int, walking: Callable[[CompiledConstraint], Matcher] = CompiledConstraint.matcher) -> int:
+    """How many masks of one matcher that goes back and forth are not those of a fresh one."""
+    vocabulary = Vocabulary([*PIECES, b""], stop_token_ids=[len(PIECES)])
+    compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(NESTED)
+    matcher, history, wrong = walking(compiled), list[int](), 0
+
+    def accept_any() -> None:
+        taken = next((token_id for token_id in random.sample(range(len(PIECES)), len(PIECES)) if matcher.accept_token(token_id)), None)
+        history.extend([] if taken is None else [taken])
+
+    for _ in range(rounds):
+        accept_any()
+        for _ in range(random.randint(1, 4)):
+            fresh = compiled.matcher()
+            assert all(fresh.accept_token(token_id) for token_id in history)
+            wrong += filled(matcher, 1) != filled(fresh, 1)
+            accept_any()
+        back = min(len(history), random.randint(0, 5) if len(history) < 30 else 30)
+        matcher.rollback(back)
+        del history[len(history) - back :]
+    return wrong
+
+
+def test_a_step_over_the_librarys_limits_is_the_last_one() -> None:
+    branches = " | ".join(f'"a" /{"b" * (1 + index % 50)}c{{{1 + index}}}/' for index in range(2100))
+    matcher = matcher_of(Constraint.lark(f'start: "x" ({branches})'))
+    assert filled(matcher, BYTES.mask_words) == (MaskStatus.OK, [ord("x")])
+    matcher.accept_token(ord("x"))
+    assert filled(matcher, BYTES.mask_words) == (MaskStatus.FAULT, [])
+    assert "items" in matcher.fault
+    matcher.rollback(matcher.num_accepted)
+    assert filled(matcher, BYTES.mask_words) == (MaskStatus.FAULT, []) and not matcher.accept_token(ord("x"))
+
+
+def test_a_step_that_takes_too_long_is_the_last_one() -> None:
+    slow = GrammarCompiler(BYTES, limits=GrammarLimits(step_seconds=1e-9), backend="llguidance")
+    with pytest.raises(ValueError, match="one step of the grammar took"):
+        slow.compile(Constraint.regex("a+"))
+
+
+LARKS = [  # what is refused elsewhere, and what is not, where it is neither
+    ('start: "%json {" /%jsonn<[1]>/ # %json { ~ <[1]> stop=\n', "%json {%jsonn<1>"),
+    ("start: T // ~\nT: /(?s:.*)/ & ~/a/", "b"),
+    ('start: T ~ 2..3\nT: "x"', "xxx"),
+    ('%llguidance {\n"no_forcing": false}\nstart: %json\n {"type": "integer"} "!"', "12!"),
+    ('start: a "b"\na[suffix="c"]: /[a-z]*/', "aaacb"),
+    ('start: a "b"\na[lazy, capture]: /[a-z]*c/', "aaacb"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), LARKS)
+def test_a_lark_grammar_is_read_as_the_library_reads_it(grammar: str, text: str) -> None:
+    """And what it allows does not depend on what was taken back."""
+    compiled = COMPILER.compile(Constraint.lark(grammar))
+    assert takes(compiled, text)
+    matcher, fresh = compiled.matcher(), compiled.matcher()
+    masks = torch.zeros(2, BYTES.mask_words, dtype=torch.int32)
+    for char in text.encode():
+        for token in text.encode():
+            matcher.fill_next_token_bitmask(masks, 0)
+            if matcher.accept_token(token):
+                matcher.rollback(1)
+        assert matcher.fill_next_token_bitmask(masks, 0) == fresh.fill_next_token_bitmask(masks, 1)
+        assert torch.equal(masks[0], masks[1])
+        assert matcher.accept_token(char) and fresh.accept_token(char)
+
+
+def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
+    text = '%llguidance {"no_forcing": false}\nstart: "x" %json {"type": "object", "properties": {"%json": {"type": "integer"}}}'
+    compiled = COMPILER.compile(Constraint.lark(text))
+    assert takes(compiled, 'x{"%json": 1}') and not takes(compiled, 'x{"b": 1}')
+    for text, message in [
+        ('start: %json {"not": {}}', "#: not: is not enforced"),
+        ("start: %json {", "what follows %json is not JSON"),
+        ('start: %json {"type": "null", "type": "null"}', "what follows %json is not JSON .the key 'type' appears twice"),
+        ('%llguidance [1]\nstart: "a"', "its %llguidance line is not one JSON object"),
+        ('%llguidance {}\n%llguidance {}\nstart: "a"', "its %llguidance line is not one JSON object"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows what is no text"),
+        ("start: <[1]>", r"#: <\[1\]>: names tokens"),
+        ("start: T\nT: ~/a/", "#: ~: allows what is no text"),
+        ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: does not hold"),
+        ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: does not hold"),
+        ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is none"),
+        ("start: b", "unknown name"),
+    ]:
+        with pytest.raises(ValueError, match=f"constraint lark: cannot be compiled: .*{message}"):
+            COMPILER.compile(Constraint.lark(text))

@@ -1,0 +1,270 @@
+"""Forced tokens: what a grammar leaves no choice about is proposed as the tokenizer would write it, up to where that is not sure."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.matchers import forced as module
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MOST_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
+from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
+
+NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
+
+
+def schema_of(names: list[str], kind: str = "integer") -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": kind} for name in names}, "required": names, "additionalProperties": False}
+
+
+def bpe(texts: list[str], size: int) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer as models have them, of its own training."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False))
+    return made
+
+
+def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [code for code in range(256) if code not in plain]
+    byte_of = {chr(code): code for code in plain} | {chr(256 + place): code for place, code in enumerate(others)}
+    spelled = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    tokens = [bytes(byte_of[letter] for letter in text) for text, _ in spelled]
+    return Vocabulary([*tokens, b"<end>"], [len(tokens)])
+
+
+class Walk:
+    """A matcher that is asked at every place what it is forced to, by a text that remembers and by one that knows nothing."""
+
+    def __init__(self, grammar: CompiledConstraint) -> None:
+        self.grammar, self.matcher = grammar, grammar.matcher()
+        self.table, self.kept, self.history = token_table(grammar.vocabulary), ForcedText(), list[int]()
+        self.masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
+
+    def fill(self) -> list[int]:
+        status = self.matcher.fill_next_token_bitmask(self.masks, 0)
+        return module._legal(self.masks[0].numpy()) if status == MaskStatus.OK else []
+
+    def forced(self, fresh: bool = False) -> int:
+        text = ForcedText() if fresh else self.kept
+        return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.matcher)
+
+    def accept(self, token: int) -> None:
+        assert self.matcher.accept_token(token)
+        self.kept.accepted(len(self.history), token)
+        self.history.append(token)
+
+    def rollback(self, count: int) -> None:
+        self.matcher.rollback(count)
+        del self.history[len(self.history) - count :]
+
+    def follow(self) -> list[int]:
+        """Everything that is proposed one after another."""
+        followed = []
+        while self.fill() and (token := self.forced()) >= 0:
+            self.accept(token)
+            followed.append(token)
+        return followed
+
+
+def words(ids: list[int], vocabulary: Vocabulary = VOCABULARY) -> list[bytes]:
+    return [vocabulary.tokens[token] for token in ids]
+
+
+def made_up(*extra: str) -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary.printable([token.encode() for token in extra]))
+
+
+# the proposals
+
+
+def test_proposals_are_what_the_tokenizer_itself_writes() -> None:
+    """At every forced place along texts in their own tokens. The longest legal token, in its place, is wrong at some of them."""
+    random = Random(1)
+    documents = [{name: random.randint(0, 99) for name in random.sample(NAMES, 4)} for _ in range(60)]
+    texts = [json.dumps(document, ensure_ascii=False) for document in documents]
+    tokenizer = bpe([*["Status", "Start", "State", "HTTP"] * 60, *["HTTPS", "postage", "email", '{"name": 1, "code": 2}'] * 40], 330)
+    compiler, places, longest = GrammarCompiler(vocabulary_of(tokenizer)), 0, 0
+    for document, text in zip(documents[:20], texts, strict=False):
+        walk = Walk(compiler.compile(Constraint.json_schema(schema_of(list(document)))))
+        for token in tokenizer.encode(text).ids:
+            legal = walk.fill()
+            forced = walk.forced()
+            if forced >= 0:
+                assert forced == token, (text, words([*walk.history[-3:], token, forced], compiler.vocabulary))
+                places += 1
+                longest += max(legal, key=lambda one: len(compiler.vocabulary.tokens[one])) != token
+            walk.accept(token)
+    assert token_table(compiler.vocabulary).merges and places > 200 and longest > 5, (places, longest)
+
+
+def test_nothing_is_proposed_where_a_longer_token_could_begin() -> None:
+    """`alpha` is forced, and what comes next is not known: it may be `alphabet`, in a token of its own."""
+    choice = Constraint.choice(["alpha", "alphabet"])
+    walk = Walk(made_up("alpha", "alphabet").compile(choice))
+    assert walk.fill() and forced_bytes(walk.matcher) == b"alpha" and walk.forced() == -1
+    without = Walk(made_up("alpha", "bet").compile(choice))
+    assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token reaches beyond it"
+    illegal = Walk(made_up("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
+    assert words(illegal.follow(), illegal.grammar.vocabulary) == [b"alpha"], "one that may not come is no reason"
+
+
+def test_a_forced_text_stops_short_of_its_ambiguous_end() -> None:
+    """Behind `": ` may come a digit or a sign. Where a token writes the blank with the sign, the blank is not proposed."""
+    schema, letters = Constraint.json_schema(schema_of(["sum"])), [*map(chr, range(0x20, 0x7F)), "sum", '":']
+    for more, end in ((["<end>"], [b" "]), ([" -", "<end>"], [])):
+        tokens = [token.encode() for token in [*letters, *more]]
+        walk = Walk(GrammarCompiler(Vocabulary(tokens, [len(tokens) - 1])).compile(schema))
+        assert words(walk.follow(), walk.grammar.vocabulary) == [b"{", b'"', b"sum", b'":', *end]
+
+
+@pytest.mark.parametrize("ids", ["lowest", "highest"])
+def test_of_tokens_with_one_text_the_one_that_the_tokenizer_writes(ids: str) -> None:
+    """A single byte may have a fallback in front of its letter; a merged text that comes again is somebody's addition."""
+    base = Vocabulary.printable()
+    twice = b"a" if ids == "highest" else b"name"
+    vocabulary = Vocabulary([*base.tokens[:-1], twice, base.tokens[-1]], [len(base.tokens)])
+    found = [index for index, token in enumerate(vocabulary.tokens) if token == twice]
+    assert len(found) == 2 and TokenTable(vocabulary).split(twice) == [found[-1] if ids == "highest" else found[0]]
+
+
+def test_the_only_legal_token_needs_no_look_and_no_library() -> None:
+    """Nor one that has a text: a marker of token ids may leave a control token alone."""
+    table, masks = token_table(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
+    text = ForcedText()
+    nobody: Any = None
+    for token in (0, 31, 112):
+        masks.zero_()
+        masks.numpy().view("uint32")[0, token // 32] = 1 << token % 32
+        assert text.propose(3, masks[0].numpy(), table, nobody) == token
+    masks.zero_()
+    masks[0, 4] = 1 << 3  # padding of the logits
+    assert text.propose(3, masks[0].numpy(), table, nobody) == -1
+    masks[0, 4], masks[0, 0] = 0, -1
+    assert text.propose(3, masks[0].numpy(), table, nobody) == -1 and text.looks == 0
+
+
+def test_more_legal_tokens_than_a_text_has_beginnings() -> None:
+    runs = made_up(*(" " * length for length in range(2, MOST_LEGAL + 2)))
+    blanks = Walk(runs.compile(Constraint.regex(f" {{{MOST_LEGAL + 30}}}")))
+    assert len(blanks.fill()) > MOST_LEGAL and blanks.forced() == -1
+    assert forced_bytes(blanks.matcher) == b" " * (MOST_LEGAL + 30)
+
+
+# looking
+
+
+def test_a_text_that_is_followed_is_looked_for_once() -> None:
+    walk = Walk(COMPILER.compile(Constraint.json_schema(schema_of(["first_name", "last_name"]))))
+    assert b"".join(words(walk.follow())) == b'{"first_name": ' and len(walk.history) > 8
+    assert walk.kept.looks == 1
+
+
+def test_a_long_text_is_looked_for_again_in_time() -> None:
+    """What it was cut to ends in tokens that the rest might have changed; those wait for the next look."""
+    random = Random(3)
+    text = "".join(random.choices(["name", "the ", "true", "null", ", ", "x", "10", "nam"], k=400))
+    walk = Walk(COMPILER.compile(Constraint.choice([text])))
+    proposed = walk.follow()
+    assert walk.table.split(text.encode()) == proposed
+    assert walk.kept.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_what_is_remembered_is_what_a_fresh_look_finds(seed: int) -> None:
+    """Along any tokens, back and forth: proposals or others, taken back to anywhere."""
+    random = Random(seed)
+    constraint = random.choice([*filter(None, CONSTRAINTS), Constraint.json_schema(schema_of(random.sample(NAMES[:5], 3)))])
+    walk = Walk(COMPILER.compile(constraint))
+    for _ in range(40):
+        legal = walk.fill()
+        if legal:
+            forced = walk.forced()
+            assert forced == walk.forced(fresh=True) and (forced < 0 or forced in legal)
+            walk.accept(forced if forced >= 0 and random.random() < 0.6 else random.choice(legal))
+        if walk.history and (not legal or random.random() < 0.3):
+            walk.rollback(random.randint(1, min(len(walk.history), 6)))
+
+
+@pytest.mark.parametrize("broken", ["nothing is forgotten", "what was in front is forgotten alone"])
+def test_the_comparison_finds_a_text_that_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def accepted(text: ForcedText, place: int, token: int) -> None:
+        if broken != "nothing is forgotten" and place < text.start:
+            text.tokens.clear()
+
+    monkeypatch.setattr(ForcedText, "accepted", accepted)
+    with pytest.raises(AssertionError):
+        test_what_is_remembered_is_what_a_fresh_look_finds()
+
+
+@pytest.mark.parametrize("constraint", [one for one in CONSTRAINTS if one], ids=lambda one: one.kind)
+def test_a_look_leaves_the_matcher_as_it_is(constraint: Constraint) -> None:
+    """Masks, acceptance and rollback are those of a matcher that is never asked."""
+    grammar, random = COMPILER.compile(constraint), Random(5)
+    asked, left = grammar.matcher(), grammar.matcher()
+    masks, count = torch.zeros(2, VOCABULARY.mask_words, dtype=torch.int32), 0
+    for _ in range(150):
+        statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((asked, left))]
+        forced_bytes(asked)
+        assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
+        legal = module._legal(masks[1].numpy())
+        if legal and random.random() < 0.75:
+            token = random.choice(legal)
+            assert asked.accept_token(token) and left.accept_token(token)
+            count += 1
+        elif count:
+            back = random.randint(1, min(count, 5))
+            asked.rollback(back)
+            left.rollback(back)
+            count -= back
+
+
+# what matchers can tell
+
+
+def test_half_a_character_may_be_forced() -> None:
+    vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b"<end>"], [256])
+    walk = Walk(GrammarCompiler(vocabulary).compile(Constraint.choice(["é!", "è!"])))
+    assert forced_bytes(walk.matcher) == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
+
+
+def test_who_cannot_tell_proposes_nothing() -> None:
+    class Bare:
+        fault = ""
+
+        def accept_token(self, token_id: int) -> bool:
+            return True
+
+        def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
+            return MaskStatus.OK
+
+        def rollback(self, num_tokens: int) -> None:
+            pass
+
+    bare: Matcher = Bare()
+    assert forced_bytes(bare) == b""
+
+
+def test_a_marker_and_a_check_ask_what_is_inside() -> None:
+    grammar = Constraint.choice(["name"])
+    after = COMPILER.compile(grammar.after("|")).matcher()
+    assert forced_bytes(after) == b""
+    assert after.accept_token(VOCABULARY.tokens.index(b"|")) and forced_bytes(after) == b"name"
+    checked = GrammarCompiler(VOCABULARY, check_masks=True).compile(grammar).matcher()
+    assert forced_bytes(checked) == b"name"
+
+
+def test_a_matcher_that_has_spent_its_fuel_tells_nothing() -> None:
+    matcher: Any = COMPILER.compile(Constraint.choice(["name"])).matcher()
+    matcher._fuel_seconds = -1.0
+    assert matcher.forced_bytes() == b"" and matcher.fault.startswith("one step of the grammar took")

@@ -1,0 +1,204 @@
+"""Constraints that begin after a marker: the grammar begins where it ends, wherever in a draft that is, and rollback takes it back."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepgraph import FinishReason
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
+from tests.helpers.grammar_texts import filled
+from tests.helpers.oracles import accepts
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, Setup, compiled, plain, shared_engine
+
+TOKENS = [b"a", b"b", b"aa", b"ab", b"aab", b"ba", b"bab", b"x", b"bx", b"<think>", b"</think>", b""]
+SMALL = Vocabulary(TOKENS, stop_token_ids=[11], logits_width=40, control_token_ids=[9, 10])
+A, B, AA, AB, AAB, BA, BAB, X, BX, OPEN, CLOSE, STOP = range(12)
+TEXT = [A, B, AA, AB, AAB, BA, BAB, X, BX]
+
+
+def small(marker: str | list[int], inner: str = "x+", backend: BackendChoice = "xgrammar") -> CompiledConstraint:
+    return GrammarCompiler(SMALL, max_threads=1).compile(Constraint.regex(inner, backend).after(marker))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_front_of_the_marker_all_text_may_stand_and_behind_it_the_grammar_begins(backend: BackendChoice) -> None:
+    matcher, behind_aa = small("aab", backend=backend).matcher(), [A, B, AA, AB, AAB, X]
+    assert filled(matcher, 2) == (MaskStatus.OK, [i for i in TEXT])
+    for token_id, legal in [(A, TEXT), (A, behind_aa), (AA, behind_aa), (B, [X]), (X, [X, STOP])]:
+        assert matcher.accept_token(token_id)
+        assert filled(matcher, 2) == (MaskStatus.OK, legal)
+    assert matcher.accept_token(STOP) and filled(matcher, 2) == (MaskStatus.TERMINATED, [])
+
+
+def legal_by_hand(text: bytes, marker: bytes) -> list[int]:
+    """What may follow a text that does not hold the marker yet: all that does not reach beyond its end."""
+    return [i for i in TEXT if marker not in (text + TOKENS[i])[:-1]]
+
+
+@pytest.mark.parametrize("marker", ["a", "ab", "aab", "abab", "aaba", "bb"])
+def test_free_text_forbids_only_what_reaches_beyond_the_marker(marker: str) -> None:
+    random, ends = Random(3), 0
+    for _ in range(60):
+        matcher, text = small(marker).matcher(), b""
+        for _ in range(12):
+            status, legal = filled(matcher, 2)
+            assert (status, legal) == (MaskStatus.OK, legal_by_hand(text, marker.encode()))
+            assert [i for i in range(40) if _takes(matcher, i)] == legal
+            choice = random.choice(legal)
+            assert matcher.accept_token(choice)
+            text += TOKENS[choice]
+            if marker.encode() in text:
+                assert text.endswith(marker.encode()) and filled(matcher, 2) == (MaskStatus.OK, [X])
+                ends += 1
+                break
+    assert ends > 20
+
+
+def _takes(matcher: Any, token_id: int) -> bool:
+    taken = matcher.accept_token(token_id)
+    if taken:
+        matcher.rollback(1)
+    return bool(taken)
+
+
+def test_a_marker_of_ids_may_be_a_control_token_and_is_no_text() -> None:
+    matcher = small([OPEN, A, CLOSE]).matcher()
+    assert filled(matcher, 2) == (MaskStatus.OK, sorted([*TEXT, OPEN]))
+    for token_id, legal in [
+        (X, [*TEXT, OPEN]),
+        (OPEN, [*TEXT, OPEN]),
+        (OPEN, [*TEXT, OPEN]),
+        (A, [*TEXT, OPEN, CLOSE]),
+        (B, [*TEXT, OPEN]),
+        (OPEN, [*TEXT, OPEN]),
+        (A, [*TEXT, OPEN, CLOSE]),
+        (CLOSE, [X]),
+    ]:
+        assert matcher.accept_token(token_id)
+        assert filled(matcher, 2) == (MaskStatus.OK, sorted(legal))
+    assert not matcher.accept_token(CLOSE) and matcher.accept_token(X)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("marker", ["aab", [OPEN, CLOSE]], ids=str)
+def test_a_walk_with_rollbacks_leaves_the_masks_of_a_fresh_matcher(marker: Any, backend: BackendChoice) -> None:
+    constraint, random, crossed = small(marker, "(x|ab){2,5}", backend), Random(8), 0
+    matcher, history = constraint.matcher(), list[int]()
+    for _ in range(400):
+        _, legal = filled(matcher, 2)
+        token_id = random.choice([*legal, random.randrange(40)]) if random.random() < 0.7 else CLOSE if OPEN in history[-1:] else B
+        assert matcher.accept_token(token_id) == (token_id in legal)
+        history += [token_id] if token_id in legal else []
+        if random.random() < 0.4 or not legal:
+            begun = matcher.begun if isinstance(matcher, MarkerMatcher) else False
+            count = random.randint(0, min(len(history), 6))
+            matcher.rollback(count)
+            del history[len(history) - count :]
+            crossed += begun and not (isinstance(matcher, MarkerMatcher) and matcher.begun)
+        fresh = constraint.matcher()
+        assert all(fresh.accept_token(taken) for taken in history)
+        assert filled(matcher, 2) == filled(fresh, 2)
+    assert crossed > 5
+    with pytest.raises(ValueError, match=r"rollback\.num_tokens: got"):
+        matcher.rollback(len(history) + 1)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft_masks", "backend"),
+    [("perfect", True, "xgrammar"), ("perfect", True, "llguidance"), ("fair", True, "xgrammar"), ("perfect", False, "llguidance")],
+)
+def test_a_marker_inside_the_drafts_switches_at_its_place(drafter: str, draft_masks: bool, backend: BackendChoice) -> None:
+    engine = shared_engine(Setup(k=4, drafter=drafter, draft_masks=draft_masks))
+    asked = []
+    for place in range(8):
+        free = plain([place, 7], 12, Constraint.regex("[^]{60,}")).tokens
+        start = place % 5
+        marker = VOCABULARY.decode(free[start : start + 2]).decode("utf-8", "ignore")
+        inner = Constraint.json_schema(CONSTRAINT_SCHEMA, backend=backend)
+        asked.append(([place, 7], inner, inner.after(marker), marker))
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=60) for prompt, _, constraint, _ in asked]
+    for _ in engine.stream():
+        pass
+    switched = 0
+    for job, (prompt, inner, constraint, marker) in zip(jobs, asked, strict=True):
+        answer = plain(prompt, 60, constraint)
+        assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error
+        text = VOCABULARY.decode(job.tokens)
+        before, found, behind = text.partition(marker.encode())
+        if found and job.finish_reason != FinishReason.LENGTH:
+            switched += 1
+            assert accepts(compiled(inner), _split(job.tokens, len(before) + len(found)), finished=True), behind  # type: ignore[arg-type]
+    assert switched >= 6
+    assert (drafter, draft_masks) != ("perfect", True) or sum(job.num_accepted_drafts for job in jobs) > sum(job.rounds for job in jobs)
+
+
+CONSTRAINT_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+}
+
+
+def _split(tokens: list[int], size: int) -> list[int]:
+    """The tokens behind the first `size` bytes, which end with a token."""
+    index = next(index for index in range(len(tokens) + 1) if len(VOCABULARY.decode(tokens[:index])) >= size)
+    assert len(VOCABULARY.decode(tokens[:index])) == size
+    return tokens[index:]
+
+
+def test_a_control_token_as_the_marker_in_the_engine() -> None:
+    engine = shared_engine(Setup(k=3, drafter="illegal"))  # drafts CONTROL wherever it may
+    constraint = CONSTRAINTS[1].after([CONTROL])
+    jobs = [engine.submit([place], constraint=constraint, max_new_tokens=60) for place in range(4)]
+    for _ in engine.stream():
+        pass
+    for place, job in enumerate(jobs):
+        answer = plain([place], 60, constraint)
+        assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
+        assert STOP_ID not in job.tokens[: job.tokens.index(CONTROL) if CONTROL in job.tokens else None]
+
+
+STOP_ID = VOCABULARY.stop_token_ids[0]
+
+
+@pytest.mark.parametrize("marker", ["", [], [-1], [True], ["a"], 5.0])
+def test_markers_of_no_use_are_refused_at_once(marker: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Constraint.regex("a").after(marker)
+
+
+def test_marker_ids_that_the_vocabulary_lacks_are_refused_when_compiled() -> None:
+    for ids in ([40], [12], [A, STOP]):
+        with pytest.raises(ValueError, match=r"Constraint.marker: got id \d+, want one below 12, no stop token"):
+            small(ids)
+
+
+def test_states_that_allow_the_same_share_a_mask() -> None:
+    long = Marker("x" + "ab" * 100, SMALL)
+    assert long.masks.shape == (2, 2) and long.nbytes < 4000, "one in front of the last letter, one for all other states"
+    assert np.shares_memory(long.allowed(1), long.allowed(7)) and not np.shares_memory(long.allowed(7), long.allowed(200))
+
+
+@pytest.mark.parametrize(
+    "marker", ["a", "b", "ab", "ba", "aba", "abab", "xabx", "aabaab", (OPEN, A, CLOSE), (A, B), (A, OPEN, A, A)], ids=str
+)
+def test_the_masks_are_what_may_follow(marker: str | tuple[int, ...]) -> None:
+    made = Marker(marker, SMALL)
+    for state in range(made.complete):
+        bits = [int(made.allowed(state)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
+        assert bits == [token_id < len(TOKENS) and made.after(state, token_id) is not None for token_id in range(40)]
+
+
+def test_a_marker_of_no_end_is_refused() -> None:
+    for marker in ("x" * 1001, [OPEN] * 1001):
+        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, want at most 1000"):
+            Constraint.regex("a").after(marker)
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, want text"):
+        Constraint.regex("a").after("x\ud800")

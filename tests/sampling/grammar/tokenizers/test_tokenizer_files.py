@@ -1,0 +1,197 @@
+"""Ranks and files of tokenizers: what ends a text, how wide the logits are, what is no text, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
+from tests.helpers.grammar_texts import filled
+from tests.helpers.made_tokenizers import byte_level, differences
+
+# tiktoken
+
+RANKS = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
+
+
+def written(path: Path, ranks: Mapping[bytes, int]) -> Path:
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    return path
+
+
+def test_ranks_are_ids_and_special_tokens_fill_in(tmp_path: Path) -> None:
+    path = written(tmp_path / "made.tiktoken", RANKS)
+    special = {"<|endoftext|>": 262, "<|im_start|>": 260, "<|im_end|>": 261}
+    for ranks in (path, str(path), RANKS):
+        table = Vocabulary.from_tiktoken(ranks, special, logits_width=300)
+        assert table.tokens[:259] == tuple(RANKS) and table.tokens[259] == b"" and table.logits_width == 300
+        assert table.stop_token_ids == (262, 261) and table.control_token_ids == (260,)
+        assert table.non_text_ids == {259, 260, 261, 262}
+    assert Vocabulary.from_tiktoken(path, special, stop_token_ids=[260]).stop_token_ids == (260,)
+
+
+def test_an_encoding_is_its_ranks_and_decodes_as_they_do() -> None:
+    tiktoken = pytest.importorskip("tiktoken", reason="pip install 'stepgraph[vocabularies]'")
+    special = {"<|endoftext|>": 262, "<|im_start|>": 260}
+    encoding = tiktoken.Encoding("made", pat_str=r"\p{L}+|\s+", mergeable_ranks=RANKS, special_tokens=special)
+    table = Vocabulary.from_tiktoken(encoding)
+    assert (table.tokens, table.stop_token_ids, table.control_token_ids) == (
+        Vocabulary.from_tiktoken(RANKS, special).tokens,
+        (262,),
+        (260,),
+    )
+    assert differences(table, encoding.decode) == 0
+    with pytest.raises(ValueError, match="special_tokens: got some beside an Encoding"):
+        Vocabulary.from_tiktoken(encoding, special)
+
+
+# GGUF
+
+
+def gguf_of(path: Path, kind: str, tokens: Mapping[str, int], **ends: int) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(list(tokens))
+    writer.add_token_types(list(tokens.values()))
+    for name, token_id in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_says_by_types_what_its_tokens_are(tmp_path: Path) -> None:
+    tokens = {
+        "<unk>": 2,
+        "</s>": 3,
+        "<|eot_id|>": 3,
+        "<|pad|>": 5,
+        "<call>": 4,
+        "<0x0A>": 6,
+        "<0x0B>": 1,
+        "\u2581caf\u00e9": 1,
+        "\u0120x": 1,
+    }
+    found = Vocabulary.from_gguf(gguf_of(tmp_path / "pieces.gguf", "llama", tokens, eos=1), logits_width=20)
+    assert found.tokens[4:] == (b"<call>", b"\n", b"<0x0B>", " caf\u00e9".encode(), "\u0120x".encode())
+    assert found.stop_token_ids == (1, 2) and found.control_token_ids == (0, 3) and found.logits_width == 20
+    level = Vocabulary.from_gguf(gguf_of(tmp_path / "level.gguf", "gpt2", tokens, eos=1, eot=2, eom=1))
+    assert level.tokens[4:] == (b"<call>", b"<0x0A>", b"<0x0B>", "\u2581caf\u00e9".encode(), b" x")
+    with pytest.raises(ValueError, match=r"other.gguf: tokenizer.ggml: got the model 'bert', want 'gpt2' or 'llama'"):
+        Vocabulary.from_gguf(gguf_of(tmp_path / "other.gguf", "bert", tokens))
+    with pytest.raises(ValueError, match=r"gone.gguf: no whole GGUF file"):
+        Vocabulary.from_gguf(tmp_path / "gone.gguf")
+
+
+# what ends a text, how wide the logits are
+
+
+def folder_with(folder: Path, **files: Mapping[str, Any]) -> Path:
+    folder.mkdir()
+    byte_level().save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "stops", "width"),
+    [
+        ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, (7, 9, 2), None),
+        ({"generation_config": {"eos_token_id": 7}}, (7, 2), None),
+        ({"config": {"eos_token_id": [8, 2], "vocab_size": 400}}, (8, 2), 400),
+        ({"config": {"text_config": {"eos_token_id": 8, "vocab_size": 500}, "vocab_size": 3}}, (8, 2), 500),
+        ({"tokenizer_config": {"eos_token": "<|im_start|>"}}, (1, 2), None),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_start|>"}}}, (1, 2), None),
+        ({"tokenizer_config": {"eos_token": None}}, (2,), None),
+    ],
+)
+def test_a_folder_names_its_stop_tokens_and_its_width(tmp_path: Path, files: Any, stops: tuple[int, ...], width: int | None) -> None:
+    folder = folder_with(tmp_path / "model", **files)
+    table = Vocabulary.from_tokenizer_json(folder)
+    assert table.stop_token_ids == stops and table.logits_width == (width or len(table.tokens))
+    assert Vocabulary.from_tokenizer_json(folder, stop_token_ids=[5], logits_width=600).stop_token_ids == (5,)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_control_tokens_holes_and_padding_are_text_nowhere(backend: BackendChoice) -> None:
+    ranks = {token: rank for token, rank in RANKS.items() if rank != 300} | {b"the end": 290, b"<|im_start|>": 291}
+    table = Vocabulary.from_tiktoken(ranks, {"<|im_start|>": 295, "<|im_end|>": 296}, logits_width=330)
+    matcher = GrammarCompiler(table, max_threads=1, backend=backend).compile(Constraint.regex('"[^"]*"')).matcher()
+    assert matcher.accept_token(ord('"'))
+    _, legal = filled(matcher, table.mask_words)
+    assert {290, 291, 258} <= set(legal), "what the table spells as text is text, whatever it looks like"
+    assert not set(legal) & ({*range(259, 290), *range(292, 330)})
+
+
+# what is refused
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(byte_level().to_str())
+    return told | parts
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'WordPiece'; want a model of type BPE"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'WordLevel'"),
+    ({"model": {"type": "Unigram", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'Unigram'"),
+    ({"model": None}, "model: got a tokenizer of another kind, None"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}, "model.vocab: got two texts of the id 0, 'a' and 'b'"),
+    ({"added_tokens": [{"id": 65, "content": "<x>"}]}, "added_tokens: got two texts of the id 65, '_' and '<x>'"),
+    ({"added_tokens": [{"id": 65, "content": "<x>", "special": True}]}, "added_tokens: got two texts of the id 65, '_' and '<x>'"),
+    ({"added_tokens": [{"id": 900, "content": text} for text in "ab"]}, "added_tokens: got two texts of the id 900, 'a' and 'b'"),
+    ({"decoder": {"type": "WordPiece", "prefix": "##"}}, r"decoder: got 'WordPiece' in \['WordPiece'\]; want ByteLevel"),
+    ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder: got 'BPEDecoder'"),
+    ({"decoder": {"type": "CTC"}}, "decoder: got 'CTC'"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}}, "decoder: got 'ByteFallback'"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Strip"}, {"type": "Fuse"}]}}, "decoder: got 'Strip'"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}]}}, "decoder: Replace: got the pattern None, want a String"),
+    ({"decoder": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}}, "Replace: got the pattern {'Regex': 'a\\+'}"),
+    ({"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}, "decoder: got none, which joins tokens with spaces; want ByteLevel"),
+    ({"added_tokens": [{"id": 1}]}, "added_tokens: want a list of objects with a content"),
+    ({"added_tokens": [{"id": -1, "content": "<x>"}]}, "token '<x>' has the id -1, want one from 0 to"),
+    ({"added_tokens": [{"id": MOST_IDS, "content": "<x>"}]}, f"token '<x>' has the id {MOST_IDS}, want one from 0 to {MOST_IDS - 1}"),
+    ({"added_tokens": [{"id": True, "content": "<x>", "special": True}]}, "token '<x>' has the id True"),
+    ({"added_tokens": []}, "stop_token_ids: got none, want at least one"),
+]
+
+
+@pytest.mark.parametrize(("parts", "told"), REFUSED, ids=[told[:40] for _, told in REFUSED])
+def test_what_cannot_be_read_truly_is_refused_by_name(tmp_path: Path, parts: dict[str, Any], told: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(changed(**parts)), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*{told}"):
+        Vocabulary.from_tokenizer_json(path)
+
+
+def test_other_objects_files_and_widths_are_refused_by_name(tmp_path: Path) -> None:
+    made, broken = byte_level(), tmp_path / "broken.tiktoken"
+    size = made.get_vocab_size()
+    with pytest.raises(ValueError, match=rf"has the id {size - 1}, want one from 0 to {size - 2}, within the width of the logits"):
+        Vocabulary.from_tokenizer(made, logits_width=size - 1)
+    with pytest.raises(ValueError, match=r"from_tokenizer: got builtins.dict, want one of tokenizers, sentencepiece or transformers"):
+        Vocabulary.from_tokenizer({})
+    with pytest.raises(ValueError, match=r"from_tiktoken: got int, want a .tiktoken file, its ranks, or an Encoding"):
+        Vocabulary.from_tiktoken(3)
+    with pytest.raises(ValueError, match="from_tiktoken: got the token 'a', want bytes"):
+        Vocabulary.from_tiktoken({"a": 0})
+    with pytest.raises(ValueError, match="special token '<x>' has the id 5, which is that of b'"):
+        Vocabulary.from_tiktoken(RANKS, {"<x>": 5})
+    with pytest.raises(ValueError, match=r"gone.tiktoken: No such file"):
+        Vocabulary.from_tiktoken(tmp_path / "gone.tiktoken")
+    for content, told in ((b"YQ== 0\nYg==", "line 2: got b'Yg==', want a token in base64"), (b"YQ== 0\nYQ== 1", "got b'a' a second time")):
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match=f"broken.tiktoken: line 2: .*{told.removeprefix('line 2: ')}"):
+            Vocabulary.from_tiktoken(broken)

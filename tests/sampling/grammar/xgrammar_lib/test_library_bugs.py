@@ -1,0 +1,259 @@
+"""Bugs of the grammar libraries that are worked around, each shown to be there when its guard is taken away.
+
+A mask is right where it holds what `accept_token` takes, token for token. Those of llguidance are in test_llguidance.py.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, Literal
+
+import pytest
+import torch
+import xgrammar
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar.constraints import pattern
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, spelled
+from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
+from stepgraph.sampling.grammar.xgrammar_lib import json_ebnf
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
+from tests.helpers.grammar_texts import filled
+
+
+def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
+    return GrammarCompiler(vocabulary, max_threads=1, backend="xgrammar")
+
+
+def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> list[tuple[bytes, list[int], list[int]]]:
+    """Walk at random; the texts behind which the mask and `accept_token` are of two minds, with what each holds legal."""
+    vocabulary = compiled.vocabulary
+    matcher, ids, found = compiled.matcher(), list[int](), []
+    for _ in range(steps):
+        status, legal = filled(matcher, vocabulary.mask_words)
+        taken = []
+        for token_id in range(len(vocabulary.tokens)):
+            if matcher.accept_token(token_id):
+                taken.append(token_id)
+                matcher.rollback(1)
+        if taken != legal:
+            found.append((vocabulary.decode(ids), legal, taken))
+        going_on = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
+        if status != MaskStatus.OK or not going_on:
+            break
+        ids.append(random.choice(going_on))
+        assert matcher.accept_token(ids[-1])
+    return found
+
+
+def random_vocabulary(random: Random, letters: str) -> Vocabulary:
+    tokens = {letter.encode() for letter in letters}
+    while len(tokens) < 24:
+        tokens.add("".join(random.choice(letters) for _ in range(random.randint(2, 5))).encode())
+    return Vocabulary([*random.sample(sorted(tokens), len(tokens)), b""], stop_token_ids=[24])
+
+
+GRAMMARS = [
+    (Constraint.ebnf('root ::= "(" root ")" | "a" | "\\n"'), "(a)\n"),
+    (Constraint.ebnf('root ::= x*\nx ::= "a" | "b)" | ")" ")"+ "\\n" | "(" root ")"'), "ab)(\n"),
+    (Constraint.json_schema({"type": "array", "items": {"$ref": "#"}}), "[], "),
+    (Constraint.regex("(\\)\\)\\n)*a{1,3}b?"), "ab)\n"),
+]
+
+
+def wrong_masks() -> int:
+    random, found = Random(4), 0
+    for _ in range(60):
+        for constraint, letters in GRAMMARS:
+            found += len(disagreements(compiler(random_vocabulary(random, letters)).compile(constraint), random, 10))
+    return found
+
+
+def test_masks_hold_what_is_accepted_token_for_token() -> None:
+    assert wrong_masks() == 0
+
+
+def test_the_librarys_skipping_by_substring_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vocabulary, "xgrammar_unsafe_ids", frozenset())
+    assert wrong_masks() > 0
+
+
+def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_can_write_them() -> None:
+    vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
+    assert vocabulary.xgrammar_unsafe_ids == {4}
+    matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
+    assert filled(matcher, 1)[1] == [0, 1, 2, 3, 5, 6] and not matcher.accept_token(4)
+    assert vocabulary.decode([4]) == b"xzxy"
+    assert Vocabulary([b"b", b"cb", b""], [2]).xgrammar_unsafe_ids == set()
+
+
+def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([b"(", b")", b"))", b"a", b"a)", b""], stop_token_ids=[5])
+    constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
+    assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
+
+    def as_it_stands(self: Any, text: str, root_rule_name: str) -> xgrammar.CompiledGrammar:
+        *rules, last = text.strip().split("\n")
+        return real(self, "\n".join(rules), root_rule_name=last.rpartition(" ")[2])
+
+    real = xgrammar.GrammarCompiler.compile_grammar
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", as_it_stands)
+    found = [disagreements(compiler(vocabulary).compile(constraint), Random(seed), 12) for seed in range(5)]
+    assert any(found)
+
+
+def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forbids `}]` behind a string that ends an object in an array."""
+    tokens = [b"{", b"}", b"[", b"]", b'"', b"a", b": ", b", ", b"}]", b""]
+    vocabulary, text = Vocabulary(tokens, stop_token_ids=[9]), [0, 4, 5, 4, 6, 2, 0, 4, 5, 4, 6, 4, 5, 4]  # {"a": [{"a": "a"
+    matcher = compiler(vocabulary).compile(Constraint.json_object()).matcher()
+    assert all(matcher.accept_token(token_id) for token_id in text)
+    assert 8 in filled(matcher, 1)[1] and matcher.accept_token(8)
+    builtin = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(vocabulary.tokenizer_info).compile_builtin_json_grammar())
+    assert all(builtin.accept_token(token_id) for token_id in text)
+    mask = torch.zeros(1, 1, dtype=torch.int32)
+    builtin.fill_next_token_bitmask(mask, 0)
+    assert not int(mask[0, 0]) >> 8 & 1 and builtin.accept_token(8)
+
+
+def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
+    tokens = [b'"', b"a", b"<|im_start|>", b""]
+    in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), GrammarLimits(), 1) for ids in ([], [2])]
+    legal = []
+    for builder in in_string:
+        matcher = builder.build(Constraint.json_schema({"type": "string"})).matcher()
+        assert matcher.accept_token(0)
+        legal.append(filled(matcher, 1)[1])
+    assert legal == [[0, 1, 2], [0, 1]]
+
+
+QUOTED = ['"', "a", "b", "\\", "n", "1", "{", "}", "[", "]", ", ", ": ", " ", '{"', "{}", '["', '"}', '"]', '",', '", ', '", "', '"},']
+QUOTED += ['":', '": ', '": "', '" ', '"\n', '"]}', 'a"', 'a", "b', 'b": ', '"a"', 'a": [', "\\n", '"\\', '"1', '";']
+QUOTED += ['", {', '"}]', "\n", ","]
+STRINGS = [
+    Constraint.json_schema({"type": "string"}),
+    Constraint.json_schema({"type": "array", "items": {"type": "string"}}),
+    Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a", "b"]}),
+    Constraint.json_schema({"type": "object", "properties": {"b": {"type": "array"}}, "additionalProperties": {"type": "string"}}),
+    Constraint.json_object(),
+    Constraint.json_object(any_whitespace=True),
+]
+
+
+def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in QUOTED), b""], stop_token_ids=[len(QUOTED)])
+
+    def found() -> int:
+        compiled = [compiler(vocabulary).compile(constraint) for constraint in STRINGS]
+        return sum(len(disagreements(one, Random(seed), 12)) for one in compiled for seed in range(6))
+
+    texts = [ebnf_text(one, _converted)[0] for one in STRINGS]
+    assert [(BEHIND_STRING_AT_ONCE in text, BEHIND_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
+    assert found() == 0
+    monkeypatch.setattr(xgrammar_grammar, "BEHIND_STRING_AT_ONCE", r"(=([,}\]]))")  # forgets the names of properties
+    assert found() > 0
+
+
+COUNTS = [(0, 101), (0, 129), (90, 100), (127, 128), (128, 128), (128, 129), (129, 129), (150, 200), (20, 300), (300, None)]
+
+
+def long_string(low: int, high: int | None) -> Constraint:
+    return Constraint.json_schema({"type": "string", "minLength": low, **({} if high is None else {"maxLength": high})})
+
+
+def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*QUOTED, "aaaaaaaa", "\u6f22", '\u6f22"', "\u6f22a", "a\0", "\0a"]
+    vocabulary = Vocabulary([*(text.encode() for text in texts), b""], stop_token_ids=[len(texts)])
+
+    def found(low: int, high: int | None) -> int:
+        return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
+
+    assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
+    monkeypatch.setattr(json_ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
+    assert found(150, 200) > 0
+
+
+WIDE = ["x", "xx", "0", "B", "N", "c", "(", "\0", "\u0430", "\u044f", "\u4e00", "\u00e9"]
+WIDE += [
+    "xN",
+    "xNc",
+    "x0",
+    "xB",
+    "x(",
+    "x\0",
+    "\u0430\u044f",
+    "\u04300",
+    "\u0430B",
+    "x\u0430",
+    "\u044fc",
+    "x\u4e00",
+    "\u4e00\u4e00",
+    "\u00e9\0",
+]
+PATTERNS = [
+    "[\u0430-\u044f]{150}c",
+    "x{1,2}[\u0430-\u044f]c",
+    "(x|0)+[\u0430-\u044f]*c",
+    "(x|0)+[^\u0430-\u044f]c",
+    "[^\u0430-\u044f]{150}c",
+    "(x|0)+.c",
+    ".{150}c",
+    "x{1,2}[\u4e00-\u9fa5]c",
+    "[\u4e00-\u9fa5x]{150}c",
+    "(x|0)+[^N]c",
+]
+
+
+def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
+
+    def found(text: str) -> bool:
+        compiled = compiler(vocabulary).compile(Constraint.regex(text))
+        return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
+
+    assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
+    monkeypatch.setattr(pattern, "spelled_open", spelled)
+    assert sum(found(text) for text in PATTERNS) >= 5  # some are right as they stand, by what they leave out
+
+
+EBNF = [
+    'root ::= ("x" | "a")+ [^\u0430-\u044f] "c"',
+    'root ::= [^\\u0430-\\u044f]{150} "c"',
+    'root ::= "x"{1,2} letter "c"\nletter ::= [\u0430-\u044f]',
+    'root ::= [\u4e00-\u9fa5x]{150} "c"',
+]
+
+
+def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
+
+    def found(text: str) -> bool:
+        compiled = compiler(vocabulary).compile(Constraint.ebnf(text))
+        return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
+
+    assert [found(text) for text in EBNF] == [False] * len(EBNF)
+    monkeypatch.setattr(xgrammar_grammar, "with_wide_classes", lambda text, root, normal: (text, root))
+    assert sum(found(text) for text in EBNF) >= 2
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_class_holds_what_it_held(isolation: Literal["none", "process"]) -> None:
+    """Escapes that run into what follows them where the library writes them, hyphens, signs of negation, quotes; and strings beside."""
+    chars = "-]^\\\"'abcfx\x1f\x7f\x80\xe9\xff\u01fc\u0430\u0431\u044f\u0450\ud7ff\ue001\uffff\U0001f600\U0010ffff"
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], stop_token_ids=[256])
+    classes = {
+        r"[\u001fc\u0430-\u044f\-]": "-c\x1f\u0430\u0431\u044f",
+        r'[^\u001fc\u0430-\u044f"]': "".join(set(chars) - set('c\x1f\u0430\u0431\u044f"')),
+        r"[\]\\\-^\u00e9b]": "-]\\^b\xe9",
+        "[\U0001f600-\U0010ffff'a-c]": "'abc\U0001f600\U0010ffff",
+    }
+    made = GrammarCompiler(vocabulary, backend="xgrammar", isolation=isolation)
+    for text, held in classes.items():
+        compiled = made.compile(Constraint.ebnf(f'start ::= "\xe9b\\"[" {text} "\\u007fc"', "start"))
+        for char in chars:
+            matcher = compiled.matcher()
+            assert all(map(matcher.accept_token, '\xe9b"['.encode()))
+            taken = all(map(matcher.accept_token, char.encode()))
+            assert taken == (char in held), (text, char)
+            assert not taken or all(map(matcher.accept_token, b"\x7fc"))
+    made.close()

@@ -1,0 +1,276 @@
+"""Texts that the grammar library would let through by itself: what is taken here is JSON, in its bounds, and what the pattern says."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from itertools import chain, product
+from random import Random
+from typing import Any
+
+import pytest
+
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, Matcher, Vocabulary
+from tests.helpers.grammar_texts import filled
+
+LONGER = [b'": ', b", ", b'"}', b"abc", b"null", b"true", b"\xc3\xa9", b"\xf0\x9f\x98\x80", b"\\u", b"d83d"]
+BYTES = Vocabulary([*(bytes([code]) for code in range(256)), *LONGER, b"<eos>"], stop_token_ids=[256 + len(LONGER)])
+STOP = BYTES.stop_token_ids[0]
+COMPILERS: dict[str, GrammarCompiler] = {
+    "xgrammar": GrammarCompiler(BYTES, max_threads=1, backend="xgrammar"),
+    "llguidance": GrammarCompiler(BYTES, max_threads=1, backend="llguidance"),
+}
+COMPILER = COMPILERS["xgrammar"]
+both = pytest.mark.parametrize("backend", COMPILERS)
+
+
+def compiled(constraint: Any, backend: str = "xgrammar") -> CompiledConstraint:
+    return COMPILERS[backend].compile(constraint if isinstance(constraint, Constraint) else Constraint.json_schema(constraint))
+
+
+def begun(grammar: CompiledConstraint, text: str | bytes) -> Matcher | None:
+    matcher = grammar.matcher()
+    data = text.encode() if isinstance(text, str) else text
+    return matcher if all(matcher.accept_token(byte) for byte in data) else None
+
+
+def takes(constraint: Any, text: str | bytes, backend: str = "xgrammar") -> bool:
+    matcher = begun(compiled(constraint, backend), text)
+    return matcher is not None and matcher.accept_token(STOP)
+
+
+def taken(grammar: CompiledConstraint, letters: str, longest: int, quote: str = "") -> set[str]:
+    """All texts of these letters that are taken. What a matcher has said no to is not tried any longer."""
+    found, alive = set[str](), [""]
+    while alive:
+        text = alive.pop()
+        whole = begun(grammar, quote + text + quote)
+        if whole is not None and whole.accept_token(STOP):
+            found.add(text)
+        alive += [text + letter for letter in letters if len(text) < longest and begun(grammar, quote + text + letter) is not None]
+    return found
+
+
+def walked(constraint: Any, random: Random, longest: int = 80, backend: str = "xgrammar") -> bytes | None:
+    """A random text of the masks; None where it grew too long."""
+    matcher, ids = compiled(constraint, backend).matcher(), list[int]()
+    while len(ids) < longest:
+        _, legal = filled(matcher, BYTES.mask_words)
+        closing = [token_id for token_id in legal if token_id in (*b'"}]',)]
+        ids.append(
+            STOP if STOP in legal and random.random() < 0.5 else random.choice(closing if random.random() < 0.3 and closing else legal)
+        )
+        assert matcher.accept_token(ids[-1]), BYTES.decode(ids)
+        if ids[-1] == STOP:
+            return BYTES.decode(ids)
+    return None
+
+
+BOUNDS = [(0, 12), (2, None), (2, 5), (0, 150), (101, 130), (0, 0), (3, 3)]
+
+
+@both
+@pytest.mark.parametrize("types", ["string", ["string", "null"]], ids=str)
+@pytest.mark.parametrize(("least", "most"), BOUNDS)
+def test_a_string_of_bounded_length_is_json_and_counts_characters(backend: str, types: Any, least: int, most: int | None) -> None:
+    schema = {"type": types, **({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
+    within = max(2, least)
+    if most is None or most >= within:
+        for code in range(0x20):
+            assert not takes(schema, '"' + "a" * (within - 1) + chr(code) + '"', backend), code
+    for char in ("a", *("\x7f" if backend == "xgrammar" else ""), "é", "漢", "😀"):
+        for length in {0, max(0, least - 1), least, (most or least) - 1, most or least, (most or least) + 1} - {-1}:
+            assert takes(schema, f'"{char * length}"', backend) == (least <= length and (most is None or length <= most))
+    assert not any(takes(schema, text, backend) for text in (b'"aa"aa"', b'"aa\\"', b'"aa\xed\xa0\x80"'))
+    random, wrapped = Random(7), {"type": "object", "properties": {"a": schema, "b": schema}, "required": ["a"]}
+    for _ in range(25):
+        if (text := walked(wrapped, random, 400, backend)) is not None:
+            for value in json.loads(text).values():
+                assert value is None or least <= len(value) <= (10**6 if most is None else most)
+
+
+def test_no_string_holds_half_a_surrogate_pair() -> None:
+    assert takes({"type": "string"}, '"\\ud83d\\ude00 \\u00e9\\n"')
+    for text in ('"\\ud83d"', '"\\ude00"', '"\\ud83da"', '"\\ud83d\\u0041"', b'"\xed\xa0\x80"', b'"\xe0\x80\x80"'):
+        assert not takes({"type": "string"}, text)
+    email = {"type": "string", "format": "email"}
+    assert takes(email, '"a.b@example.com"') and not takes(email, r'"\"\q\"@example.com"')
+
+
+@both
+@pytest.mark.parametrize("text", ["éa", "\u2028\x85b", 'a[^"b]', '"\\\n', "漢f", "😀1", '"(" | Regex("pattern0", json_string=true)'])
+def test_names_and_constants_are_what_they_were(backend: str, text: str) -> None:
+    written = json.dumps(text, ensure_ascii=False)
+    assert takes({"const": text}, written, backend)
+    assert takes({"type": "object", "properties": {text: {"type": "null"}}, "required": [text]}, f"{{{written}: null}}", backend)
+
+
+PATTERNS = [r"(ab+)?", r"(ab*){2}", r"[\^]?a", r"[\^a]{1,2}", r"[\x5e]", r"[\u005ea]", r"[a\^]*", r"[^\^a]", r"\x61b", r"\x61b?[\x61b]"]
+PATTERNS += [
+    r"^a$|^b$",
+    r"(?:a|)b?",
+    r"a{0,2}b{1}",
+    r"(a|b)+?",
+    r"[!-\^]",
+    r"[\w-]",
+    r"\W\S",
+    r"[b-][-b]",
+    r"[]]a".replace("[]", "[\\]"),
+    r"[^b]{2}",
+]
+
+
+@both
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_read_as_everyone_reads_it(backend: str, pattern: str) -> None:
+    letters, schema = "ab^-]x \u061b", {"type": "string", "pattern": pattern}
+    texts = map("".join, chain.from_iterable(product(letters, repeat=length) for length in range(4)))
+    wanted = {text for text in texts if re.fullmatch(pattern, text, re.ASCII)}
+    assert taken(compiled(Constraint.regex(pattern), backend), letters, 3) == wanted
+    assert taken(compiled(schema, backend), letters, 3, '"') == wanted
+
+
+@both
+def test_what_javascript_reads_in_its_own_way(backend: str) -> None:
+    assert takes(Constraint.regex("[^]a]"), "\na]", backend) and not takes(Constraint.regex("[^]a]"), "b", backend)
+    assert takes(Constraint.regex("."), "é", backend) and not any(takes(Constraint.regex("."), text, backend) for text in "\n\r\u2028")
+    assert takes(Constraint.regex(r"\s[^\S]"), "\u00a0\u3000", backend) and not takes(Constraint.regex(r"\S"), "\u00a0", backend)
+
+
+@both
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?!ab)a",
+        r"a**",
+        r"a{1,2}+",
+        r"a{2}{3}",
+        r"a{ 1}",
+        r"[\p{L}]",
+        r"[\1]",
+        r"\01",
+        r"\ud83d",
+        r"[z-a]",
+        "[]",
+        "[a",
+        "a)",
+        "(a",
+        "*a",
+        "a\\",
+    ],
+)
+def test_patterns_that_would_be_misread_are_refused(backend: str, pattern: str) -> None:
+    for constraint in (Constraint.regex(pattern), Constraint.json_schema({"type": "string", "pattern": pattern})):
+        with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, want|the parenthesis)"):
+            COMPILERS[backend].compile(constraint)
+
+
+@pytest.mark.parametrize("pattern", [r"[\b]", r"\cA", r"[\t]", r"a\x0ab", '"'])
+def test_a_pattern_inside_a_json_string_names_no_character_that_is_escaped_there(pattern: str) -> None:
+    with pytest.raises(ValueError, match="want no character that JSON strings escape"):
+        compiled({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("value", [0.1234567, 1.5000001, -0.000001, 1e-6, 1e15, 1e20, 38719974749.1506, -9007199254740993])
+def test_number_bounds_that_would_be_rounded_are_refused(value: float) -> None:
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        with pytest.raises(ValueError, match=f"#/items: {keyword}: got .*; enforced for at most 5 decimals"):
+            compiled({"type": "array", "items": {"type": ["number", "null"], keyword: value}})
+
+
+@both
+def test_a_range_of_numbers_is_what_it_says(backend: str) -> None:
+    random, tried = Random(3), 0
+    while tried < 150:
+        size, places = 10 ** random.uniform(-4, 9), random.randint(0, 5)
+        low = round(random.uniform(-size, size), places)
+        high = round(low + random.choice([random.randint(1, 9) / 10**places, random.uniform(0, size)]), places)
+        low_word, high_word = random.choice(["minimum", "exclusiveMinimum"]), random.choice(["maximum", "exclusiveMaximum"])
+        schema = {"type": "number", **random.choice([{low_word: low}, {high_word: high}, {low_word: low, high_word: high}])}
+        try:
+            compiled(schema, backend)
+        except ValueError:
+            continue  # an empty range, or bounds beyond those that are taken
+        tried += 1
+        near = {
+            bound + step * Decimal(1).scaleb(-n) for bound in map(Decimal, map(repr, (low, high))) for n in range(8) for step in (-1, 0, 1)
+        }
+        texts = {format(value, "f") for value in near} | {"0", "-0", "0.0"}
+        assert [text for text in texts if takes(schema, text, backend) and not _within(schema, Decimal(text))] == [], schema
+        assert not takes(schema, "", backend) and not takes({"type": "object", "properties": {"a": schema}}, '{"a": }', backend)
+
+
+def _within(schema: dict[str, Any], value: Decimal) -> bool:
+    bounds = {keyword: Decimal(repr(bound)) for keyword, bound in schema.items() if keyword != "type"}
+    return bounds.get("minimum", value) <= value <= bounds.get("maximum", value) and bounds.get(
+        "exclusiveMinimum", value - 1
+    ) < value < bounds.get("exclusiveMaximum", value + 1)
+
+
+def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -> None:
+    boolean = {"type": "boolean"}
+    schema = {"type": "object", "properties": {"abc": {"type": "integer"}}, "additionalProperties": boolean}
+    assert takes(schema, '{"abc": 1, "ab": true, "abcd": true, "a\\u0062d": true}'.replace("\\u0062", "b"))
+    assert takes(schema, '{"abc": 1, "x\\u0062": true}')
+    for name in ("abc", "\\u0061bc", "a\\u0062c", "ab\\u0063"):
+        assert not takes(schema, f'{{"abc": 1, "{name}": true}}') and not takes(schema, f'{{"{name}": true}}')
+    assert takes({**schema, "minProperties": 1}, '{"x": true}') and not takes({**schema, "minProperties": 1}, "{}")
+    for refused, reason in [
+        ({"type": "object", "additionalProperties": boolean, "minProperties": 2}, "minProperties: got 2, want at most 1"),
+        ({"type": "object", "minProperties": 2}, "minProperties: got 2, want at most 1"),
+        ({**schema, "required": ["abc"], "minProperties": 3}, "minProperties: got 3, want at most 2"),
+        ({"properties": {"é": {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name 'é'"),
+        ({"properties": {'a"': {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            compiled(refused)
+    closed = {"type": "object", "properties": {name: boolean for name in "abc"}, "additionalProperties": False, "minProperties": 2}
+    for names in ("", "a", "ab", "bc", "abc", "aa"):
+        text = "{" + ", ".join(f'"{name}": true' for name in names) + "}"
+        assert takes(closed, text) == (len(set(names)) == len(names) >= 2)
+
+
+@both
+def test_an_address_has_no_number_with_a_zero_in_front(backend: str) -> None:
+    address = {"type": ["string", "null"], "format": "ipv4"}
+    assert takes(address, '"10.0.255.1"', backend) and takes(address, "null", backend)
+    assert not any(takes(address, f'"{text}"', backend) for text in ("00.76.47.9", "1.2.3.04", "1.2.3.256", "1.2.3", "1.2.3.4.5"))
+
+
+def test_constants_that_json_does_not_tell_apart_are_no_branches_of_oneof() -> None:
+    for left, right in ((0, -0.0), (1, 1.0), ([2], [2.0])):
+        with pytest.raises(ValueError, match="oneOf: is enforced as anyOf"):
+            compiled({"oneOf": [{"const": left}, {"const": right}]})
+
+
+@both
+def test_hundreds_of_random_texts_are_json(backend: str) -> None:
+    string, random, ended = {"type": "string"}, Random(11), 0
+    schemas: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {"abc": {**string, "maxLength": 3}, "n": {"type": "number", "minimum": -0.5}},
+            "additionalProperties": string,
+        },
+        {"type": "array", "items": {**string, "minLength": 1}, "maxItems": 3},
+        {"type": "array", "items": {**string, "format": "email"}, "maxItems": 2},
+        {"type": "object", "properties": {"p": {**string, "pattern": r"^[0-9]{2}(-[0-9]+)?$"}, "q": {"enum": ["é", 1.5, {"a": [None]}]}}},
+        {"type": "object", "additionalProperties": {"type": ["string", "null"], "maxLength": 2}},
+        {"type": "object"},
+    ]
+    for schema in schemas * 60:
+        text = walked(schema, random, backend=backend)
+        if text is not None:
+            json.loads(text)
+            ended += 1
+    assert ended > 200
+
+
+def test_a_json_grammar_that_takes_the_empty_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
+    xgrammar = compiler._backends._builder("xgrammar")
+    empty = xgrammar.build(Constraint.regex("a*"), worker=None)
+    monkeypatch.setattr(xgrammar, "build", lambda constraint, worker: empty)
+    with pytest.raises(ValueError, match=r"constraint json_schema: .*empty text"):
+        compiler.compile(Constraint.json_schema({"type": "null"}))

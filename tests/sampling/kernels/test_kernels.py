@@ -1,0 +1,220 @@
+"""Kernels without a GPU: their values in Triton's interpreter, their registers by compiling ahead of time, their registration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
+from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
+from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import chain, choice, operation, rejection
+from stepgraph.sampling.kernels import cpu as native
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py"))
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+MAX_REGISTERS = 64  # with which 1,024 threads fit a multiprocessor
+# Of a draft's own vocabulary, small and read through a table: 512 threads. Of attention, which keeps its sums there: 256.
+MOST_REGISTERS = {"mapped": 128, "attend": 255}
+
+
+def run(*command: str, interpret: bool) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    environment |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    result = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
+    result = run("pytest", "-q", "-p", "no:cacheprovider", f"tests/helpers/interpreted/{suite}", interpret=True)
+    assert "skipped" not in result and " passed" in result
+
+
+@needs_triton
+@pytest.mark.soak
+@pytest.mark.parametrize("suite", ["choice.py", "filters.py", "masks.py"])
+def test_they_equal_them_in_every_pair_of_parameters(suite: str) -> None:
+    result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/helpers/interpreted/{suite}", interpret=True)
+    assert "skipped" not in result and " passed" in result
+
+
+@needs_triton
+def test_every_program_compiles_ahead_of_time_without_a_spill() -> None:
+    table = json.loads(run("tools.aot_kernels", interpret=False).splitlines()[-1])
+    assert {entry["arch"] for entry in table} == {80, 90, 100}
+    for entry in table:
+        assert entry["spill_bytes"] == 0 and entry["stack_bytes"] == 0, entry
+        assert entry["registers"] <= MOST_REGISTERS.get(entry["kernel"].split("_")[0].split()[0], MAX_REGISTERS), entry
+        if entry["kernel"].startswith("masked_candidates"):
+            assert entry["wide_loads"] > 0, f"logits are read 16 bytes at a time: {entry}"
+
+
+def masked_argmax_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 2, 110, generator=made)[..., :101]
+    masks = bitmask.pack(torch.rand(5, 2, 101, generator=made) < 0.3)
+    return logits, masks, torch.tensor([4, 0, 2]), torch.tensor([True, False, True])
+
+
+def chain_inputs() -> list[Any]:
+    sampled = torch.tensor([[1, 2, 3], [1, 2, 3]])
+    status = torch.full((2, 3), int(MaskStatus.OK))
+    drafts, stops = torch.tensor([[1, 0], [1, 2]]), torch.tensor([[-1, 3], [-1, -1]])
+    return [sampled, torch.ones(2, 3, dtype=torch.bool), drafts, torch.tensor([2, 2]), status, stops, torch.tensor([9, 9])]
+
+
+def rejection_inputs(k: int = 2) -> list[Any]:
+    """Six rows among eight, every third draft a certain one."""
+    made = torch.Generator().manual_seed(k)
+    target, draft = (torch.randn(size, places, 50, generator=made).softmax(-1) for size, places in ((6, k + 1), (8, k)))
+    rows, certain = torch.tensor([7, 0, 5, 2, 3, 6]), (torch.arange(6)[:, None] + torch.arange(k)) % 3 == 1
+    drafts, count = torch.randint(0, 50, (6, k), generator=made), torch.full((6,), k)
+    status = torch.full((6, k + 1), int(MaskStatus.OK))
+    finite = torch.ones(6, k + 1, dtype=torch.bool)
+    return [target, draft, rows, certain, finite, drafts, count, status, torch.arange(6) + 40, torch.arange(6)]
+
+
+def test_operations_are_registered_as_torch_wants_them() -> None:
+    numbers = torch.empty(2, 3, dtype=torch.int64)
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
+    for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
+        opcheck(choice.masked_argmax_operation, (logits, some, chosen, ruled, None, status, best, token))
+    opcheck(choice.masked_argmax_operation, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, None, best, token))
+    opcheck(choice.race_operation, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
+    for known in (None, torch.tensor([1, 0])):
+        opcheck(chain.chain_accept_operation, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+    for k in (0, 2):
+        outputs = (torch.empty(6, k + 1, dtype=torch.int64), torch.empty(6, dtype=torch.int64))
+        opcheck(rejection.reject_sample_operation, (*rejection_inputs(k), *outputs))
+
+
+def test_functions_give_what_the_plain_ones_give() -> None:
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    best, token = kernels.masked_argmax(logits, masks, rows, ruled)
+    expected = bitmask.apply(logits, masks[rows], ruled).max(-1)
+    assert torch.equal(best, expected.values) and torch.equal(token, expected.indices)
+    weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
+    noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
+    assert torch.equal(kernels.race(weights, seed, position, rng.Purpose.DRAFT), sampler.race(weights, noise))
+    inputs = chain_inputs()
+    sampled, finite, drafts, count, status, stops, room = inputs
+    accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
+    emission = acceptance.emit(sampled, finite, accepted, status, stops, room)
+    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), emission, strict=True))
+    none = torch.tensor([0, 0])
+    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
+
+
+def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one() -> None:
+    lengths = set()
+    for k in (0, 1, 2, 8):
+        target, draft, rows, certain, finite, drafts, *others = rejection_inputs(k)
+        drafts[:, : k // 2] = target[:, : k // 2].argmax(-1)
+        offered = draft[rows]
+        offered[certain] = torch.nn.functional.one_hot(drafts[certain], 50).float()
+        expected = acceptance.reject_sample(target, offered, finite, drafts, *others)
+        found = kernels.reject_sample(target, draft, rows, certain, finite, drafts, *others)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        lengths |= set(found[1].tolist())
+    assert len(lengths) > 2
+
+
+def test_distributions_that_do_not_fit_each_other_are_refused() -> None:
+    target, draft, *others = rejection_inputs()
+    with pytest.raises(AssertionError, match=r"draft torch\.Size"):
+        kernels.reject_sample(target, draft[:, :1], *others)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        kernels.reject_sample(target.bfloat16(), draft, *others)
+
+
+def test_a_mask_narrower_than_the_logits_is_refused() -> None:
+    logits, masks, rows, ruled = masked_argmax_inputs()
+    with pytest.raises(AssertionError, match="masks"):
+        kernels.masked_argmax(logits, masks[..., :3], rows, ruled)
+
+
+def test_a_tape_repeats_the_operations_in_place() -> None:
+    specs = [
+        BufferSpec("logits", (3, 2, 101), torch.float32),
+        BufferSpec("masks", (3, 2, 4), torch.int32),
+        BufferSpec("ruled", (3,), torch.bool),
+        BufferSpec("seed", (3,), torch.int64),
+        BufferSpec("tokens", (3, 3), torch.int64),
+    ]
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers(specs, backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled)
+        drawn = kernels.race(torch.softmax(b.logits[:, 0], -1), b.seed, b.seed, rng.Purpose.DRAFT)
+        torch.cat([token, drawn[:, None]], 1, out=b.tokens)
+
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes.get("copied", 0) == 0
+    for seed in range(3):
+        made = torch.Generator().manual_seed(seed)
+        buffers.logits.normal_(generator=made)
+        buffers.masks.random_(-(2**31), 2**31 - 1, generator=made)
+        buffers.ruled.copy_(torch.tensor([True, False, True]))
+        buffers.seed.random_(generator=made)
+        recorded.replay()
+        replayed = buffers.tokens.clone()
+        run_eager(step, buffers)
+        assert torch.equal(buffers.tokens, replayed)
+    backend.close()
+
+
+def test_a_tape_repeats_a_rejection_in_place() -> None:
+    names = ("target", "draft", "rows", "certain", "finite", "drafts", "count", "status", "seed", "length")
+    inputs = dict(zip(names, rejection_inputs(), strict=True))
+    specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()]
+    backend = TapeBackend(poison="every")
+    buffers = StaticBuffers([*specs, BufferSpec("tokens", (6, 3), torch.int64), BufferSpec("accepted", (6,), torch.int64)], backend.device)
+
+    def step(b: StaticBuffers) -> None:
+        tokens, accepted = kernels.reject_sample(*(b[name] for name in names))
+        b.tokens.copy_(tokens)
+        b.accepted.copy_(accepted)
+
+    recorded = backend.capture(step, buffers)
+    assert recorded.report.nodes == {"kernel": 1, "copy": 2}
+    seen = set()
+    for length in range(4):
+        for name, tensor in inputs.items():
+            buffers[name].copy_(tensor)
+        buffers.length.add_(length)
+        recorded.replay()
+        replayed = buffers.tokens.clone(), buffers.accepted.clone()
+        run_eager(step, buffers)
+        assert torch.equal(buffers.tokens, replayed[0]) and torch.equal(buffers.accepted, replayed[1])
+        seen.add(tuple(buffers.tokens.flatten().tolist()))
+    assert len(seen) == 4
+    backend.close()
+
+
+def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = any(native.FOLDER.glob("_choices*.so"))
+    assert kernels.implementation("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
+    monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
+    assert kernels.implementation("cpu") == "torch reference (in C: planted)"
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
+    assert kernels.implementation("cuda") == "torch reference (planted for cuda)"
+    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
+    assert kernels.implementation("cuda:0") == "triton"

@@ -1,0 +1,105 @@
+"""Whether Triton can launch on a device is found out by a launch, and what fails is the reason in reports and choices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionShape
+from stepgraph.sampling import kernels
+from stepgraph.sampling.kernels import filter_choice, operation
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+CUDA = torch.device("cuda:0")
+SHAPES = (AttentionShape(heads=4, kv_heads=2, size=64, dtype=torch.bfloat16),)
+PROBE = "stepgraph.sampling.kernels.triton.probe"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can launch here")
+
+
+@pytest.fixture(autouse=True)
+def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From one test to the next."""
+    monkeypatch.setattr(filter_choice, "_chosen", {})
+    operation.why_no_triton.cache_clear()
+    yield
+    operation.why_no_triton.cache_clear()
+
+
+def check_choices(why: str) -> None:
+    """Kernels, filters and attention are the references, and each choice has the reason."""
+    assert kernels.implementation(CUDA) == f"torch reference ({why})"
+    filters = kernels.choose_filters(CUDA)
+    assert filters.name == "torch" and filters.passed_over[-1] == f"no triton: {why}"
+    with pytest.raises(ValueError, match="filters: got 'triton'") as refused:
+        kernels.choose_filters(CUDA, "triton")
+    assert str(refused.value).endswith(why)
+    with pytest.raises(ValueError, match="attention: got 'triton'") as refused:
+        choose_attention(CUDA, "triton", SHAPES, 16)
+    assert str(refused.value).endswith(why)
+
+
+@needs_triton
+@without_gpu
+def test_a_launch_that_fails_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """The probe itself: it cannot make a tensor on a GPU."""
+    why = operation.why_no_triton(CUDA)
+    assert "CUDA" in why or "NVIDIA" in why
+    check_choices(why)
+    (record,) = (record for record in caplog.records if record.name == operation.log.name)
+    assert record.getMessage() == f"Triton cannot launch on cuda:0, so kernels run as plain torch: {why}"
+
+
+def test_a_package_that_is_missing_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, PROBE, raising=False)
+    assert operation.why_no_triton(CUDA).startswith("ModuleNotFoundError: import of triton")
+    check_choices(operation.why_no_triton(CUDA))
+
+
+# Without a GPU a launch ends before it needs a compiler, so this probe calls the function that builds launchers.
+BUILD = """
+from tests.stub_cuda.preload import preload_where_needed
+preload_where_needed()
+from triton.runtime.build import compile_module_from_src
+from stepgraph.sampling.kernels.triton import probe
+from tests.test_triton_probe import CUDA, check_choices, register
+probe.launch = lambda device: compile_module_from_src("int launcher;", "launcher")
+why = register.why_no_triton(CUDA)
+check_choices(why)
+print(why)
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("compiler", "why"), [(None, "RuntimeError: Failed to find C compiler."), ("false", "CalledProcessError: Command ")]
+)
+def test_a_c_compiler_that_is_missing_or_fails_is_the_reason(tmp_path: Path, compiler: str | None, why: str) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)} | ({"PATH": str(tmp_path)} if compiler is None else {"CC": compiler})
+    if compiler is None:
+        environment.pop("CC", None)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith(why), done.stdout + done.stderr[-4000:]
+
+
+@needs_triton
+def test_one_launch_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepgraph.sampling.kernels.triton import probe
+
+    launched: list[torch.device] = []
+    monkeypatch.setattr(probe, "launch", launched.append)
+    for _ in range(3):
+        assert kernels.implementation(CUDA) == kernels.implementation("cuda:1") == "triton"
+        assert filter_choice.why_not("triton", CUDA) == ""
+    assert launched == [CUDA, torch.device("cuda:1")]

@@ -1,0 +1,54 @@
+"""tools/bench_stages.py: every stage of every kind of round is told, with as many operations as it has, and host nodes by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tools import bench_stages
+from tools.bench_stages import KINDS, Scene
+from tools.gpu.checks.context import Context
+
+STAGES = {"target_verify", "accept", "draft_prefill", "choose_draft", "draft_decode", "prompt"}
+
+
+def test_every_stage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_stages.main(["--rows", "2", "--drafts", "2", "--turns", "1", "--models", "toy"]) == 0
+    rounds = json.loads(capsys.readouterr().out.splitlines()[-1])["rounds"]
+    assert [(entry["constrained"], entry["sampled"]) for entry in rounds] == list(KINDS)
+    for entry in rounds:
+        check(entry)
+    greedy, sampled, masked, both = (entry["stages"]["accept"]["operations"] for entry in rounds)
+    assert greedy < masked < both and greedy < sampled < both, "each kind of round has its own stages"
+
+
+def test_a_llama_and_its_head_are_measured() -> None:
+    check(bench_stages.measure(Context(rehearsal=True, quick=True), bench_stages.llama(torch.device("cpu")), 1, 2, (True, False), 1))
+
+
+def check(entry: Any) -> None:
+    assert set(entry["stages"]) == STAGES
+    assert all(told["us"]["median"] > 0 and told["operations"] > 0 for told in entry["stages"].values())
+    assert set(entry["host_nodes"]) == ({"head", "commit", "advance"} if entry["constrained"] else set())
+    assert len(entry["round_host_nodes"]) == (3 if entry["constrained"] else 0)
+
+
+def tensors(result: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+@torch.no_grad()
+def test_a_stage_finds_the_same_state_however_often_it_ran() -> None:
+    scene = Scene(bench_stages.toy(torch.device("cpu")), rows=2, drafts=2, constrained=True, sampled=False)
+    with scene.engine:
+        assert bool((scene.batch.state[:, 1] > 0).all()), "rows are in the middle of their texts"
+        calls = scene.calls()
+        first = {name: tensors(call()) for name, call in calls.items()}
+        assert all(first.values())
+        for name, call in calls.items():
+            assert all(torch.equal(*pair) for pair in zip(tensors(call()), first[name], strict=True)), name

@@ -1,0 +1,94 @@
+"""Structures, numbers and signatures of every driver call against CUDA's own header, which Triton brings along, and a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stepgraph.graphs.cuda import driver
+from tools.gpu.checks import driver_calls
+
+STRUCTURES = {
+    "CUDA_KERNEL_NODE_PARAMS": driver._KernelParams,
+    "CUDA_CONDITIONAL_NODE_PARAMS": driver_calls.ConditionalParams,
+    "CUgraphNodeParams": driver_calls.NodeParams,
+    "CUDA_MEMSET_NODE_PARAMS": driver_calls.MemsetParams,
+}
+KINDS = (
+    *("KERNEL", "MEMCPY", "MEMSET", "HOST", "GRAPH", "EMPTY", "WAIT_EVENT", "EVENT_RECORD", "EXT_SEMAS_SIGNAL", "EXT_SEMAS_WAIT"),
+    *("MEM_ALLOC", "MEM_FREE", "BATCH_MEM_OP", "CONDITIONAL"),
+)
+NUMBERS = {
+    **{f"CU_GRAPH_NODE_TYPE_{name}": place for place, name in enumerate(KINDS)},
+    "CU_EVENT_DISABLE_TIMING": driver._NO_TIMING,
+    "CUDA_ERROR_NOT_READY": driver._NOT_READY,
+    "CU_STREAM_WAIT_VALUE_EQ": driver_calls.WAIT_EQUAL,
+    "CU_GRAPH_NODE_TYPE_CONDITIONAL": driver_calls.CONDITIONAL_NODE,
+    "CU_GRAPH_COND_TYPE_IF": driver_calls.IF,
+    "CU_GRAPH_COND_ASSIGN_DEFAULT": driver_calls.ASSIGN_DEFAULT,
+}
+
+
+ALSO = {"of": "conditional", "shape": "gridDimX", "kernel_params": "kernelParams"}  # ours: one of the header's that begins there
+
+
+def header() -> Path:
+    found = importlib.util.find_spec("triton")
+    if found is None or found.origin is None or shutil.which("cc") is None:
+        pytest.skip("needs the header that triton brings, and a C compiler")
+    return Path(found.origin).parent / "backends" / "nvidia" / "include"
+
+
+def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
+    """Size and place of every field, and what the calls are really named."""
+    lines, wanted = [], []
+    for name, structure in STRUCTURES.items():
+        lines.append(f"(unsigned long)sizeof({name})")
+        wanted.append(ctypes.sizeof(structure))
+        names = [ALSO.get(field[0], field[0]) for field in structure._fields_]
+        lines += [f"(unsigned long)offsetof({name}, {field})" for field in names]
+        wanted += [getattr(structure, field[0]).offset for field in structure._fields_]
+    lines += [f"(unsigned long){name}" for name in NUMBERS]
+    wanted += list(NUMBERS.values())
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    prints = "".join(f'printf("%lu\\n", {line});' for line in lines)
+    source.write_text(f"#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\nint main(void) {{ {prints} return 0; }}\n")
+    subprocess.run(["cc", "-I", str(header()), str(source), "-o", str(program)], check=True, timeout=60)
+    told = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    assert [int(number) for number in told] == wanted
+    assert len(driver._NODE_KINDS) == len(KINDS)
+
+
+@pytest.mark.parametrize("module", [driver, driver_calls])
+def test_every_call_takes_what_the_header_says(module: ModuleType) -> None:
+    """As many arguments, of the same sizes, in the same order. A driver has all versions of a call whose arguments changed."""
+    text = re.sub(r"\s+", " ", (header() / "cuda.h").read_text(encoding="utf-8"))
+    renamed = {real: name for name, real in re.findall(r"#define (cu\w+) (?:__CUDA_API_\w+\()?(cu\w+)\)?", text) if not real.endswith("z")}
+    for name, signature in module._SIGNATURES.items():
+        prototypes = re.findall(rf"CUresult CUDAAPI {name} ?\(([^;]*?)\);", text)  # of an older version, under its own name
+        if name in renamed:
+            prototypes = re.findall(rf"CUresult CUDAAPI {renamed[name]} ?\(([^;]*?)\);", text)[:1]
+        assert prototypes, f"{name} is not in the header"
+        assert [ctypes.sizeof(kind) for kind in signature] == [_bytes_of(argument) for argument in prototypes[0].split(",")], prototypes[0]
+
+
+def _bytes_of(argument: str) -> int:
+    """Enumerations are integers; handles are pointers, whatever they are called."""
+    kind = argument.replace("const ", "").strip().rpartition(" ")[0]
+    narrow = ("unsigned int", "int", "cuuint32_t", "CUresult")
+    return 4 if kind in narrow and "*" not in argument else 8
+
+
+def test_a_machine_without_a_driver_is_told_so() -> None:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(RuntimeError, match="no NVIDIA driver"):
+            driver_calls.DriverCalls()

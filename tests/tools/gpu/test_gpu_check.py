@@ -1,0 +1,203 @@
+"""tools/gpu_check.py in rehearsal: every check passes on the tape, whatever goes wrong is told, and the document is as its schema says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from stepgraph.sampling.grammar.link.library import NativeLibrary
+from tools.gpu.checks import link
+from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, Entry
+from tools.gpu.checks.context import Context
+from tools.gpu.checks.document import compose, file_name, save
+from tools.gpu.checks.goals import GOALS, Goal, judge
+from tools.gpu.checks.supervisor import SPENT, Supervisor, rows
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+SCHEMA = json.loads((ROOT / "tools" / "results" / "gpu_check.schema.json").read_text(encoding="utf-8"))
+FACTS = {"mode": "gpu", "device": "NVIDIA X100 (80 GB)", "date": "2026-11-20T08:00:00+00:00"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env=environment, cwd=ROOT, check=False)
+
+
+def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("tools/gpu_check.py", *arguments)
+
+
+def document_of(result: subprocess.CompletedProcess[str]) -> Any:
+    document = json.loads(result.stdout.strip().splitlines()[-1])
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    return document
+
+
+def test_rehearsal_passes_and_ends_with_one_json_document() -> None:
+    result = gpu_check("--rehearse", "--quick")
+    document, lines = document_of(result), result.stdout.strip().splitlines()
+    failed = [check for check in document["checks"] if check["verdict"] == "failed"]
+    assert not failed, result.stderr
+    assert result.returncode == 0
+    assert (document["mode"], document["passed"], document["quick"], document["whole"]) == ("rehearsal", True, True, True)
+    assert [check["name"] for check in document["checks"]] == [entry.name for entry in CATALOGUE]
+    for check in document["checks"]:
+        assert check["verdict"] in ("passed", "skipped")
+        assert (check["verdict"] == "passed") == (check["error"] == ""), "a check that is skipped says why"
+    for entry, line in zip(CATALOGUE, lines, strict=False):
+        assert entry.name in line, "the table tells the progress"
+    for goal in document["goals"]:
+        assert goal["verdict"] == "not run"
+        assert goal["found"] is not None, f"{goal['name']}: the rehearsal measures it, too"
+
+
+def test_whatever_a_check_raises_or_returns_the_others_run(tmp_path: Path) -> None:
+    result = run("-m", "tests.helpers.broken_checks", "--rehearse", "--out", str(tmp_path))
+    document = document_of(result)
+    assert result.returncode == 1 and document["passed"] is False
+    assert [check["verdict"] for check in document["checks"]] == ["failed", "failed", "skipped", "failed", "passed", "crashed"]
+    errors = [check["error"] for check in document["checks"]]
+    assert errors[:3] == ["AssertionError: 3 bytes differ", "part 1: AssertionError: 3 bytes differ", "no such thing here"]
+    assert errors[3].startswith("figures that are no JSON") and errors[5] == "the worker was ended by SIGSEGV"
+    assert document["checks"][1]["figures"] == {"part 0": True, "part 2": True}, "what the other parts found is kept"
+    assert document["checks"][4]["figures"] == {"count": 7}
+    assert "a check's own words" not in result.stdout
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text(encoding="utf-8")) == document
+
+
+def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path: Path) -> None:
+    """The worker is one of a few lines, without torch; each loss but the last is followed by a new one."""
+    result = run("tests/helpers/broken_worker.py", str(tmp_path))
+    document = document_of(result)
+    told = [(check["name"], check["verdict"]) for check in document["checks"]]
+    assert told == [
+        ("exits", "crashed"),
+        ("answers", "passed"),
+        ("hangs", "timed out"),
+        ("loses_the_device", "passed"),
+        ("is_a_new_worker", "passed"),
+        ("is_interrupted", "interrupted"),
+        ("answers", "not run"),
+    ]
+    assert document["checks"][0]["error"] == "the worker ended with exit code 7"
+    assert document["passed"] is False and result.returncode == 1
+    assert json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8")) == document
+
+
+def test_what_was_found_until_the_run_is_killed_is_kept(tmp_path: Path) -> None:
+    assert run("tests/helpers/broken_worker.py", str(tmp_path), "answers", "exits", "is_killed").returncode == -signal.SIGKILL
+    document = json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+    assert [(check["name"], check["verdict"]) for check in document["checks"]] == [("answers", "passed"), ("exits", "crashed")]
+
+
+def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
+    """And at the end of the run whatever has not answered is ended: a run of eight minutes has eight."""
+    supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", "--worker"], True, False)
+    entries = [Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")]
+    try:
+        told = list(rows(supervisor, entries, 3.0))
+    finally:
+        supervisor.end()
+    assert [row["verdict"] for row in told] == ["passed", "not run", "not run"]
+    assert 0.9 < told[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
+    assert [row["error"] for row in told[1:]] == [f"{SPENT} before it ended", SPENT]
+    assert told[1]["seconds"] < 10.0, "its own limit is a minute"
+
+
+def test_a_part_for_which_no_budget_is_left_is_told_as_cut() -> None:
+    spent = Context(rehearsal=False, quick=True, budget=1e-9)
+    assert [spent.fits("one"), Context(rehearsal=True, quick=True, budget=1e-9).fits("two")] == [False, True]
+    assert spent.cut == ["one"]
+
+
+def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installation, as on a host that only runs the checks; what comes of it is the library that an installation has."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    for path in link.FOLDER.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setenv("CC", "false")
+    assert link.compile_link(tmp_path).endswith("/false: ") and not list(tmp_path.glob("_link*"))
+    monkeypatch.delenv("CC")
+    assert link.compile_link(tmp_path) == ""
+    assert NativeLibrary(tmp_path / "_link.so").node_address
+    before = (tmp_path / "_link.so").stat().st_mtime_ns
+    assert link.compile_link(tmp_path) == "" and (tmp_path / "_link.so").stat().st_mtime_ns == before, "once"
+
+
+def test_a_check_repeats_as_often_as_its_budget_allows() -> None:
+    assert len(list(Context(rehearsal=True, quick=True).turns(5))) == 5
+    assert len(list(Context(rehearsal=True, quick=True, budget=1e-9).turns(5, least=2))) == 2
+
+
+def test_the_budgets_of_all_checks_fit_into_a_run() -> None:
+    spent = sum(entry.seconds for entry in CATALOGUE)
+    assert spent <= 0.9 * FULL_SECONDS, f"{spent:.0f} s of {FULL_SECONDS:.0f}, and weights have to be made, and kernels loaded"
+    assert spent * QUICK_SHARE <= 0.9 * QUICK_SECONDS
+    assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE)
+    assert {goal.check for goal in GOALS} <= {entry.name for entry in CATALOGUE}
+
+
+def test_goals_are_met_missed_or_not_run() -> None:
+    most = Goal("gap", "measured", ("gap", "median"), 5.0, at_most=True)
+    noisy = Goal("ratio", "measured", ("ratio",), 1.0, at_most=True, noise=("noise",))
+    least = Goal("share", "measured", ("share",), 0.9)
+    row = {
+        "name": "measured",
+        "verdict": "passed",
+        "error": "",
+        "figures": {"gap": {"median": 6}, "ratio": 1.01, "noise": 0.02, "share": 0.9},
+    }
+    verdicts = {goal.name: judge(goal, [row], False) for goal in (most, noisy, least)}
+    assert {name: told["verdict"] for name, told in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
+    assert verdicts["gap"]["reason"] == "found 6, wanted <= 5"
+    assert judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, wanted <= 1 + noise of 0.02"
+    assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
+        "name": "", "wanted": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
+    }  # fmt: skip
+    assert judge(most, [], False)["reason"] == "its check was not asked for"
+    assert judge(least, [row], True)["verdict"] == "not run"
+    failed = {**row, "verdict": "failed", "error": "half of it"}
+    told = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
+    assert {name: (each["verdict"], each["found"]) for name, each in told.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
+    assert told["share"]["reason"] == "its check failed: half of it", "what it did not come to may have been worse"
+
+
+def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:
+    document = compose(FACTS, (), quick=False, whole=True, seconds=1.0)
+    path = save(document, tmp_path / "results")
+    assert path.name == "nvidia-x100-80-gb-2026-11-20.json"
+    assert json.loads(path.read_text(encoding="utf-8")) == document
+    part = compose({**FACTS, "mode": "rehearsal", "device": "x86_64"}, (), quick=True, whole=False, seconds=1.0)
+    assert file_name(part) == "x86-64-2026-11-20-rehearsal-quick-part.json"
+
+
+def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
+    unknown = gpu_check("--rehearse", "--only", "speed")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert "--only: got speed, want names of --list" in unknown.stderr
+    if not torch.cuda.is_available():
+        missing = gpu_check()
+        assert missing.returncode == 2
+        assert "sees no GPU here; --rehearse runs the same checks" in missing.stderr
+
+
+def test_the_list_tells_every_check_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tools import gpu_check as tool
+
+    assert tool.main(["--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [entry.name for entry in CATALOGUE]
+    assert all(len(line.split()) > 3 for line in listed)

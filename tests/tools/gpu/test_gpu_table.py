@@ -1,0 +1,96 @@
+"""README's section about GPUs is what the documents in tools/results/ say, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tools import gpu_table
+from tools.gpu.checks.document import compose
+from tools.gpu_table import HEADING, NONE, README, RESULTS, put, section
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+SCHEMA = json.loads((RESULTS / "gpu_check.schema.json").read_text(encoding="utf-8"))
+
+
+def document(device: str = "NVIDIA H200", date: str = "2026-11-21", **changes: Any) -> dict[str, Any]:
+    """Of a whole run that measured a little."""
+    versions = {"torch": "2.11", "triton": "3.6", "xgrammar": "0.2.8", "llguidance": "1.9.1", "flashinfer-python": "0.6.6"}
+    facts = {
+        "mode": "gpu",
+        "device": device,
+        "device_bytes": 1,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "python": "3.12.1",
+        "commit": "0123456789ab",
+    }
+    facts |= {"platform": "Linux x86_64", "processors": 16, "host_link": "native", "versions": versions, "date": f"{date}T01:02:03+00:00"}
+    over = {"schema": {"median": 1.004}, "recursive": {"median": 1.012}}
+    cell = {"over_free": over, "variants": {"free": {"p50_us": 1234.5}}}
+    rounds = {"1B batch 1 K=3": cell, "cut": [], "1B": {"p50": 1.012, "noise": 0.02, "p99": 1.08, "noise_p99": 0.01}}
+    loop = {"8B batch 1 free": {"ratio": 1.21, "p25": 1.2, "p75": 1.25}, "cut": []}
+    checked = {"constrained_rounds": rounds, "against_hand_written_loop": loop}
+    rows = [
+        {"name": name, "verdict": "passed", "seconds": 1.0, "budget": 2.0, "figures": told, "error": ""} for name, told in checked.items()
+    ]
+    rows.append({"name": "gil_hold", "verdict": "timed out", "seconds": 9.0, "budget": 2.0, "figures": {}, "error": "no answer"})
+    made = compose(facts, rows, quick=False, whole=True, seconds=300.0) | changes
+    jsonschema.Draft202012Validator(SCHEMA).validate(made)
+    return made
+
+
+def keep(folder: Path, name: str, made: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(made), encoding="utf-8")
+
+
+def test_readme_has_the_section_that_the_documents_make() -> None:
+    assert gpu_table.main(["--check"]) == 0, "python tools/gpu_table.py --write"
+    assert put(README.read_text(encoding="utf-8"), section(RESULTS)).count(HEADING) == 1
+
+
+def test_every_document_that_is_kept_is_as_the_schema_says() -> None:
+    for path in RESULTS.glob("*.json"):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if "mode" in kept:
+            jsonschema.Draft202012Validator(SCHEMA).validate(kept)
+
+
+def test_without_a_document_it_says_so(tmp_path: Path) -> None:
+    assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n"
+    keep(tmp_path, "rehearsal", document(mode="rehearsal"))
+    keep(tmp_path, "quick", document(quick=True))
+    keep(tmp_path, "part", document(whole=False))
+    keep(tmp_path, "another", {"throughput": 1})
+    assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n", "rehearsals, quick runs and parts of runs are no results"
+
+
+def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Path) -> None:
+    keep(tmp_path, "old", document(date="2026-11-20"))
+    keep(tmp_path, "new", document())
+    keep(tmp_path, "b", document(device="NVIDIA B200", host_link="python: no compiler"))
+    told = section(tmp_path)
+    assert "old.json" not in told and told.index("NVIDIA B200") < told.index("NVIDIA H200")
+    assert "**NVIDIA H200**, driver 580.1, CUDA 13.0, Python 3.12.1, torch 2.11, triton 3.6, xgrammar 0.2.8, llguidance 1.9.1" in told
+    assert (
+        "2026-11-21, commit 0123456789ab ([tools/results/new.json](tools/results/new.json)): 2 of 3 checks passed; gil_hold timed out."
+        in told
+    )
+    assert told.count("host link") == told.count("gil_hold timed out; host link python: no compiler.") == 1
+    assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in told
+    assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in told
+    assert "**not run**: its check was not asked for" in told
+    assert "| 1B batch 1 K=3 | 1234 | 1.004 | 1.012 |  |" in told
+    assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in told
+
+
+def test_the_section_is_put_where_the_old_one_stood() -> None:
+    text = f"# a\n\n{HEADING}\n\nold\n\n| x |\n\n## Limits\n\nrest\n"
+    assert put(text, f"{HEADING}\n\nnew\n") == f"# a\n\n{HEADING}\n\nnew\n\n## Limits\n\nrest\n"
+    assert put(f"{HEADING}\n\nold\n", f"{HEADING}\n\nnew\n") == f"{HEADING}\n\nnew\n"
+    with pytest.raises(ValueError, match="got no line '### On a GPU'"):
+        put("# a\n", "")

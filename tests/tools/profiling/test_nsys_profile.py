@@ -1,0 +1,296 @@
+"""tools/nsys_profile.py as a process on the tape, the line that it would run under nsys, and what the environment makes an engine do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.runtime import profiled
+from stepgraph.runtime.in_flight import InFlight
+from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from tests.helpers import nsys_files
+from tests.helpers.toy_engines import VOCABULARY
+from tools import nsys_profile, nsys_report
+from tools.profiling import command
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+SCHEMA = json.loads((ROOT / "tests" / "data" / "profile_report.schema.json").read_text())
+GOLDEN = {  # what nsys is told, and why
+    "--trace=cuda,nvtx": "launches, nodes and the ranges of stages and rounds",
+    "--cuda-graph-trace=node": "the default, a graph as a whole, has no stages",
+    "--capture-range=cudaProfilerApi": "the engine says when",
+    "--capture-range-end=repeat:2": "the capture, then the rounds",
+    "--sample=none": "nothing interrupts the host nodes",
+    "--cpuctxsw=none": "nothing interrupts the host nodes",
+    "--wait=primary": "not for grammar workers",
+    "--force-overwrite=true": "a second try may have the same name",
+    "--output=/tmp/p": "where the reports go",
+}
+
+
+def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(ROOT / "tools" / "nsys_profile.py"), *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, cwd=ROOT.parent
+    )
+
+
+def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
+    *why, line = capsys.readouterr().out.splitlines()
+    words = shlex.split(line)
+    told, (nsys, profile, *rest) = words[:4], words[4:]
+    assert told == [
+        "STEPGRAPH_PROFILE_ROUNDS=5-9",
+        "STEPGRAPH_PROFILE_FILE=/tmp/p.rounds.json",
+        "STEPGRAPH_PROFILE_WITH=nsys",
+        "STEPGRAPH_NVTX=1",
+    ]
+    assert (nsys, profile) == ("nsys", "profile")
+    assert rest == [*GOLDEN, sys.executable, "serve.py", "--port", "80 00"]
+    assert [reason.split(": ")[0] for reason in why] == [f"# {flag}" for flag in GOLDEN]
+    assert (command.ROUNDS, command.FILE, command.TOOL) == (profiled.ROUNDS, profiled.FILE, profiled.TOOL)
+
+
+def examples(doc: str | None, name: str) -> list[list[str]]:
+    """Of a --help, without what the shell does."""
+    lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
+    return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
+
+
+def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
+    """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
+    out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
+    assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
+    done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    jsonschema.validate(report, SCHEMA)
+    assert json.loads(out.with_name("bench.report.json").read_text()) == report
+    assert report["backend"] == "tape" and report["rounds"]["count"] == 21 and report["rounds"]["first"] == 20
+    stages = {stage["name"]: stage for stage in report["stages"]}
+    assert {"target_verify", "accept", "draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2"} <= set(stages)
+    assert all(stages[name]["rounds"] == 21 for name in ("target_verify", "accept"))
+    hosts = report["host_nodes"]
+    assert [(node["name"], node["runs"]) for node in hosts["nodes"]] == [("head", 21), ("commit", 21), ("advance 1", 21)]
+    assert hosts["hidden_ns"] + hosts["exposed_ns"] == hosts["total_ns"]
+    found = report["acceptance"]
+    assert 21 <= found["row_rounds"] <= 84 and found["tokens"] > found["accepted_drafts"] > 0
+    assert "STEPGRAPH_PROFILE_ROUNDS=20-40" in done.stderr
+
+
+@pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
+def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    here = words.index("--") if "--" in words else len(words)
+    assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
+    assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--bench", "--rounds", "9-4"], 2, "--rounds: got '9-4', want FIRST-LAST"),
+        ([], 2, "got neither of --bench and -- SCRIPT"),
+        (["--bench", "--", "a.py"], 2, "got both of --bench and -- SCRIPT"),
+        (["--bench", "--draft", "ngram"], 2, "--draft: got one without --model"),
+        (["--bench", "--with", "nsys", "--nsys", "/none/nsys"], 2, "found no '/none/nsys' here; want it on the path"),
+        (["--with", "trace", "--", "true"], 1, "no engine came to these rounds; nothing was recorded of rounds 20-40"),
+        (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
+    ],
+)
+def test_what_cannot_be_profiled_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
+    printed = capsys.readouterr()
+    assert told in printed.err and printed.out == ""
+
+
+def toy_engine(eager: bool = False) -> Engine:
+    config = EngineConfig(
+        max_rows=2, num_speculative_tokens=2, max_length=96, buckets=(2,), greedy_only=True, compile_isolation="none", eager=eager
+    )
+    target = ToyTarget(VOCABULARY.logits_width, seed=3)
+    return Engine(target, ToyDraft(target, 0.7), vocabulary=VOCABULARY, config=config)
+
+
+def decode(eager: bool = False) -> list[list[int]]:
+    """Two requests, one of them with a grammar; the texts."""
+    constraint = Constraint.regex("[a-c]{60}")
+    with toy_engine(eager) as engine:
+        engine.capture()
+        engine.compile(constraint)
+        jobs = [engine.submit([place + 1], constraint=one, max_new_tokens=24) for place, one in enumerate([None, constraint])]
+        while engine.has_work:
+            engine.step()
+    return [job.tokens for job in jobs]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Ask for these rounds, as the environment of a fresh process does."""
+
+    def ask(rounds: str) -> Path:
+        monkeypatch.setattr(profiled, "_first", threading.Lock())
+        monkeypatch.setenv(profiled.ROUNDS, rounds)
+        monkeypatch.setenv(profiled.FILE, str(tmp_path / "a.rounds.json"))
+        return tmp_path / "a.rounds.json"
+
+    return ask
+
+
+def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str], Path]) -> None:
+    plain = decode(eager=True)
+    file = asked("3-5")
+    assert decode() == plain
+    told = json.loads(file.read_text())
+    assert [one["round"] for one in told["rounds"]] == [3, 4, 5]
+    spans = {(span[1], span[3]): span[4:] for span in told["spans"] if span[2] == "host"}
+    # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
+    assert {(name, number) for name, number, _, _ in told["host_nodes"]} == set(spans)
+    assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
+    for name, number, start, end in told["host_nodes"]:
+        assert spans[name, number][0] <= start <= end <= spans[name, number][1]
+    assert told["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in told["host_nodes"])
+    assert 3 <= told["counters"]["row_rounds"] <= 6 and told["counters"]["tokens"] >= told["counters"]["row_rounds"]
+    with toy_engine() as another:
+        assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
+
+
+def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:
+    file = asked("2-900")
+    decode(eager=True)
+    numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
+    assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
+
+
+def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callable[[str], Path]) -> None:
+    file = asked("3-5")
+    with toy_engine(eager=True) as engine:
+        engine.capture()
+        engine.backend.start_trace(0, 2)
+        with pytest.warns(UserWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is under way"):
+            job = engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
+        assert (len(job.tokens), job.error) == (24, "")
+        assert engine.backend.stop_trace(), "the script's own trace is still there"
+    assert not file.exists()
+
+
+def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = asked("3-5")
+    with toy_engine(eager=True) as engine:
+        engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
+    code, out, err = printed(capsys, file)
+    assert (code, out) == (2, "") and "without recording them, want EngineConfig.eager=False" in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', want FIRST-LAST"),
+        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', want 'trace' or 'nsys'"),
+        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', want a file in a folder that is there"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str, told: str) -> None:
+    with pytest.raises(ValueError, match="STEPGRAPH") as raised:
+        profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
+    assert told in str(raised.value)
+    assert profiled.asked_range({}) is None
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = nsys_report.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def nsys_stand_in(path: Path, exported: Path) -> Path:
+    """`nsys export` as far as the report calls it: checks its words, and hands out a file that is there."""
+    path.write_text(
+        f'#!/bin/sh\n[ "$1 $2 $3 $4 $5" = "export --type sqlite --force-overwrite=true --output" ] || {{ echo "got $*" >&2; exit 3; }}\n'
+        f'case "$7" in *broken*) echo "cannot read $7" >&2; exit 4;; esac\ncp "{exported}" "$6"\n'
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nsys = nsys_stand_in(tmp_path / "nsys", nsys_files.rounds(tmp_path / "made.sqlite"))
+    nsys_files.captures(tmp_path / "run.1.sqlite")
+    (tmp_path / "run.1.nsys-rep").write_text("older than its export")
+    os.utime(tmp_path / "run.1.nsys-rep", (1, 1))
+    (tmp_path / "run.2.nsys-rep").write_text("not exported yet")
+    (tmp_path / "run.rounds.json").write_text(json.dumps(nsys_files.sidecar_document()))
+    code, out, err = printed(capsys, tmp_path / "run.2.nsys-rep", "--json", "--nsys", nsys)
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    jsonschema.validate(report, SCHEMA)
+    assert report["sources"] == ["run.1.sqlite", "run.2.sqlite"] and report["acceptance"]["tokens"] == 9 and report["notes"] == []
+    kept = tmp_path / "kept.json"
+    kept.write_text(out)
+    assert printed(capsys, kept)[1] == printed(capsys, tmp_path / "run.2.sqlite")[1], "a report that was made before prints the same"
+
+
+@pytest.mark.parametrize("words", examples(nsys_report.__doc__, "nsys_report.py"))
+def test_every_example_of_the_report_prints_one(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--png" in words:
+        pytest.importorskip("matplotlib")
+    nsys_files.captures(tmp_path / "profile.1.sqlite")
+    nsys_files.rounds(tmp_path / "profile.2.sqlite")
+    (tmp_path / "profile.2.nsys-rep").write_text("older than its export")
+    os.utime(tmp_path / "profile.2.nsys-rep", (1, 1))
+    own = words[0].endswith(".json")
+    spans = [[*(("side" if stream == 13 else "main"), name, "stage"), 20, *times] for name, _, stream, *times in nsys_files.ROUND]
+    told = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
+    (tmp_path / "profile.rounds.json").write_text(json.dumps(told))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = printed(capsys, *words)
+    assert (code, err) == (0, "")
+    assert "target_verify" in out and ("--png" not in words or (tmp_path / "timeline.png").is_file())
+
+
+def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
+    for name, wanted in (
+        ("gone.sqlite", "got no such file"),
+        ("broken.nsys-rep", "ended with 4: cannot read"),
+        ("other.json", "want what the engine wrote"),
+    ):
+        if name != "gone.sqlite":
+            (tmp_path / name).write_text("{}")
+        code, out, err = printed(capsys, tmp_path / name, "--nsys", nsys)
+        assert (code, out) == (2, "") and wanted in err and name in err
+    code, _, err = printed(capsys, tmp_path / "broken.nsys-rep", "--nsys", "/none/nsys")
+    assert code == 2 and "no /none/nsys here to export it; run `/none/nsys export --type sqlite" in err
+    (tmp_path / "a.rounds.json").write_text(json.dumps(nsys_files.sidecar_document()))
+    code, _, err = printed(capsys, tmp_path / "a.rounds.json")
+    assert code == 2 and "goes with a profile of nsys and holds no times" in err
+
+
+def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
+    trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
+    code, _, err = printed(capsys, trace)
+    assert code == 2 and "does not name stages; want --sidecar" in err
+    sidecar.write_text(json.dumps(nsys_files.sidecar_document()))
+    code, out, _ = printed(capsys, trace, "--sidecar", sidecar, "--json")
+    report = json.loads(out)
+    jsonschema.validate(report, SCHEMA)
+    times = {stage["name"]: stage["total_ns"] for stage in report["stages"]}
+    # Kernels of one stage are one span here: the 10 between two of them belong to it.
+    assert (code, times) == (0, {"show head": 150, "place head": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
+    assert (report["backend"], report["host_nodes"]["total_ns"], report["host_nodes"]["exposed_ns"]) == ("torch", 3500, 400)

@@ -1,0 +1,254 @@
+"""The example server, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.running_server import ASK, FLAGS, FORMAT, ON, SCHEMA, SECONDS, TOOLS, Running, running
+from tests.sampling.grammar.compile.test_compiler import waited
+from tools import serve_example
+from tools.serve.http import Bounds
+from tools.serve.replies import Splitter
+from tools.serve.tools import CLOSING, OPENING
+from tools.serve_example import open_engine, parse
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    engine, codec = open_engine(parse(FLAGS))
+    with engine, running(engine, codec, Bounds(head_bytes=4096, body_bytes=100_000)) as found:
+        yield found
+
+
+def test_a_chat_says_the_same_streamed_or_not(server: Running) -> None:
+    asked: Any = {"model": "toy", "messages": ASK, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
+    with server.client as client:
+        whole = client.chat.completions.create(**asked, logprobs=True)
+        chunks = [*client.chat.completions.create(**asked, logprobs=True, stream=True, stream_options={"include_usage": True})]
+    (choice,) = whole.choices
+    assert choice.finish_reason == "length" and choice.message.role == "assistant"
+    assert whole.usage is not None and (whole.usage.completion_tokens, whole.usage.prompt_tokens) == (
+        25,
+        len("user: who is it?\nassistant: "),
+    )
+    *pieces, last = chunks
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 25
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == choice.message.content
+    assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert pieces[0].choices[0].delta.role == "assistant" and len(pieces) > 3
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    told = [told for piece in pieces if piece.choices[0].logprobs for told in piece.choices[0].logprobs.content or []]
+    assert told == choice.logprobs.content and len(told) == 25
+    assert bytes(byte for one in told for byte in one.bytes or []).decode("utf-8", "replace") == choice.message.content
+
+
+def test_a_completion_takes_text_or_ids_and_ends_at_a_stop_text(server: Running) -> None:
+    asked: Any = {"model": "toy", "max_tokens": 40, "temperature": 0, "extra_body": ON}
+    with server.client as client:
+        text = client.completions.create(prompt="abc", **asked).choices[0].text
+        assert client.completions.create(prompt=[97, 98, 99], **asked).choices[0].text == text
+        stop = text[9:12]
+        place = text.find(stop)
+        before = server.count("cancelled")
+        for stream in (False, True):
+            answer: Any = client.completions.create(prompt="abc", stop=["never there", stop], stream=stream, logprobs=0, **asked)
+            choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+            assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (text[:place], "stop")
+            tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+            assert place < len(tokens) < 40
+    waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_obeys_its_response_format(server: Running, stream: bool) -> None:
+    with server.client as client:
+        asked: Any = {"model": "toy", "messages": ASK, "max_completion_tokens": 60, "seed": 1, "stream": stream}
+        for wanted in (FORMAT, {"type": "json_object"}):
+            answer: Any = client.chat.completions.create(response_format=wanted, temperature=0.3, logit_bias={"125": 9}, **asked)
+            if stream:
+                chunks = [*answer]
+                content, reason = "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].choices[0].finish_reason
+            else:
+                content, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+            assert reason == "stop"
+            jsonschema.validate(json.loads(content), SCHEMA if wanted is FORMAT else {"type": "object"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
+    asked: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *ASK], "tools": TOOLS, "temperature": 0}
+    with server.client as client:
+        for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+            answer: Any = client.chat.completions.create(tool_choice=choice, stream=stream, **asked)
+            last = [*answer][-2:] if stream else [answer]
+            (call,) = (last[0].choices[0].delta if stream else answer.choices[0].message).tool_calls
+            assert last[-1].choices[0].finish_reason == "tool_calls"
+            assert call.function.name == "look_up" or choice == "required"
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "look_up" else {"type": "object"})
+        free = client.chat.completions.create(tool_choice="auto", max_tokens=9, **asked)
+        assert free.choices[0].finish_reason in ("length", "stop") and free.choices[0].message.tool_calls is None
+        plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **asked)
+        assert free.usage is not None and plain.usage is not None and plain.usage.prompt_tokens < free.usage.prompt_tokens
+
+
+MARKED = st.lists(st.sampled_from(["a", "<", "<tool", "stop", "st", "op", "\n", "{}", "<tool_call>", OPENING, CLOSING]), max_size=12).map(
+    "".join
+)
+
+
+@given(MARKED, st.data())
+def test_where_a_text_is_cut_changes_nothing(text: str, data: st.DataObject) -> None:
+    def said(pieces: list[str]) -> tuple[list[tuple[bool, str]], bool]:
+        splitter, found = Splitter(["stop", "\n<"], calls=True), list[tuple[bool, str]]()
+        for piece in pieces:
+            for inside, part in splitter.push(piece):
+                if found and not inside and not found[-1][0]:
+                    found[-1] = (False, found[-1][1] + part)
+                else:
+                    found.append((inside, part))
+        rest = splitter.finish()
+        return ([*found[:-1], (False, found[-1][1] + rest)] if found and not found[-1][0] else [*found, (False, rest)]), splitter.stopped
+
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, stopped = said([text])
+    assert said(pieces) == (whole, stopped)
+    written = "".join(OPENING + part + CLOSING if inside else part for inside, part in whole)
+    assert text.startswith(written) and (stopped or written == text)
+    outside = "|".join(part for inside, part in whole if not inside)
+    assert stopped == (len(written) < len(text)) and "stop" not in outside
+
+
+def test_a_call_in_free_text_is_told_as_one() -> None:
+    call = OPENING + '{"name": "f", "arguments": {"x": 1}}' + CLOSING
+    splitter = Splitter([], calls=True)
+    assert [*splitter.push("so: " + call[:20]), *splitter.push(call[20:] + "<to"), (False, splitter.finish())] == [
+        (False, "so: "),
+        (True, '{"name": "f", "arguments": {"x": 1}}'),
+        (False, "<to"),
+    ]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n"),
+    ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+    ({"user": "me"}, "user"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"seed": -3}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 99999}, "max_tokens"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": FORMAT, "tools": TOOLS}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function"),
+    ({"tools": TOOLS[:1] * 2}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+]
+
+
+def test_what_is_not_supported_is_refused_by_name(server: Running) -> None:
+    submitted = server.engine.stats().submitted
+    with server.client as client:
+        for given_too, name in REFUSED:
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(**{"model": "toy", "messages": ASK}, extra_body=given_too)
+            assert caught.value.param == name, given_too
+            assert name in caught.value.message, given_too
+        with pytest.raises(openai.BadRequestError, match="suffix"):
+            client.completions.create(model="toy", prompt="a", suffix="b")
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.completions.create(model="toy", prompt="a", logprobs=2)
+        with pytest.raises(openai.NotFoundError, match="want 'toy'"):
+            client.completions.create(model="gpt", prompt="a")
+        assert server.engine.stats().submitted == submitted
+        unknown = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"unevaluatedItems": False}}}
+        with pytest.raises(openai.BadRequestError, match="unevaluatedItems"):
+            client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": unknown, "stream": True})
+
+
+def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
+    before = server.count("cancelled")
+    with server.client as client:
+        asked: Any = {"model": "toy", "messages": ASK, "max_tokens": 4000, "extra_body": ON}
+        with client.chat.completions.create(stream=True, **asked) as stream:
+            for chunk in stream:
+                assert chunk.choices[0].finish_reason is None
+                break
+        waited(lambda: server.count("cancelled") == before + 1, "the row of a closed stream is decoded on")
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert server.send(head + body) == b""  # not streamed, and gone as soon as it had asked
+    waited(lambda: server.count("cancelled") == before + 2, "the row of a client that left is decoded on")
+    assert server.engine.stats().running == 0
+
+
+def test_a_full_queue_is_told(server: Running) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, **ON}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    wires = []
+    try:
+        for running_rows, waiting in ((1, 0), (2, 0), (2, 1), (2, 2)):
+            wires.append(socket.create_connection(("127.0.0.1", server.port)))
+            wires[-1].sendall(request)
+            waited(lambda: (server.engine.stats().running, server.engine.stats().waiting) == (running_rows, waiting), "nobody took it")  # noqa: B023
+        with server.client as client, pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
+            client.completions.create(model="toy", prompt="x", max_tokens=4)
+        assert caught.value.response.headers["retry-after"] == "1"
+    finally:
+        for wire in wires:
+            wire.close()
+    waited(lambda: not server.engine.has_work, "rows of clients that left are decoded on")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
+    """The first one; a second one would end them at once."""
+    text: list[str] = []
+
+    def ask(port: int) -> None:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
+            for place, chunk in enumerate(client.completions.create(model="toy", prompt="x", max_tokens=300, stream=True, extra_body=ON)):
+                text.append(chunk.choices[0].text)
+                if place == 0:
+                    os.kill(os.getpid(), number)
+            with pytest.raises(openai.APIConnectionError):
+                client.models.list()
+
+    def told(line: str, **_: Any) -> None:
+        matched = re.fullmatch(r"listening on http://127\.0\.0\.1:(\d+)/v1", line)
+        assert matched is not None
+        asking.append(threading.Thread(target=ask, args=(int(matched[1]),)))
+        asking[0].start()
+
+    asking: list[threading.Thread] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_example, "print", told, raising=False)
+        assert serve_example.main([*FLAGS, "--port", "0"]) == 0
+    asking[0].join()
+    assert len("".join(text)) > 100

@@ -1,0 +1,73 @@
+"""Every tool has --help, and takes the flags of the examples that stand there. What the tools do is in tests of their own."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.documents import ROOT
+
+FILES = (*sorted((ROOT / "tools").glob("*.py")), *sorted((ROOT / "tools").glob("*/__main__.py")))
+TOOLS = [path for path in FILES if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
+EXAMPLE = re.compile(r"^ {4}(?:[A-Z_]+=\S+ )?python (?:tools/(\w+)\.py|-m tools\.(\w+))(.*)$", re.MULTILINE)
+
+
+class ParsedError(Exception):
+    """The flags were taken, and nothing more is wanted."""
+
+
+def name_of(path: Path) -> str:
+    """`soak` of tools/soak/__main__.py too."""
+    return path.parent.name if path.stem == "__main__" else path.stem
+
+
+def told(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
+
+
+def examples() -> Iterator[Any]:
+    """File and flags. `...` are the flags of the example before; what comes behind two blanks, or behind `>`, is none."""
+    for path in TOOLS:
+        before: list[str] = []
+        for found in EXAMPLE.finditer(told(path)):
+            assert name_of(path) in found.groups(), found[0]
+            flags = re.split(r" {2,}| > ", found[3])[0].split()
+            before = before + flags[1:] if flags[:1] == ["..."] else flags
+            yield pytest.param(path, before, id=f"{name_of(path)} {' '.join(before)}")
+
+
+def run(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem in ("aot_kernels", "bench_attention"):
+        pytest.importorskip("triton")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [str(path), *flags])
+    runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
+def test_help_is_what_the_file_says_of_itself(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(path, ["--help"], monkeypatch)
+    assert left.value.code == 0
+    assert " ".join(told(path).split()) in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("path", "flags"), list(examples()))
+def test_examples_have_flags_that_are_taken(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(*given: Any) -> None:
+        parse(*given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    with pytest.raises(ParsedError):
+        run(path, flags, monkeypatch)

@@ -1,0 +1,122 @@
+"""What trains and measures the demonstration's draft: its prompts, its figures, its card."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stepgraph import Constraint, StepEvent, Vocabulary
+from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
+from tools import bench_demo, train_demo, train_head
+from tools.train.demo import words
+from tools.train.demo.card import card
+from tools.train.demo.measure import VARIANTS, held
+from tools.train.demo.prompts import KINDS, prompt
+from tools.train.demo.schemas import MEASURED, SCHEMAS, TOOLS, tool_schema
+from tools.train.demo.words import Words
+
+LISTS = {name: value for name, value in vars(words).items() if name.isupper()}
+
+
+def test_a_prompt_follows_from_its_seed() -> None:
+    assert prompt(7) == prompt(7)
+    assert (
+        prompt(7, "person")
+        .messages[0]["content"]
+        .endswith("Nina Morales is a 43 year old nurse who lives in Singapore. Write to morales81@mail.example.")
+    ), "the same in every process and release of Python: answers were made with it"
+    assert len({str(prompt(seed).messages) for seed in range(200)}) > 180
+
+
+def test_every_kind_asks_and_all_of_its_schemas_can_be_enforced() -> None:
+    compiler = GrammarCompiler(Vocabulary.printable(), isolation="none")
+    for kind in KINDS:
+        asked = prompt(1, kind)
+        assert asked.kind == kind and asked.messages[-1]["role"] == "user"
+        assert (asked.schema is None) == (kind in ("talk", "code"))
+    for schema in [*SCHEMAS.values(), tool_schema(TOOLS)]:
+        compiler.compile(Constraint.json_schema(schema)).matcher()
+    assert set(MEASURED) <= set(SCHEMAS) and len(MEASURED) == 5
+
+
+@pytest.mark.parametrize("name", sorted(LISTS))
+def test_what_is_held_out_is_a_fifth_of_every_list_and_never_trained_on(name: str) -> None:
+    listed = LISTS[name]
+    drawn = {side: {Words(random.Random(seed), side).of(listed) for seed in range(400)} for side in (True, False)}
+    assert drawn[True] | drawn[False] == set(listed) and len(set(listed)) == len(listed)
+    assert not drawn[True] & drawn[False]
+    assert len(drawn[True]) == -(-len(listed) // 5)
+
+
+def test_names_of_measured_prompts_occur_in_no_training_prompt() -> None:
+    trained = " ".join(str(prompt(seed).messages) for seed in range(500))
+    for name in [word for place, word in enumerate(words.LAST) if place % 5 == 0]:
+        assert f" {name}" not in trained.replace(f"'{name}", ""), name
+
+
+def test_how_often_drafts_held_is_counted_where_they_were_offered() -> None:
+    def job(*accepted: int) -> list[StepEvent]:
+        return [StepEvent(1, tuple(range(number + 1)), number) for number in accepted]
+
+    figures = held([job(0, 4, 1, 0), job(0, 2, 3)])
+    assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first round and the last of each do not count"
+    assert figures["tokens_per_round"] == round(17 / 7, 3)
+
+
+def test_the_card_tells_what_was_found() -> None:
+    row = {"tokens_per_round": 2.345, "held": [0.9, 0.5, 0.25, 0.1]}
+    measured: dict[str, Any] = {"drafts": 4, "prompts_of_each_kind": 20, "new_tokens": 96}
+    measured |= {name: {"person": row, "json": row} for name in VARIANTS}
+    training = {
+        "plan": {"batch_tokens": 2048, "rate": 1e-3, "unrolled": 4, "seed": 0},
+        "feature_layers": [2, 15, 27],
+        "proposed": 2944,
+        "parameters": 5_900_000,
+        "texts": {"learned": 2500, "held_out": 120},
+        "trained": {"steps": 3000},
+        "held_out": {"losses": [1.0, 1.5, 2.0, 2.5], "hits": [0.7, 0.6, 0.5, 0.4]},
+    }
+    text = card({"training": training, "measured": measured, "bytes": 11_900_000, "answers": 112, "command": "python tools/train_demo.py"})
+    for told in (
+        "2,944",
+        "2,500 answers",
+        "3,000 steps",
+        "1.00 1.50 2.00 2.50",
+        "| person | 2.35 (0.90 0.50 0.25 0.10)",
+        "**all eight schemas**",
+    ):
+        assert told in text
+
+
+def options(work: Path, **changed: Any) -> Any:
+    return SimpleNamespace(**vars(train_demo.parse(["--work", str(work)])) | changed)
+
+
+def test_training_gets_flags_that_it_knows_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    flags = train_demo.training_flags(options(tmp_path), tmp_path / "model", tmp_path / "states", head)
+    assert not train_head.parse(flags).resume
+    (head / "training").mkdir(parents=True)
+    flags = train_demo.training_flags(options(tmp_path), tmp_path / "model", tmp_path / "states", head)
+    assert train_head.parse(flags).resume
+    assert "--steps 3000" in train_demo.recipe(options(tmp_path))
+
+
+def test_the_ratios_of_the_benchmark_are_those_promised() -> None:
+    rates = {"plain": 30, "plain + grammar": 25, "speculative + grammar": 60, "transformers + grammar": 20}
+    found: dict[str, Any] = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
+    found |= {"head alone, masked": {"tokens_per_second": 40, "tokens_per_round": 2.4}}
+    found |= {"head alone, not masked": {"tokens_per_second": 40, "tokens_per_round": 2.0}}
+    assert list(bench_demo.ratios(found).values()) == [2.4, 1.2, 1.25, 3.0]
+
+
+def test_the_benchmark_holds_answers_against_their_schemas() -> None:
+    schema = SCHEMAS["review"]
+    good = b'{"product": "tent", "sentiment": "positive", "rating": 5, "summary": "fine", "would_recommend": true}'
+    assert bench_demo.valid(good, schema)
+    assert not bench_demo.valid(good.replace(b"5", b"6"), schema)
+    assert not bench_demo.valid(b"{", schema)

@@ -1,0 +1,225 @@
+"""Training a head: its unrolled chains are what drafting computes, it learns, resumes bit for bit, and is a command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stepgraph.runtime.extras.states_folder import SavedStates
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.rope import RopeConfig
+from tests.helpers.draft_oracles import Drafting
+from tests.helpers.families import folder_of
+from tools.train.acceptance import measure
+from tools.train.batches import TrainingSet, embed
+from tools.train.collect import answer, collect
+from tools.train.heads import Head
+from tools.train.plan import TrainingPlan
+from tools.train.texts import Text
+from tools.train.trainer import Trainer
+from tools.train.unroll import unroll
+from tools.train.vocabulary import choose_proposed
+
+STEPS = 6
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {}),
+    ("mtp", {}),
+    ("mtp", {"windows": (None, None, 4)}),
+    ("mtp", {"head_norms": True}),
+    ("eagle3", {"qkv_bias": True, "head_norms": True}),
+]
+TARGET = LlamaConfig(60, 32, 40, 4, 2, 8, (None, None, None), norm_epsilon=1e-5, rope=RopeConfig(500.0))
+
+
+def target(**changes: object) -> Llama:
+    return Llama(replace(TARGET, **changes), feature_layers=(0, 1, 3)).randomise(1)  # type: ignore[arg-type]
+
+
+def random_head(kind: str, its: Llama) -> Head:
+    head = Head(kind, its, torch.arange(3, 60, 2), (0, 1, 3), seed=2)
+    with torch.no_grad():
+        for place, parameter in enumerate(head.parameters.values()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place)) * 0.3)
+    return head
+
+
+@pytest.mark.parametrize(("kind", "changes"), HEADS)
+def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str, Any]) -> None:
+    """From every place of two texts, the runtime's own drafter over its paged cache gives the same logits at drafts 1 to 6."""
+    its = target(**changes)
+    head = random_head(kind, its)
+    made = torch.Generator().manual_seed(3)
+    lengths = (13, 9)
+    texts = [torch.randint(0, 60, (length + 1 + STEPS,), generator=made) for length in lengths]
+    width = 3 * 32 if kind == "eagle3" else 32
+    features = [torch.randn(length, width, generator=made) for length in lengths]
+
+    def taken(step: int) -> Tensor:
+        return embed(its, torch.cat([text[1 + step : 1 + step + length] for text, length in zip(texts, lengths, strict=True)]))
+
+    with torch.no_grad():
+        found = [
+            hidden @ head.out.T for hidden in unroll(head.learner, torch.cat(features), [taken(step) for step in range(STEPS)], lengths)
+        ]
+    drafter = head.drafter()
+    compared = 0
+    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+        drafting = Drafting(drafter, width)
+        for pair in range(length):
+            drafting.buffers.reset()
+            logits, last = drafting.read(text[None, : pair + 2], features[row][None, : pair + 1], 64)
+            chain = [logits[:, -1], *drafting.draft(pair + 2, text[None, pair + 2 : pair + 1 + STEPS], last)]
+            for ours, theirs in zip(found, chain, strict=True):
+                proposed = theirs[0] if drafter.d2t is not None else theirs[0, head.proposed]
+                torch.testing.assert_close(ours[sum(lengths[:row]) + pair], proposed, rtol=1e-4, atol=1e-4)
+                compared += 1
+    assert compared == sum(lengths) * STEPS
+
+
+@pytest.mark.parametrize(("kind", "changes"), HEADS)
+def test_chains_are_the_same_whichever_of_them_are_grown(kind: str, changes: dict[str, Any]) -> None:
+    """A text's first chains may be left out, all of them too; the others see its first pairs all the same."""
+    its = target(**changes)
+    head = random_head(kind, its)
+    made = torch.Generator().manual_seed(4)
+    lengths, begins = (13, 9, 6), (5, 0, 6)
+    features = torch.randn(sum(lengths), 3 * 32 if kind == "eagle3" else 32, generator=made)
+    tokens = [embed(its, torch.randint(0, 60, (sum(lengths),), generator=made)) for _ in range(STEPS)]
+    grown = torch.tensor([pair >= begin for length, begin in zip(lengths, begins, strict=True) for pair in range(length)])
+    with torch.no_grad():
+        every = list(unroll(head.learner, features, tokens, lengths))
+        some = list(unroll(head.learner, features, [tokens[0], *(each[grown] for each in tokens[1:])], lengths, begins))
+    for whole, part in zip(every, some, strict=True):
+        torch.testing.assert_close(part, whole[grown], rtol=1e-5, atol=1e-5)
+
+
+def test_a_collection_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    its = target()
+    made = torch.Generator().manual_seed(5)
+    texts = [Text(tuple(torch.randint(0, 60, (length,), generator=made).tolist()), 1) for length in (5, 90, 3, 17)]
+    collect(its, texts[:2], tmp_path / "parts")
+    parts, whole = collect(its, texts, tmp_path / "parts"), collect(its, texts, tmp_path / "whole")
+    assert [tuple(text.token_ids.tolist()) for text in parts] == [text.token_ids for text in texts]
+    for one, two in zip(parts, whole, strict=True):
+        assert torch.equal(one.features, two.features) and torch.equal(one.hidden, two.hidden) and one.prompt_length == 1
+
+
+class Lesson(NamedTuple):
+    """What the cases below learn from: the answers of a tiny target, whose next token is often the one behind the last."""
+
+    checkpoint: Checkpoint
+    states: SavedStates
+
+    def trainer(self, kind: str, **changes: Any) -> Trainer:
+        plan = replace(TrainingPlan(kind, None, 60, 256, 3e-3, 3, "float32", 0, 0.15, 64, None), **changes)
+        its = self.checkpoint.load("cpu", self.states.layout.feature_layers)
+        if kind == "mtp":
+            its.feature_layers, its.feature_size = (), its.hidden_size
+        data = TrainingSet(self.states, its, plan)
+        data.prepare(self.states.folder / "wishes.safetensors", len(self.checkpoint.vocabulary.tokens))
+        proposed = choose_proposed(data.frequencies(), self.checkpoint.vocabulary, plan.draft_vocab)
+        return Trainer(Head(kind, its, proposed, self.states.layout.feature_layers, plan.seed), data, plan)
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
+    checkpoint = open_checkpoint(folder_of("llama-3.1", lean=True))
+    folder = tmp_path_factory.mktemp("states")
+    made = torch.Generator().manual_seed(0)
+    prompts = [Text(tuple(torch.randint(4, 100, (6,), generator=made).tolist()), 6) for _ in range(70)]
+    return Lesson(checkpoint, answer(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
+
+
+@pytest.mark.parametrize(("kind", "margin"), [("eagle3", 0.25), pytest.param("mtp", 1.0, marks=pytest.mark.soak)])
+def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, margin: float) -> None:
+    """In the engine, on texts that were held out; `margin` is in tokens per round."""
+    trainer = lesson.trainer(kind)
+    target, vocabulary, prompts = trainer.head.target, lesson.checkpoint.vocabulary, trainer.data.prompts(8, 64)
+    before = measure(target, trainer.head.drafter(), vocabulary, prompts, 3, 16)
+    assert trainer.train(tmp_path / "checkpoint.safetensors", every=1000)
+    after = measure(target, trainer.head.drafter(), vocabulary, prompts, 3, 24)
+    for name in ("greedy", "sampled"):
+        assert after[name]["tokens_per_round"] > before[name]["tokens_per_round"] + margin / (1 if name == "greedy" else 2), (before, after)
+        assert after[name]["held"] == sorted(after[name]["held"], reverse=True) and after[name]["rounds"] > 30
+    told = trainer.evaluate()
+    assert told["hits"][0] > 0.4 and told["losses"][0] < 3, "over all that was held out"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resuming_changes_no_bit(lesson: Lesson, tmp_path: Path, dtype: str) -> None:
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    options: dict[str, Any] = {"steps": 7, "dtype": dtype, "draft_vocab": 100, "kind": "eagle3"}
+    whole = lesson.trainer(**options)
+    assert whole.train(tmp_path / "other.safetensors", every=2)
+    for stop in (0, 3, 4, 7):
+        part = lesson.trainer(**options)
+        if checkpoint.exists():
+            part.resume(checkpoint)
+        assert part.train(checkpoint, every=1000, stop=lambda part=part, stop=stop: part.done >= stop) == (stop == 7)  # type: ignore[misc]
+    ours, theirs = part.head.parameters, whole.head.parameters
+    assert part.done == whole.done == 7
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in ours.items())
+    saved, others = load_file(checkpoint), load_file(tmp_path / "other.safetensors")
+    assert saved.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in saved.items())
+    other = lesson.trainer(**{**options, "seed": 1})
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors: was made by another plan: seed 0 -> 1; want the same flags"):
+        other.resume(checkpoint)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        whole.resume(checkpoint)
+
+
+def test_what_counts_is_what_an_answer_should_say(lesson: Lesson) -> None:
+    """Every place of a batch against the texts themselves: the token taken, the state foreseen, and whether it is an answer's."""
+    trainer = lesson.trainer("eagle3")
+    indices = trainer.data.learned[:5]
+    batch = trainer.data.batch(indices)
+    start = first = grown = 0
+    for number, index in enumerate(indices):
+        text = lesson.states[index]
+        ids = text.token_ids.tolist()
+        begin = batch.begins[number]
+        for pair in range(len(ids) - 2):
+            assert torch.equal(batch.features[start + pair], text.features[pair])
+            assert int(batch.tokens[0][start + pair]) == ids[pair + 1], "pairs that only are seen take their tokens too"
+            for step in range(3):
+                foreseen = pair + 1 + step
+                wanted = foreseen < len(ids) - 1 and foreseen + 1 >= text.prompt_length
+                chain = grown + pair - begin
+                assert wanted == (pair >= begin and bool(batch.counts[step][chain])), "no pair that counts is left out"
+                if wanted:
+                    assert int(batch.tokens[step][chain if step else start + pair]) == ids[pair + 1 + step]
+                    assert torch.equal(batch.hidden[batch.goals[step][chain]], text.hidden[foreseen])
+        start, first, grown = start + len(ids) - 2, first + len(ids) - 1, grown + len(ids) - 2 - begin
+    assert batch.lengths == tuple(lesson.states.lengths[index] - 2 for index in indices) and len(batch.hidden) == first
+    assert len(batch.counts[0]) == len(batch.goals[2]) == len(batch.tokens[1]) == grown < start
+    assert not set(trainer.data.learned) & set(trainer.data.held_out)
+
+
+def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Lesson) -> None:
+    """Written once more in float64, place by place, over the whole vocabulary: what is not proposed adds nothing."""
+    trainer = lesson.trainer("eagle3", draft_vocab=100)
+    head, batch = trainer.head, trainer.data.batch(trainer.data.learned[:3])
+    proposed = head.proposed.tolist()
+    with torch.no_grad():
+        judged = trainer.judge(batch)
+        embedded = [embed(head.target, tokens) for tokens in batch.tokens]
+        says = [hidden @ head.out.T for hidden in unroll(head.learner, batch.features, embedded, batch.lengths, batch.begins)]
+        wants = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
+    for step in range(3):
+        lost, hits, places = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
+        for place in places:
+            want, said = wants[batch.goals[step][place]], says[step][place].double().log_softmax(-1)
+            lost -= sum(float(want[token] * said[index]) for index, token in enumerate(proposed))
+            hits += proposed[int(said.argmax())] == int(want.argmax())
+        assert float(judged.losses[step]) == pytest.approx(lost / len(places), rel=1e-4)
+        assert float(judged.hits[step]) == pytest.approx(hits / len(places))
+    assert float(judged.loss) == pytest.approx(sum(0.8**step * float(judged.losses[step]) for step in range(3)) / (1 + 0.8 + 0.64))

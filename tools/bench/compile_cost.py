@@ -1,0 +1,90 @@
+"""What a compile costs: in this process, through the worker, and where it is cached.
+
+Compiles take turns, so that whatever else the machine does falls on both; what is compared are medians of ratios.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import xgrammar
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.compile.limits import MIB
+from tools.bench.grammar_documents import TEXTS
+
+SMALL = Constraint.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+
+
+def median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def worker_memory(compiler: GrammarCompiler) -> int:
+    """Resident bytes of the compiler's worker; 0 where the system does not tell."""
+    (worker,) = compiler._idle_workers
+    try:
+        with open(f"/proc/{worker.pid}/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
+    except OSError:
+        return 0
+
+
+def measure(name: str, constraint: Constraint, turns: int, compilers: Mapping[str, GrammarCompiler], table: Vocabulary) -> dict[str, Any]:
+    """One grammar, compiled anew each time under a marker of its own, then found in the cache."""
+    seconds: dict[str, list[float]] = {"in_process": [], "worker": [], "cached": []}
+    for turn in range(turns):
+        asked = constraint.after(f"turn {turn}")  # another constraint, of the same grammar
+        for place in ("in_process", "worker"):
+            seconds[place].append(timed(partial(compilers[place].compile, asked)))
+        seconds["cached"].append(timed(partial(compilers["worker"].compile, asked)))
+    compiled = compilers["worker"].compile(replace(constraint, marker=None))
+    figures = {
+        "grammar": name,
+        "backend": compiled.backend,
+        "ms": {place: round(median(spent) * 1e3, 3) for place, spent in seconds.items()},
+        "worker_over_in_process": round(
+            median([there / here for there, here in zip(seconds["worker"], seconds["in_process"], strict=True)]), 3
+        ),
+        "grammar_bytes": compiled.nbytes,
+    }
+    if compiled.backend == "xgrammar":
+        grammar = compiled.grammar.grammar  # type: ignore[attr-defined]
+        text = grammar.serialize_json()
+        spent = [timed(lambda: xgrammar.CompiledGrammar.deserialize_json(text, table.tokenizer_info)) for _ in range(5)]
+        figures |= {"travels_as_bytes": len(text), "deserialise_ms": round(median(spent) * 1e3, 3)}
+    return figures
+
+
+def report(table: Vocabulary, turns: int = 15) -> dict[str, Any]:
+    compilers = {"in_process": GrammarCompiler(table, 1), "worker": GrammarCompiler(table, 1, isolation="process")}
+    table.for_xgrammar  # noqa: B018  # worked out once, for both
+    compilers["in_process"].compile(SMALL)
+    start = timed(lambda: compilers["worker"].compile(SMALL))
+    memory = worker_memory(compilers["worker"])
+    grammars = [("two words", SMALL), *((name, constraint) for name, constraint, _ in TEXTS)]
+    measured = [measure(name, constraint, turns, compilers, table) for name, constraint in grammars]
+    compilers["worker"].close()
+    return {"turns": turns, "worker_starts_in_ms": round(start * 1e3, 1), "worker_mib": round(memory / MIB), "grammars": measured}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """The report for people."""
+    yield f"compile: a worker is there, with a first schema compiled, in {found['worker_starts_in_ms']} ms; {found['worker_mib']} MiB"
+    yield f"  {'ms':<24}{'in process':>12}{'worker':>10}{'cached':>10}{'worker/in process':>20}{'KiB':>8}{'KiB sent':>10}{'read in ms':>12}"
+    for row in found["grammars"]:
+        spent, sent = row["ms"], row.get("travels_as_bytes")
+        yield (
+            f"  {row['grammar']:<24}{spent['in_process']:>12}{spent['worker']:>10}{spent['cached']:>10}{row['worker_over_in_process']:>20}"
+            f"{row['grammar_bytes'] // 1024:>8}{sent // 1024 if sent else '':>10}{row.get('deserialise_ms', ''):>12}"
+        )

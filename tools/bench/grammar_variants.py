@@ -1,0 +1,152 @@
+"""Ways to drive the matchers of a batch: the library's Python calls, its batch calls, and the host links."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, addressof, c_void_p
+from typing import Any
+
+import torch
+import xgrammar
+from torch import Tensor
+
+from stepgraph.graphs.capture import host_call
+from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
+from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.library import Unavailable, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, MatcherRow, advance
+from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
+from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
+from tools.bench.grammar_documents import StepLock
+
+NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
+
+
+class PythonLoop:
+    """(a) One row after another, with the library's Python calls and nothing else: no tags, statuses, checks or limits."""
+
+    name = "python loop"
+
+    def __init__(self, rows: int, words: int, drafts: int) -> None:
+        self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
+        self.matchers: list[Any] = []
+
+    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+        matcher = grammar.matcher()
+        assert isinstance(matcher, XGrammarMatcher)
+        self.matchers[slot : slot + 1] = [matcher.library_matcher]
+
+    def prepare(self, turns: Sequence[StepLock]) -> None:
+        self.turns, self.planes = turns, list(self.masks)
+
+    def seconds(self) -> float:
+        """Of one round."""
+        return timed(self.run)
+
+    def run(self) -> None:
+        planes = self.planes
+        for slot, turn in enumerate(self.turns):
+            matcher = self.matchers[slot]
+            if turn.rollback:
+                matcher.rollback(turn.rollback)
+            if turn.token >= 0:
+                assert matcher.accept_token(turn.token)
+            matcher.fill_next_token_bitmask(planes[0], slot)
+            for index, draft in enumerate(turn.drafts, 1):
+                assert matcher.accept_token(draft)
+                matcher.fill_next_token_bitmask(planes[index], slot)
+
+
+class LibraryBatch(PythonLoop):
+    """(b) The library's own calls for a whole batch: each fill over its threads, accepts and rollbacks one by one."""
+
+    name = "library batch"
+
+    def __init__(self, rows: int, words: int, drafts: int) -> None:
+        super().__init__(rows, words, drafts)
+        self.batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, available_processors()))
+
+    def prepare(self, turns: Sequence[StepLock]) -> None:
+        super().prepare(turns)
+        self.places = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
+
+    def run(self) -> None:
+        matchers, batch = self.matchers, self.batch
+        for matcher, turn in zip(matchers, self.turns, strict=True):
+            if turn.rollback:
+                matcher.rollback(turn.rollback)
+            if turn.token >= 0:
+                assert matcher.accept_token(turn.token)
+        batch.batch_fill_next_token_bitmask(matchers, self.planes[0])
+        for index, drafts in enumerate(self.places, 1):
+            assert all(batch.batch_accept_token(matchers, drafts))
+            batch.batch_fill_next_token_bitmask(matchers, self.planes[index])
+
+
+class Linked:
+    """A host link, as the round's host nodes call it: one node for the whole walk, and all that makes a mask safe to use."""
+
+    def __init__(self, name: str, make: Callable[..., HostLink], rows: int, words: int, drafts: int, from_c: bool = False) -> None:
+        self.name, self._from_c = name, from_c
+        self.state = torch.zeros(rows, len(HostColumn), dtype=torch.int64)
+        self.drafts = torch.full((drafts, rows), -1, dtype=torch.int64)
+        self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
+        tags = torch.zeros(drafts + 1, rows, TAG_FIELDS, dtype=torch.int64)
+        self.link = make(self.state, self.drafts, self.masks, tags)
+        self.rows: list[MatcherRow | None] = [None] * rows
+        self.owners, self.generated = 0, [0] * rows
+        self.node = self.link.node((BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END))
+        self.run = host_call(name, self.node)
+        if from_c:
+            assert isinstance(self.node, NativeNode)
+            self.calls = (CallStruct * 2)()
+            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # its end is the start of the other
+            self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
+            self.call_list = CallListStruct(self.calls, 2)
+
+    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+        self.owners += 1
+        self.rows[slot], self.generated[slot] = self.link.row(self.owners, grammar.matcher()), 0
+
+    def prepare(self, turns: Sequence[StepLock]) -> None:
+        for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
+            assert row is not None and not row.fault, row
+            self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0
+            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, ROW_RUNNING])
+        self.drafts.copy_(torch.tensor([turn.drafts for turn in turns]).t())
+        self.link.announce(self.rows)
+
+    def seconds(self) -> float:
+        if not self._from_c:
+            return timed(self.run)
+        load().waiting.stepgraph_run_calls(addressof(self.call_list))
+        return float(self.calls[1].finished - self.calls[0].finished)
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
+    return NativeLink(load(), state, drafts, masks, tags, depth=2)
+
+
+def native_forcing(table: Vocabulary) -> Callable[..., HostLink]:
+    """The native link, that also looks for the drafts that grammars force."""
+
+    def make(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
+        return NativeLink(load(), state, drafts, masks, tags, depth=2, forcing=Forcing(token_table(table), torch.full_like(drafts, -1)))
+
+    return make
+
+
+def native_reason() -> str:
+    try:
+        load()
+    except Unavailable as error:
+        return str(error)
+    return ""

@@ -1,0 +1,64 @@
+"""llguidance's own ways to drive the matchers of a batch, side by side with those of grammar_variants.py. Where it is installed only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import llguidance
+import torch
+
+from stepgraph.sampling.grammar import CompiledConstraint
+from stepgraph.sampling.grammar.link.native import available_processors
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
+from tools.bench.grammar_documents import StepLock
+from tools.bench.grammar_variants import PythonLoop
+
+
+class LLGuidanceLoop(PythonLoop):
+    """(a) One row after another, with the library's Python calls and nothing else: its wrong masks behind a rollback stay wrong."""
+
+    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.matcher.deep_copy()]
+
+    def run(self) -> None:
+        masks, size = self.masks, self.masks.shape[2] * 4
+        first, step, plane = masks.data_ptr(), size, masks.shape[1] * size
+        for slot, turn in enumerate(self.turns):
+            matcher, place = self.matchers[slot], first + slot * step
+            if turn.rollback:
+                matcher.rollback(turn.rollback)
+            if turn.token >= 0:
+                assert matcher.consume_token(turn.token)
+            matcher.unsafe_compute_mask_ptr(place, size)
+            for index, draft in enumerate(turn.drafts, 1):
+                assert matcher.consume_token(draft)
+                matcher.unsafe_compute_mask_ptr(place + index * plane, size)
+
+
+class LLGuidanceBatch(LLGuidanceLoop):
+    """(b) The library's own call for a whole batch and all its drafts, over its threads; matchers stay in front of the drafts."""
+
+    name = "library batch"
+
+    def __init__(self, rows: int, words: int, drafts: int) -> None:
+        super().__init__(rows, words, drafts)
+        self.executor = llguidance.LLExecutor(max(1, available_processors()))
+        self.flat = torch.zeros(rows, drafts + 1, words, dtype=torch.int32)
+        self.masks = self.flat.transpose(0, 1)
+        self.walked: list[tuple[int, ...]] = [()] * rows
+
+    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+        super().seat(slot, grammar)
+        self.walked[slot] = ()
+
+    def prepare(self, turns: Sequence[StepLock]) -> None:
+        self.fresh = [[*self.walked[slot][: turn.accepted], turn.token] if turn.token >= 0 else [] for slot, turn in enumerate(turns)]
+        self.walked = [turn.drafts for turn in turns]
+
+    def run(self) -> None:
+        rows, places, words = self.flat.shape
+        for matcher, tokens in zip(self.matchers, self.fresh, strict=True):
+            assert not tokens or matcher.consume_tokens(tokens)
+        work = [(matcher, slot * places, list(self.walked[slot])) for slot, matcher in enumerate(self.matchers)]
+        self.executor.unsafe_compute_mask_ptr_with_draft_token(work, self.flat.data_ptr(), words * 4, rows * places)

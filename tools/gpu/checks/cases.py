@@ -1,0 +1,194 @@
+"""Engines that always have all rows busy, and rounds of theirs by the clock, taking turns."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepgraph import Constraint, Engine, EngineConfig
+from tools.gpu.checks.context import Context, Figures
+from tools.gpu.checks.shapes import Shape, pair_of
+
+ROW = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer"},
+        "active": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 6},
+        "address": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 40}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["city", "zip"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "active", "tags", "address"],
+    "additionalProperties": False,
+}
+# Texts that go on for as long as they are measured. What allows anything costs a round the same device work, and matchers next to nothing.
+GRAMMARS = {
+    "schema": Constraint.json_schema({"type": "array", "items": ROW, "minItems": 60}),
+    "recursive": Constraint.ebnf(
+        'root ::= "[" item ("," item){199} "]"\nitem ::= number | text | "[" (item ("," item)*)? "]"\n'
+        'number ::= "-"? [0-9]{1,12}\ntext ::= "\\"" [a-zA-Z0-9 _-]{0,24} "\\""'
+    ),
+    "anything": Constraint.regex("[ -~]+"),
+}
+HELD = 0.7  # how often a draft holds: random weights would agree on none
+PROMPT = 32
+KEPT = 8  # cases that stay open for the checks to come
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`name` tells two cases apart that are otherwise the same."""
+
+    name: str
+    grammar: str = ""
+    drafts: int = 3
+    draft_masks: bool = True
+    host_link: str = "auto"
+    eager: bool = False
+
+
+class Case:
+    """One engine of one variant."""
+
+    def __init__(self, context: Context, shape: Shape, rows: int, variant: Variant) -> None:
+        self.rows, self.variant = rows, variant
+        self.pair = pair_of(shape, context.device)
+        self.length = 96 if context.rehearsal else 768
+        config = EngineConfig(
+            max_rows=rows,
+            num_speculative_tokens=variant.drafts,
+            max_length=self.length,
+            buckets=(rows,),
+            greedy_only=True,
+            prefill_chunk=256,
+            forced_acceptance=(HELD,) * variant.drafts if variant.drafts else None,
+            draft_masks=variant.draft_masks,
+            host_link=variant.host_link,
+            eager=variant.eager,
+            compile_isolation="none",
+            prefix_reuse=False,
+            attention="auto" if context.rehearsal else "triton",  # which builds nothing: FlashInfer takes minutes where it is not built
+        )
+        self.engine = Engine(self.pair.target, self.pair.draft if variant.drafts else None, vocabulary=self.pair.vocabulary, config=config)
+        self.engine.capture()
+        self.constraint = GRAMMARS[variant.grammar] if variant.grammar else None
+        if self.constraint:
+            self.engine.compile(self.constraint)
+        self._asked = 0
+        self.seconds: list[float] = []
+
+    def block(self, rounds: int) -> float:
+        """Times so many rounds in which nothing else happened, with a round always on its way. Their median, in microseconds."""
+        self.engine.backend.synchronize()
+        self._step()  # the first one has none before it
+        times: list[float] = []
+        for _ in range(4 * rounds):
+            before = self._fill()
+            begin = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - begin
+            if self._fill() == before:
+                times.append(seconds)
+            if len(times) == rounds:
+                break
+        self.engine.backend.synchronize()
+        assert times, f"{self.variant}: no round without a prompt beside it"
+        self.seconds += times
+        return statistics.median(times) * 1e6
+
+    def _step(self) -> None:
+        """Until all rows are decoding."""
+        self._fill()
+        while True:
+            self.engine.step()
+            prompts = self._fill()
+            self.engine.step()
+            if self._fill() == prompts:
+                return
+
+    def _fill(self) -> int:
+        """Whatever ends is followed by another request. Returns how many prompt tokens were computed."""
+        stats = self.engine.stats()
+        for _ in range(self.rows - stats.running - stats.waiting):
+            self._asked += 1
+            prompt = [(7 * self._asked + 3 * place) % 90 for place in range(PROMPT)]
+            self.engine.submit(prompt, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
+        return stats.prompt_tokens
+
+    def percentile(self, share: float) -> float:
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e6
+
+    def figures(self) -> Figures:
+        stats = self.engine.stats()
+        tokens = stats.tokens / max(1, stats.rounds)
+        return {
+            "rounds": len(self.seconds),
+            "p50_us": round(self.percentile(0.5), 2),
+            "p99_us": round(self.percentile(0.99), 2),
+            "tokens_per_second": round(tokens / self.percentile(0.5) * 1e6, 1),
+        }
+
+
+_open: OrderedDict[tuple[Shape, int, Variant], Case] = OrderedDict()
+
+
+def case_of(context: Context, shape: Shape, rows: int, variant: Variant) -> Case:
+    """An open one with no times yet: capturing takes longer than measuring."""
+    key = (shape, rows, variant)
+    if key not in _open:
+        while len(_open) >= KEPT:
+            _open.popitem(last=False)[1].engine.close()
+        _open[key] = Case(context, shape, rows, variant)
+    _open.move_to_end(key)
+    _open[key].seconds.clear()
+    return _open[key]
+
+
+def close_all() -> None:
+    while _open:
+        _open.popitem()[1].engine.close()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def cell(context: Context, name: str) -> Iterator[None]:
+    """A part of a check whose engines are not used again where it fails."""
+    with context.part(name):
+        try:
+            yield
+        except Exception:
+            close_all()
+            raise
+
+
+def take_turns(context: Context, cases: Sequence[Case], turns: int, share: float = 1.0) -> dict[str, list[float]]:
+    """Blocks of every case by turns, in an order that rotates. The median of each block, in microseconds."""
+    found: dict[str, list[float]] = {case.variant.name: [] for case in cases}
+    for case in cases:
+        case.block(2)  # what is loaded at first use
+        case.seconds.clear()
+    for turn in context.turns(2 if context.rehearsal else turns, share=share):
+        start = turn % len(cases)
+        for case in (*cases[start:], *cases[:start]):
+            found[case.variant.name].append(case.block(2 if context.rehearsal else 12))
+    return found
+
+
+def ratio(blocks: Mapping[str, Sequence[float]], above: str, below: str) -> dict[str, float]:
+    """Of blocks that took the same turn: the median, and the quartiles for its spread."""
+    found = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
+    low, high = found[len(found) // 4], found[(3 * len(found)) // 4]
+    return {"median": round(statistics.median(found), 4), "p25": round(low, 4), "p75": round(high, 4), "turns": len(found)}

@@ -1,0 +1,72 @@
+"""Every check, in the order of a run: where it is, and how long it may take. Knows no torch: who supervises reads this."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
+BUILDS = 150.0  # patience with compilers
+QUICK_SHARE = 0.25  # of its budget, for a check in a quick run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One check. `seconds` is its budget in a full run on an H200: what repeats, repeats less often to stay within it."""
+
+    name: str
+    module: str
+    seconds: float
+    patience: float = 45.0  # for what is loaded, or made, at first use
+
+    def budget(self, quick: bool) -> float:
+        return self.seconds * QUICK_SHARE if quick else self.seconds
+
+    def limit(self, quick: bool, rehearsal: bool) -> float:
+        """Seconds after which it hangs. A budget is for repeats, not for what a check cannot do without, such as loading kernels."""
+        return 600.0 if rehearsal else self.patience + 2 * self.budget(quick)
+
+    @property
+    def sentence(self) -> str:
+        """What it says of itself; read, not imported, for that would take torch and seconds."""
+        tree = ast.parse((ROOT / Path(*self.module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
+        (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == self.name)
+        return (ast.get_docstring(found) or "").splitlines()[0]
+
+
+def _entries(module: str, patience: float = 45.0, **seconds: float) -> tuple[Entry, ...]:
+    return tuple(Entry(name, f"tools.gpu.checks.{module}", each, patience) for name, each in seconds.items())
+
+
+CATALOGUE = (
+    *_entries("steps", capture_user_step=2),
+    *_entries("rounds", replay_equals_eager=18, no_sync_no_allocation=5, one_replay_per_round=4, profiler_counts_one_launch_per_round=5),
+    *_entries("steps", host_nodes=2, streams_overlap_correct=2),
+    *_entries("rounds", engine_matches_oracle=12, devices_agree=8, unconstrained_graph_has_no_host_nodes=3),
+    *_entries("steps", capture_leaves_buffers_untouched=1, illegal_step_raises=2),
+    *_entries("rounds", several_engines=6),
+    *_entries("kernels", random_numbers_equal_the_cpus=2, kernels_equal_references=8),
+    *_entries("masks", masks_and_processors_equal_references=8),
+    *_entries("filters", patience=BUILDS, filters_equal_references=8),
+    *_entries("rejection", rejection_equals_reference=5),
+    *_entries("llama", attention_equals_reference=8),
+    *_entries("attention", patience=BUILDS, attention_choices_equal_reference=10),
+    *_entries("llama", llama_decodes_alike=6),
+    *_entries("traces", stages_are_told=3, timeline_tells_every_round=5),
+    *_entries("profile", profile_of_the_bench=10),
+    *_entries("engines", every_drafter_replays_as_eager=14, hundreds_of_rounds_replay_as_eager=10, both_libraries_match_oracle=6),
+    *_entries("engines", steps_wait_for_nothing=4, closing_gives_everything_back=6),
+    *_entries("gil", native_nodes_need_no_gil=3),
+    *_entries("law", sampled_texts_have_the_targets_law=8),
+    *_entries("sanitizer", programs_touch_only_their_own=12),
+    *_entries("timing", gil_hold=3, figures=5),
+    *_entries("latency", host_node_latency=3, conditional_node_cost=2),
+    *_entries("floors", kernels_against_floor=10),
+    # what decides a goal comes first; the last one lets a compiler run for as long as it needs
+    *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=20, mask_time_is_hidden=16),
+    *_entries("numbers", constrained_rounds=60),
+    *_entries("others", against_hand_written_loop=20),
+    *_entries("others", patience=BUILDS, against_transformers=60),
+)

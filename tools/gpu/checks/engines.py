@@ -1,0 +1,255 @@
+"""Checks of whole engines: every drafter, hundreds of rounds, both libraries, what steps wait for, what closing gives back."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from stepgraph import Constraint, Engine, EngineConfig, Job
+from stepgraph.runtime.drafters import Drafter
+from stepgraph.runtime.models.draft_llama import DraftLlama
+from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.models.toy import ToyDraft
+from stepgraph.sampling.grammar import GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from tests.helpers.oracles import accepts, greedy
+from tools.gpu.checks.context import (
+    CONSTRAINTS,
+    ORACLE_TARGET,
+    STOP,
+    VOCABULARY,
+    Context,
+    Figures,
+    outcome,
+    random_asks,
+    serve,
+    toy_target,
+)
+from tools.gpu.checks.shapes import TINY, fill, pair_of
+
+MARKED = tuple(Constraint.regex("[a-c]{1,9}x?", library).after("b") for library in ("xgrammar", "llguidance"))
+
+
+@contextmanager
+def _engine(context: Context, target: object, drafter: Drafter | str | None, k: int, **changes: object) -> Iterator[Engine]:
+    """Captured, over models that are there."""
+    config = EngineConfig(
+        max_rows=2, num_speculative_tokens=k, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
+    )
+    config = replace(config, filters="auto" if context.rehearsal else "triton")
+    with context.backend(asynchronous=True) as backend:
+        engine = Engine(target, drafter, vocabulary=VOCABULARY, config=replace(config, **changes), backend=backend)  # type: ignore[arg-type]
+        try:
+            engine.capture()
+            yield engine
+        finally:
+            engine.close()
+
+
+def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
+    """Name, target, drafter, changes of the config: everything that can draft."""
+    pair, toy, device = pair_of(TINY, context.device), toy_target(context.device), context.device
+    yield "EAGLE-3", pair.target, pair.draft, {}
+    plain = Llama(TINY.target, device=device)
+    fill(plain, 3)
+    for modules in (1, 3):
+        config = replace(TINY.target, windows=(None,) * modules)
+        mtp = Mtp(config, embedding=plain.embedding, head=plain.unembedding, device=device)
+        fill(mtp, 4, spare=plain.embedding)
+        yield f"MTP of {modules}", plain, mtp, {}
+    model = DraftLlama(replace(TINY.target, windows=(None,)), device=device)
+    fill(model, 5)
+    yield "draft model", plain, model, {}
+    yield "own vocabulary", toy, ToyDraft(toy, 0.9, d2t=[*range(len(VOCABULARY.tokens) - 1, -1, -2)]).to(device), {}
+    yield "look-up beside a model", toy, ToyDraft(toy, 0.5).to(device), {"look_up": 2}
+    yield "n-gram", toy, NgramLookup(), {}
+    yield "n-gram, nothing forced", toy, NgramLookup(), {"forced_drafts": False}
+    yield "forced", toy, "forced", {}
+    yield "function", toy, _says_it_again, {"rounds_in_flight": 1}
+
+
+def _says_it_again(job: Job) -> list[int]:
+    """On the host: the prompt's own tokens, over and over."""
+    return [job.prompt_ids[(len(job.tokens) + place) % len(job.prompt_ids)] for place in range(3)]
+
+
+def every_drafter_replays_as_eager(context: Context) -> Figures:
+    """Captured engines say what eager ones do, token for token, and leave the same caches: EAGLE-3, MTP, models, look-up, functions."""
+    found = context.found
+    kinds = (False,) if context.rehearsal else (False, True)
+    for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(_drafters(context))):
+        if sampled and not context.fits(f"{name}, sampled keys"):
+            continue
+        told = []
+        for eager in (False, True):
+            with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
+                jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
+                engine.backend.synchronize()
+                page = engine.limits.page_size
+                caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
+                told.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
+                accepted = engine.stats().accepted_drafts
+        (ours, kept), (theirs, wanted) = told
+        assert ours == theirs, f"{name}: a captured engine says {ours}, an eager one {theirs}"
+        assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
+        different = [key for key in kept if not torch.equal(kept[key], wanted[key])]
+        assert not different, f"{name}: {different} differ"
+        found[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
+    return found
+
+
+def _without_scratch(cache: torch.Tensor, page: int) -> torch.Tensor:
+    """Inert positions collide in the first page of a layer's slots."""
+    return (cache[page:] if cache.dim() == 1 else cache[:, page:]).cpu().nan_to_num()
+
+
+def hundreds_of_rounds_replay_as_eager(context: Context) -> Figures:
+    """Two engines in step, one captured, one eager, under random admissions and cancels: their rows are the same after every step."""
+    steps = 0
+    for k, draft_masks in ((4, True), (2, False))[: 1 if context.rehearsal else 2]:
+        with (
+            context.engine(k, draft_masks=draft_masks) as captured,
+            context.engine(k, draft_masks=draft_masks, eager=True) as eager,
+        ):
+            for seed in context.turns(context.count(8, 2) if not context.rehearsal else 1):
+                steps += _in_step(captured, eager, seed, 10 if context.rehearsal else 60, k)
+    return {"steps": steps}
+
+
+def _in_step(captured: Engine, eager: Engine, seed: int, count: int, k: int) -> int:
+    engines, steps = (captured, eager), 0
+    jobs: list[tuple[int | None, int, tuple[Job, ...]]] = []
+    asks = random_asks(500 + seed, count, k)
+    for constraint in filter(None, CONSTRAINTS):
+        for engine in engines:
+            engine.compile(constraint)
+    while asks or captured.has_work or eager.has_work:
+        while asks and len(jobs) * 2 <= steps:
+            ask = asks.pop()
+            kept = {"max_new_tokens": ask.max_new_tokens, "num_speculative_tokens": ask.drafts, "constraint": ask.constraint}
+            jobs.append((ask.cancel_after, steps, tuple(engine.submit(ask.prompt, **kept) for engine in engines)))  # type: ignore[arg-type]
+        for cancel_after, born, both in jobs:
+            if cancel_after == steps - born:
+                for engine, job in zip(engines, both, strict=True):
+                    engine.cancel(job)
+        for engine in engines:
+            engine.step()
+            engine.backend.synchronize()
+        rows = captured.limits.max_rows
+        for name in ("row_state", "row_drafts", "row_output_counts"):
+            ours, theirs = (engine.buffers[name][:rows] for engine in engines)
+            assert torch.equal(ours, theirs), f"seed {seed}, step {steps}: {name} differs"
+        steps += 1
+    for _, _, (ours_, theirs_) in jobs:
+        assert outcome(ours_) == outcome(theirs_), f"seed {seed}: {outcome(ours_)}, eagerly {outcome(theirs_)}"
+    return steps
+
+
+def both_libraries_match_oracle(context: Context) -> Figures:
+    """Engines that know one library each say what plain greedy decoding under that library's masks says; texts behind markers, too."""
+    found: Figures = {}
+    libraries: tuple[BackendChoice, ...] = ("xgrammar", "llguidance")
+    for library in libraries:
+        try:
+            compiler = GrammarCompiler(VOCABULARY, backend=library)
+        except ValueError as missing:
+            found[library] = str(missing)
+            continue
+        tokens, constraints = 0, (*filter(None, CONSTRAINTS), *(each for each in MARKED if each.backend == library))
+        with context.engine(4, library=library) as engine:
+            for seed in context.turns(context.count(6, 1)):
+                asks = [ask._replace(cancel_after=None) for ask in random_asks(900 + seed, 10, 4, constraints)]
+                for ask, job in zip(asks, serve(engine, asks), strict=True):
+                    assert ask.constraint is not None
+                    grammar = compiler.compile(ask.constraint)
+                    assert grammar.backend == library, f"{ask.constraint}: {grammar.backend}, {grammar.reason}"
+                    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), grammar, len(VOCABULARY.tokens))
+                    assert outcome(job) == (answer.tokens, answer.reason, ""), f"{ask}: got {outcome(job)}, want {answer}"
+                    assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")
+                    tokens += len(job.tokens)
+        found[library] = {"tokens": tokens}
+    return found
+
+
+def steps_wait_for_nothing(context: Context) -> Figures:
+    """Whole steps of an engine with torch's sync debug mode on "error": no wait, no allocation beside prompts, no buffer moved."""
+    rounds = 40 if context.rehearsal else 200
+    with context.engine(4) as engine:
+        for constraint in filter(None, CONSTRAINTS):
+            engine.compile(constraint)
+        serve(engine, random_asks(3, 2, 4))
+        pointers, before = engine.buffers.fingerprint(), engine.stats()
+        quiet = allocated = 0
+        with _errors_on_sync(context):
+            while engine.stats().rounds - before.rounds < rounds:
+                stats = engine.stats()
+                if stats.running + stats.waiting < engine.limits.max_rows:
+                    turn = stats.submitted
+                    engine.submit([turn % 90 + 1, 5, 9], constraint=CONSTRAINTS[turn % len(CONSTRAINTS)], max_new_tokens=30)
+                held = _allocated(context)
+                engine.step()
+                if engine.stats().prompt_tokens == stats.prompt_tokens and engine.stats().rounds > stats.rounds:
+                    quiet, allocated = quiet + 1, allocated + _allocated(context) - held
+        after = engine.stats()
+        assert engine.buffers.fingerprint() == pointers, "a buffer moved"
+        assert after.host_syncs == before.host_syncs, "a step waited for the device"
+        assert after.replays - before.replays == after.rounds - before.rounds
+        assert allocated == 0, f"{allocated} bytes allocated in {quiet} steps without a prompt"
+        assert quiet > 0
+    return {"rounds": after.rounds - before.rounds, "steps_without_a_prompt": quiet}
+
+
+@contextmanager
+def _errors_on_sync(context: Context) -> Iterator[None]:
+    if context.rehearsal:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _allocated(context: Context) -> int:
+    """Bytes that torch's allocator has handed out so far, given back or not."""
+    return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
+
+
+def closing_gives_everything_back(context: Context) -> Figures:
+    """Engines are made, used and closed: their buffers and threads go, and the driver has its memory again."""
+    turns = 1 if context.rehearsal else context.count(6, 3)
+    _use_one(context)  # what torch and its libraries keep for good is there now
+    threads, free = threading.active_count(), _free(context)
+    kept = [_use_one(context) for _ in range(turns)]
+    gc.collect()
+    alive = sum(reference() is not None for reference in kept)
+    assert alive == 0, f"the buffers of {alive} of {turns} closed engines are alive"
+    assert threading.active_count() <= threads, f"{threading.active_count()} threads, {threads} before"
+    lost = free - _free(context)
+    assert lost <= 4 << 20, f"{lost} bytes less are free on the device"  # the driver hands memory out in such pieces
+    return {"engines": turns, "bytes_less_free": lost}
+
+
+def _use_one(context: Context) -> weakref.ref[object]:
+    with context.engine(2) as engine:
+        serve(engine, random_asks(5, 3, 2))
+        return weakref.ref(engine.buffers)
+
+
+def _free(context: Context) -> int:
+    gc.collect()
+    if context.rehearsal:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,0 +1,81 @@
+"""The check of sampling under speculation and a grammar: whole texts come as often as the target's own masked law says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from stepgraph import Constraint, Engine, SamplingParams
+from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus
+from tests.helpers.chi_square import chi_square_p
+from tests.helpers.oracles import filtered, prefix_logits
+from tools.gpu.checks.context import ORACLE_TARGET, STOP, VOCABULARY, Context, Figures, compiled
+
+PROMPT = (40, 2, 17)
+CHOICE = Constraint.choice(["yes", "no", "not at all", "nothing", "yeah"])
+TEMPERATURE, OTHER, TOP_P = 1.5, 0.7, 0.95
+UNLIKELY = 1e-6
+
+
+def law_of_texts(grammar: CompiledConstraint, temperature: float) -> dict[tuple[int, ...], float]:
+    """Every text that may come, with its probability in float64: the product of its tokens', each under its own mask."""
+    found: dict[tuple[int, ...], float] = {}
+    masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
+
+    def walk(text: tuple[int, ...], share: float) -> None:
+        matcher = grammar.matcher()
+        assert all(matcher.accept_token(token) for token in text)
+        status = matcher.fill_next_token_bitmask(masks, 0)
+        if status != MaskStatus.OK:
+            found[text] = share
+            return
+        bits = ((masks[0][:, None] >> torch.arange(32)) & 1).flatten()
+        logits = prefix_logits(ORACLE_TARGET, [*PROMPT, *text])[: len(VOCABULARY.tokens)]
+        legal = [logit if bits[token] else float("-inf") for token, logit in enumerate(logits)]
+        for token, chance in enumerate(filtered(legal, temperature, 0, TOP_P, 0.0)):
+            longer = (*text, token)
+            if chance and token == STOP:
+                found[longer] = share * chance
+            elif chance:
+                walk(longer, share * chance)
+
+    walk((), 1.0)
+    return found
+
+
+def sampled_texts_have_the_targets_law(context: Context) -> Figures:
+    """Hundreds of seeds, K = 3, masked drafts and not: chi-square against float64, and against another temperature, which must fail."""
+    grammar = compiled(CHOICE)
+    assert grammar is not None
+    law, wrong = (law_of_texts(grammar, temperature) for temperature in (TEMPERATURE, OTHER))
+    texts, count = sorted(law), 300 if context.rehearsal else context.count(6000, 2000)
+    found: Figures = {"texts": len(texts), "seeds": count}
+    for draft_masks in (True,) if context.rehearsal else (True, False):
+        with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8) as engine:
+            told = _told(engine, count)
+            accepted = engine.stats().accepted_drafts
+        strange = set(told) - set(texts)
+        assert not strange, f"texts of no probability: {strange}"
+        assert accepted > 0, "no draft held: nothing was speculated about"
+        counts = torch.tensor([told[text] for text in texts])
+        fits, control = (
+            chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, wrong)
+        )
+        assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {told}"
+        assert control < UNLIKELY, f"the control was not refused: p = {control:.1e}"
+        found[f"p, draft_masks={draft_masks}"] = fits
+    return found
+
+
+def _told(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
+    engine.compile(CHOICE)
+    jobs = [
+        engine.submit(
+            PROMPT, constraint=CHOICE, sampling=SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=seed), max_new_tokens=20
+        )
+        for seed in range(count)
+    ]
+    for _ in engine.stream():
+        pass
+    return Counter(tuple(job.tokens) for job in jobs)

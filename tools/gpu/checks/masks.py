@@ -1,0 +1,185 @@
+"""The check of masks, tags and processors: each operation equals its reference bit for bit, and what both cost in a graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling import bitmask, kernels
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import mask_rows, processors
+from stepgraph.sampling.processors import RowSettings
+from stepgraph.sampling.sampler import Param
+from tools.gpu.checks.context import Context, Figures
+from tools.gpu.checks.kernels import times_of
+
+MAX_BIASES, MAX_STOPS = 32, 4
+KINDS = 4  # of rows: nothing asked for, biases and bans, penalties, all of it and stop tokens too early
+
+
+class Case(NamedTuple):
+    """The arguments of kernels.process."""
+
+    logits: Tensor
+    settings: RowSettings
+    rows: Tensor | None
+    before: Tensor
+    first: int
+    ruling: kernels.GrammarMask | None
+    ids: Tensor | None
+
+    def on(self, device: torch.device) -> Case:
+        def moved(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        ruling = None if self.ruling is None else kernels.GrammarMask(*(moved(value) for value in self.ruling))
+        settings = RowSettings(*(value.to(device) for value in self.settings))
+        return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)
+
+    def arguments(self, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Of the operation."""
+        *tables, generated = self.settings
+        ruling = self.ruling or (None, None, None, None)
+        return (self.logits, *ruling, self.ids, self.rows, *tables, generated, self.before, self.first, *outputs)
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory full of garbage."""
+        shape, device = self.logits.shape, self.logits.device
+        numbers = torch.full(shape[:2], -9, device=device)
+        return torch.full(shape, 7.5, device=device), numbers == -9, numbers
+
+
+def make_case(
+    batch: int,
+    positions: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    own: int = 0,
+    ruled: bool = True,
+    first: int = 0,
+    seed: int = 0,
+) -> Case:
+    """Every kind of row, in any order among more, with masks of many densities: some without a bit, some that do not count.
+
+    Logits have ties, infinities, a NaN, and a rest that must not be seen. own: the size of a draft's own vocabulary, 0: none.
+    """
+    made = torch.Generator().manual_seed(seed + vocabulary)
+    tables, width, drafts = batch + 2, own or vocabulary, first + positions - 1
+    logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
+    logits[torch.rand(logits.shape, generator=made) < 0.05] = -math.inf
+    logits[0, 0, width // 2], logits[-1, -1, width // 3], logits[..., width:] = math.nan, math.inf, math.nan
+    rows = torch.randperm(tables, generator=made)[:batch]
+    ids = torch.randperm(vocabulary, generator=made)[:own].sort().values if own else None
+    before = torch.randint(0, vocabulary, (drafts, batch), generator=made).T  # as batch_drafts has them
+    before[torch.arange(batch) % 3 == 2, drafts // 2 :] = -1
+    settings = make_settings(tables, vocabulary, rows, before, made)
+    ruling = _ruling(batch, positions, vocabulary, made) if ruled else None
+    return Case(logits.to(dtype)[..., :width], settings, rows, before, first, ruling, ids)
+
+
+def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, made: torch.Generator) -> RowSettings:
+    """Settings whose kinds take turns along `rows`; what the drafts say was partly said before."""
+    kind = torch.zeros(tables, dtype=torch.int64)
+    kind[rows] = torch.arange(len(rows)) % KINDS
+    penalised, biased = kind >= 2, (kind == 1) | (kind == 3)
+
+    def pick(values: tuple[float, ...], otherwise: float) -> Tensor:
+        drawn = torch.tensor(values)[torch.randint(0, len(values), (tables,), generator=made)]
+        return torch.where(penalised, drawn, otherwise)
+
+    params = torch.full((tables, len(Param)), 0.5)
+    params[:, Param.REPETITION_PENALTY] = pick((1.0, 1.3, 0.7), 1.0)
+    params[:, Param.PRESENCE_PENALTY] = pick((0.3, -1.1), 0.0)
+    params[:, Param.FREQUENCY_PENALTY] = pick((0.7, -0.3), 0.0)
+    params[:, Param.MIN_NEW_TOKENS] = torch.where(kind == 3, 6.0, 0.0)
+    count = min(MAX_BIASES - 1, vocabulary)
+    bias_ids = torch.full((tables, MAX_BIASES), -1)
+    bias_ids[:, :count] = torch.rand(tables, vocabulary, generator=made).topk(count, 1).indices  # distinct
+    bias_ids[~biased] = -1
+    biases = torch.randn(tables, MAX_BIASES, generator=made)
+    biases[torch.rand(biases.shape, generator=made) < 0.2] = -math.inf
+    stop_ids = torch.randint(-1, vocabulary, (tables, MAX_STOPS), generator=made)
+    counts = torch.randint(-3, 4, (tables, vocabulary), generator=made, dtype=torch.int32).clamp(min=0)
+    if before.shape[1]:
+        counts[rows, before[:, 0].clamp(min=0)] += 2
+    return RowSettings(
+        params=params,
+        bias_ids=bias_ids,
+        biases=torch.where(bias_ids >= 0, biases, 0.0),
+        stop_ids=stop_ids,
+        prompt_seen=torch.rand(tables, vocabulary, generator=made) < 0.3,
+        output_counts=counts,
+        generated=torch.randint(0, 9, (len(rows), 3), generator=made)[:, 1],  # a column, as the round has it
+    )
+
+
+def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
+    """Bits beyond the vocabulary are set: they must not matter."""
+    density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
+    allowed = torch.rand(batch, positions, -(-vocabulary // bitmask.WORD) * bitmask.WORD, generator=made) < density
+    allowed[..., vocabulary:] = True
+    rows = torch.randperm(batch, generator=made)
+    packed = bitmask.pack(allowed)
+    packed[rows[batch // 2], -1] = 0
+    other = torch.randint(0, len(MaskStatus), (batch, positions), generator=made)
+    status = torch.where(torch.rand(batch, positions, generator=made) < 0.8, int(MaskStatus.OK), other)
+    return kernels.GrammarMask(packed, rows, torch.arange(batch) % 5 != 4, status)
+
+
+def masks_and_processors_equal_references(context: Context) -> Figures:
+    """Tags, masks, penalties, biases and stop tokens, at every place, with and without a vocabulary of the draft's own."""
+    found: Figures = {"implementation": kernels.implementation(context.device)}
+    for batch, places in itertools.product((1, 64), (1, 5, 9)):
+        found[f"mask_status B={batch} N={places}"] = _check_tags(context, batch, places)
+    for batch, vocabulary in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
+        if batch * vocabulary > (400_000 if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={vocabulary}"):
+            continue
+        for dtype, ruled in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+            case = make_case(batch, 4, vocabulary, dtype, ruled=ruled)
+            found[f"process B={batch} V={vocabulary} {str(dtype)[6:]} {'masked' if ruled else 'free'}"] = _check_process(context, case)
+        case = make_case(batch, 1, vocabulary, torch.bfloat16, own=min(vocabulary, 32_000), first=2)
+        found[f"process B={batch} V={vocabulary} own vocabulary"] = _check_process(context, case)
+    return found
+
+
+def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tags [R, N, 4] of rows in any order, of which every field is sometimes another's; owner, generated, constrained, rows."""
+    made = torch.Generator().manual_seed(batch + places)
+    rows = torch.randperm(batch + 2, generator=made)[:batch]
+    state = torch.randint(0, 50, (batch, 7), generator=made)
+    tags = torch.randint(0, 50, (batch + 2, places, 4), generator=made)
+    tags[rows, :, :2], tags[rows, :, 2] = state[:, None, :2], torch.arange(2, 2 + places)
+    tags[..., 3] = torch.randint(0, len(MaskStatus), tags.shape[:2], generator=made)
+    wrong = torch.rand(*tags.shape[:2], 3, generator=made) < 0.1
+    tags[..., :3] += wrong.to(torch.int64)
+    ruled = torch.arange(batch) % 4 != 3
+    tags, state, ruled, rows = (tensor.to(device) for tensor in (tags, state, ruled, rows))
+    return tags, state[:, 0], state[:, 1], ruled, rows
+
+
+def _check_tags(context: Context, batch: int, places: int) -> Figures:
+    tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
+    status = torch.empty(batch, places, dtype=torch.int64, device=context.device)
+    arguments = (tags, rows, owner, generated, ruled, 2, status)
+    mask_rows.mask_status_reference(*arguments)
+    assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), status), f"N={places}: statuses differ"
+    return times_of(context, partial(mask_rows.mask_status_operation, *arguments), partial(mask_rows.mask_status_reference, *arguments))
+
+
+def _check_process(context: Context, case: Case) -> Figures:
+    case = case.on(context.device)
+    outputs = case.outputs()
+    arguments = case.arguments(outputs)
+    reference = partial(processors.process_reference, *arguments)
+    reference()
+    found = kernels.process(*case)
+    for name, ours, expected in zip(kernels.Processed._fields, found, outputs, strict=True):
+        same = (ours == expected) | (ours.isnan() & expected.isnan())
+        assert bool(same.all()), f"{name} differs at {int((~same).sum())} places"
+    return times_of(context, partial(processors.process_operation, *arguments), reference)

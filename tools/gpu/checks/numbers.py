@@ -1,0 +1,193 @@
+"""The checks that measure rounds of real sizes: each figure is a ratio of variants that took turns. Never a verdict by itself."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from stepgraph.graphs.spans import OUTSIDE
+from stepgraph.runtime.trace import Timeline
+from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
+from tools.gpu.checks.context import Context, Figures, summary
+from tools.gpu.checks.kernels import stopwatch
+from tools.gpu.checks.shapes import shape_of
+
+SIZES = ("1B", "8B")
+MOST_NOISE = 0.05  # of a share: a larger one is no excuse
+FREE, AGAIN = Variant("free"), Variant("free again")
+SCHEMA, RECURSIVE = Variant("schema", "schema"), Variant("recursive", "recursive")
+PYTHON = Variant("schema, Python callbacks", "schema", host_link="python")
+ANYTHING = Variant("anything", "anything")
+UNMASKED = Variant("schema, drafts not masked", "schema", draft_masks=False)
+
+
+def _cells(context: Context) -> list[tuple[int, int, str]]:
+    """Rows, drafts, size, what matters most in front: a budget that ends leaves the rest out."""
+    if context.rehearsal:
+        return [(1, 3, size) for size in SIZES]
+    return [(rows, drafts, size) for drafts in (3, 5) for rows in (1, 16, 64, 4) for size in SIZES]
+
+
+def constrained_rounds(context: Context) -> Figures:
+    """A round under a schema, or a recursive grammar, against one without; native host nodes against Python, masked drafts or not."""
+    cells = _cells(context)
+    told: dict[str, list[Excess]] = {size: [] for size in SIZES}
+    for place, (rows, drafts, size) in enumerate(cells, 1):
+        name = f"{size} batch {rows} K={drafts}"
+        if place > len(SIZES) and not context.fits(name):
+            continue
+        more = (PYTHON, UNMASKED) if (rows, drafts) == (16, 3) or context.rehearsal else ()
+        variants = [_drafting(variant, drafts) for variant in (FREE, AGAIN, SCHEMA, RECURSIVE, *more)]
+        with cell(context, name):
+            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
+            blocks = take_turns(context, cases, 24, share=place / len(cells))
+            context.found[name], excess = _over_free({case.variant.name: case for case in cases}, blocks)
+            told[size].append(excess)
+            context.found[size] = worst_of(told[size])
+    return context.found
+
+
+class Excess(NamedTuple):
+    """By how much a cell's grammars make a round longer, and how far two engines without any are apart there."""
+
+    p50: float
+    noise: float
+    p99: float
+    noise_p99: float
+
+
+def _over_free(cases: dict[str, Case], blocks: dict[str, list[float]]) -> tuple[Figures, Excess]:
+    ratios = {name: ratio(blocks, name, "free") for name in cases if name != "free"}
+    tails = {name: round(case.percentile(0.99) / cases["free"].percentile(0.99), 4) for name, case in cases.items()}
+    told: Figures = {"variants": {name: case.figures() for name, case in cases.items()}, "over_free": ratios, "p99_over_free": tails}
+    return told, Excess(
+        p50=max(ratios["schema"]["median"], ratios["recursive"]["median"]),
+        noise=max(abs(ratios["free again"][edge] - 1) for edge in ("p25", "p75")),
+        p99=max(tails["schema"], tails["recursive"]),
+        noise_p99=abs(tails["free again"] - 1),
+    )
+
+
+def worst_of(cells: Sequence[Excess]) -> Figures:
+    """Each cell is held against its own noise: the noise of another one excuses nothing."""
+    middle, tail = max(cells, key=lambda cell: cell.p50 - cell.noise), max(cells, key=lambda cell: cell.p99 - cell.noise_p99)
+    return {"p50": middle.p50, "noise": middle.noise, "p99": tail.p99, "noise_p99": tail.noise_p99}
+
+
+def _drafting(variant: Variant, drafts: int) -> Variant:
+    return Variant(variant.name, variant.grammar, drafts, variant.draft_masks, variant.host_link, variant.eager)
+
+
+def captured_against_eager(context: Context) -> Figures:
+    """Tokens a second of recorded rounds against the same rounds run op by op, at K = 3."""
+    batches = (1,) if context.rehearsal else (1, 16)
+    for place, (rows, size) in enumerate(itertools.product(batches, SIZES), 1):
+        variants = (FREE, Variant("eager", eager=True), SCHEMA, Variant("schema, eager", "schema", eager=True))
+        told = context.found.setdefault(size, {})
+        assert isinstance(told, dict)
+        with cell(context, f"{size} batch {rows}"):
+            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
+            blocks = take_turns(context, cases, 12, share=place / (len(batches) * len(SIZES)))
+            told[f"batch {rows}"] = {
+                "ratio": ratio(blocks, "eager", "free"),
+                "ratio_constrained": ratio(blocks, "schema, eager", "schema"),
+                "variants": {case.variant.name: case.figures() for case in cases},
+            }
+    return context.found
+
+
+def mask_time_is_hidden(context: Context) -> Figures:
+    """How much of the matchers' time a round is not longer for: both over those of a grammar that allows everything, at once."""
+    for rows, size in itertools.product((1,) if context.rehearsal else (1, 16), SIZES):
+        with cell(context, f"{size} batch {rows}"):
+            cases = [case_of(context, shape_of(context, size), rows, variant) for variant in (ANYTHING, SCHEMA, RECURSIVE)]
+            before = [_host(case) for case in cases]
+            blocks = take_turns(context, cases, 16)
+            base, *host_us = (_host_us(case, then) for case, then in zip(cases, before, strict=True))
+            for case, micros in zip(cases[1:], host_us, strict=True):
+                told = hidden(blocks[case.variant.name], blocks["anything"], micros - base)
+                waited = case.engine.stats().exposed_wait_seconds
+                told |= {"host_us": round(micros, 2)} | ({} if waited is None else {"waited_seconds": round(waited, 6)})
+                context.found[f"{size} batch {rows} {case.variant.name}"] = told
+    least = min((each for each in context.found.values() if isinstance(each, dict)), key=lambda each: each["share_hidden"] + each["noise"])
+    return context.found | {name: least[name] for name in ("share_hidden", "noise")}
+
+
+def hidden(ruled: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
+    """Blocks that took the same turn, with the same device work; `host_us`: by how much longer the host nodes of the first ones take."""
+    longer = sorted(one - other for one, other in zip(ruled, loose, strict=True))
+    low, high = longer[len(longer) // 4], longer[(3 * len(longer)) // 4]
+    exposed, host_us = max(0.0, statistics.median(longer)), max(host_us, 0.1)
+    share, noise = 1 - min(1.0, exposed / host_us), min(MOST_NOISE, (high - low) / 2 / host_us)
+    return {"exposed_us": round(exposed, 2), "share_hidden": round(share, 4), "noise": round(noise, 4)}
+
+
+def _host_us(case: Case, before: tuple[float, int]) -> float:
+    """Of host nodes, per round since then."""
+    total, rounds = (now - then for now, then in zip(_host(case), before, strict=True))
+    assert total > 0, "no host node was timed"
+    return total / rounds * 1e6
+
+
+def _host(case: Case) -> tuple[float, int]:
+    """Seconds of host nodes, and rounds, so far."""
+    stats = case.engine.stats()
+    return stats.host_nodes.total, stats.rounds
+
+
+def idle_between_rounds(context: Context) -> Figures:
+    """What the device rests between the last that one round does and the first of the next, by the profiler's clock."""
+    gaps: list[float] = []
+    for size, variant in itertools.product(SIZES, (FREE, SCHEMA)):
+        with cell(context, f"{size} {variant.name}"):
+            case = case_of(context, shape_of(context, size), 1, variant)
+            case.block(2)
+            rounds = 4 if context.rehearsal else 30
+            with case.engine.trace(rounds=rounds) as trace:
+                case.block(rounds + 2)
+            between = gaps_between_rounds(trace.timeline)
+            assert between, f"{variant}: no two rounds in the trace"
+            context.found[f"{size} {variant.name}"] = summary(between)
+            gaps.append(statistics.median(between))
+            context.found["gap_us"] = {"median": round(max(gaps), 2)}
+    return context.found
+
+
+def gaps_between_rounds(timeline: Timeline) -> list[float]:
+    """Microseconds in which no stream does anything for either round."""
+    extents: dict[int, tuple[int, int]] = {}
+    for span in timeline.spans:
+        if span.kind != "launch" and span.round != OUTSIDE:
+            start, end = extents.get(span.round, (span.start_ns, span.end_ns))
+            extents[span.round] = min(start, span.start_ns), max(end, span.end_ns)
+    return [max(0, start - end) / 1000 for (_, end), (start, _) in itertools.pairwise(extents[each] for each in sorted(extents))]
+
+
+def copy_bandwidth(context: Context) -> float:
+    """Bytes read and written per second by a copy in device memory; the best of a few."""
+    source = torch.empty(1 << (20 if context.rehearsal else 30), dtype=torch.uint8, device=context.device)
+    other = torch.empty_like(source)
+    watch = stopwatch(context, partial(other.copy_, source))
+    return 2e6 * source.nbytes / min(watch() for _ in range(5))
+
+
+def weights_per_second(context: Context) -> Figures:
+    """Weights that a round of one row has to read, per second, over what a copy moves per second."""
+    found, bandwidth = context.found, copy_bandwidth(context)
+    found["copy_gigabytes_per_second"] = round(bandwidth / 1e9, 1)
+    for size, drafts in itertools.product(SIZES, (3,) if context.rehearsal else (5, 3, 0)):
+        with cell(context, f"{size} K={drafts}"):
+            case = case_of(context, shape_of(context, size), 1, _drafting(FREE, drafts))
+            blocks = take_turns(context, [case], 16)["free"]
+            read = case.pair.round_bytes(drafts)
+            share = read / (statistics.median(blocks) * 1e-6) / bandwidth
+            told = {"bytes": read, "round_us": round(statistics.median(blocks), 2), "share": round(share, 4)}
+            found[f"{size} K={drafts}"] = told
+            if drafts == 3:
+                found[size] = told
+    return found

@@ -1,0 +1,148 @@
+"""The checks against what a user would run instead, on the same weights: a loop written by hand, and `transformers`. Ratios, no verdict."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from stepgraph.graphs import Backend
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.sampling.grammar import GrammarCompiler
+from tools.gpu.baselines.three_graphs import PAGE, Sizes, ThreeGraphs
+from tools.gpu.baselines.transformers_generate import Generator, not_available, same_weights, small_assistant
+from tools.gpu.checks.cases import GRAMMARS, PROMPT, ROW, Case, Variant, case_of, cell, close_all
+from tools.gpu.checks.context import Context, Figures, Skipped, summary
+from tools.gpu.checks.shapes import Pair, Shape, pair_of, shape_of
+
+DRAFTS = 3
+
+
+class LoopCase:
+    """The loop with all rows busy, timed as a Case is."""
+
+    def __init__(self, context: Context, backend: Backend, shape: Shape, rows: int, grammar: str) -> None:
+        self.pair, self._backend = pair_of(shape, context.device), backend
+        self._length = 96 if context.rehearsal else 768
+        attention = choose_attention(
+            context.device, "auto" if context.rehearsal else "triton", (*self.pair.target.attends, *self.pair.draft.attends), PAGE
+        )
+        sizes = Sizes(rows, DRAFTS, self._length)
+        self._loop = ThreeGraphs(backend, self.pair.target, self.pair.draft, self.pair.vocabulary, sizes, attention)
+        compiler = GrammarCompiler(self.pair.vocabulary)
+        self._grammar = compiler.compile(GRAMMARS[grammar]) if grammar else None
+        self._asked = 0
+
+    def block(self, rounds: int) -> float:
+        """The median of so many steps in which nobody was admitted, in microseconds."""
+        times: list[float] = []
+        for _ in range(4 * rounds):
+            admitted = self._fill()
+            start = time.perf_counter()
+            self._backend.run(self._loop.step)  # on the stream of its graphs, as a user would: from another one each would be waited for
+            if not admitted:
+                times.append(time.perf_counter() - start)
+            if len(times) == rounds:
+                break
+        assert times
+        return statistics.median(times) * 1e6
+
+    def _fill(self) -> int:
+        count = self._loop.rows.count(None)
+        for _ in range(count):
+            self._asked += 1
+            prompt = [(7 * self._asked + 3 * place) % 90 for place in range(PROMPT)]
+            self._loop.admit(prompt, self._grammar, self._length - PROMPT)
+        return count
+
+
+def against_hand_written_loop(context: Context) -> Figures:
+    """A step of a loop with three graphs and the masks on the host between them, over a round of ours: same kernels, same drafts a round.
+
+    Time a step, not tokens: unmasked drafts of random weights are never legal, so the loop's matchers have less to walk than real ones.
+    """
+    cells = [(1, "1B"), (1, "8B")] if context.rehearsal else [(1, "1B"), (1, "8B"), (16, "8B"), (16, "1B")]
+    for place, (rows, size) in enumerate(cells, 1):
+        shape = shape_of(context, size)
+        for grammar in ("", "schema"):
+            name = f"{size} batch {rows} {grammar or 'free'}"
+            if not context.fits(name):
+                continue
+            with cell(context, name), context.backend() as backend:
+                loop = LoopCase(context, backend, shape, rows, grammar)
+                ours = case_of(context, shape, rows, Variant(grammar or "free", grammar))
+                blocks = _by_turns(context, {"loop": loop.block, "ours": ours.block}, place / len(cells))
+                context.found[name] = _told(blocks, "loop", "ours")
+    return context.found
+
+
+def _by_turns(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in blocks}
+    for block in blocks.values():
+        block(2)  # what is loaded at first use
+    for _ in context.turns(2 if context.rehearsal else 12, least=2, share=share):
+        for name, block in blocks.items():
+            found[name].append(block(2 if context.rehearsal else 12))
+    return found
+
+
+def _told(blocks: dict[str, list[float]], above: str, below: str) -> Figures:
+    ratios = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "p25": round(ratios[len(ratios) // 4], 3),
+        "p75": round(ratios[(3 * len(ratios)) // 4], 3),
+        **{f"{name}_us": summary(times) for name, times in blocks.items()},
+    }
+
+
+def against_transformers(context: Context) -> Figures:
+    """Microseconds a token of transformers' generate over a round without drafts of ours: every cache, compiled, assisted, xgrammar."""
+    missing = not_available()
+    if missing:
+        raise Skipped(missing)
+    shape = shape_of(context, "1B")
+    pair = pair_of(shape, context.device)
+    generator = same_weights(pair.target, pair.vocabulary)
+    ours = {name: case_of(context, shape, 1, Variant(name, name if name == "schema" else "", drafts=0)) for name in ("free", "schema")}
+    found, grammar = context.found, generator.compile(_schema())
+    modes = (
+        ("compiled", "compiled", False),  # the one to beat, so that it is there whatever time the others take
+        ("compiled, xgrammar", "compiled", True),
+        ("static", "static", False),
+        ("dynamic", "dynamic", False),
+        ("dynamic, xgrammar", "dynamic", True),
+        ("assisted", "assisted", False),
+    )
+    for place, (name, mode, ruled) in enumerate(modes, 1):
+        if mode == "compiled" and (context.rehearsal or context.quick):
+            found[name] = "not run: compiling takes the better part of a minute"
+            continue
+        assistant = small_assistant(pair.target, pair.vocabulary) if mode == "assisted" else None
+        theirs = partial(_per_token, context, generator, pair, mode, grammar if ruled else None, assistant)
+        case: Case = ours["schema" if ruled else "free"]
+        try:
+            blocks = _by_turns(context, {"theirs": theirs, "ours": case.block}, share=place / len(modes))
+        except Exception as error:  # their versions differ in what goes together
+            found[name] = f"not available: {type(error).__name__}: {str(error)[:200]}"
+            continue
+        found[name] = _told(blocks, "theirs", "ours")
+    close_all()
+    return found
+
+
+def _schema() -> str:
+    return json.dumps({"type": "array", "items": ROW, "minItems": 60})
+
+
+def _per_token(context: Context, generator: Generator, pair: Pair, mode: str, grammar: Any, assistant: Any, rounds: int) -> float:
+    """Microseconds a token behind the first, of one text."""
+    tokens = 4 if context.rehearsal else 4 * rounds
+    with torch.no_grad():
+        timed = generator.generate([7 * place % 90 for place in range(PROMPT)], tokens, grammar, mode, assistant, ends=False)
+    return timed.rest / max(1, len(timed.tokens) - 1) * 1e6

@@ -1,0 +1,243 @@
+"""Checks of the decode round and of the engine, with the toy pair: what it says, what it costs in launches, what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from stepgraph import Job
+from stepgraph.graphs import GraphKey
+from stepgraph.runtime.models.ngram import NgramLookup
+from tests.helpers.oracles import accepts, greedy
+from tools.gpu.checks.context import (
+    CONSTRAINTS,
+    ORACLE_TARGET,
+    STOP,
+    VOCABULARY,
+    Ask,
+    Context,
+    Figures,
+    Skipped,
+    compiled,
+    outcome,
+    random_asks,
+    serve,
+)
+from tools.gpu.checks.states import ROWS, RoundBench
+
+
+def replay_equals_eager(context: Context) -> Figures:
+    """Every stage as a step of its own, and the whole round for every key, from random states: bit for bit."""
+    states, compared = 2 if context.rehearsal else context.count(4, 2), 0
+    with context.backend() as backend:
+        bench = RoundBench(backend, 3)
+        for kind in itertools.product((False, True), (False, True)):
+            steps = bench.stage_steps(*kind)
+            compared += sum(bench.compare(step, states) for step in steps.values())
+    shapes = [(0, True), (1, True), (3, True), (3, False), (8, True), (8, False)]
+    for k, draft_masks in shapes[:: 3 if context.rehearsal else 1]:
+        if not context.fits(f"K={k}, draft_masks={draft_masks}"):
+            continue
+        with context.backend() as backend:
+            bench = RoundBench(backend, k, draft_masks)
+            for rows, constrained, sampled in itertools.product((1, ROWS), (False, True), (False, True)):
+                announce = partial(bench.announce, rows) if constrained else lambda: None
+                compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
+    drafters = (NgramLookup(), False, None), (NgramLookup(), True, None), (None, True, None), (None, True, NgramLookup(min_ngram=2))
+    for proposer, forced_drafts, look_up in drafters[1::2] if context.rehearsal else drafters:
+        if not context.fits(f"{proposer}, forced_drafts={forced_drafts}, look_up={look_up is not None}"):
+            continue
+        with context.backend() as backend:
+            bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts, look_up=look_up)
+            for kind in itertools.product((False, True), (False, True)):
+                announce = partial(bench.announce, ROWS) if kind[0] else lambda: None
+                compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, announce)
+    return {"replays_compared": compared, "stages": sorted(steps)}
+
+
+@contextmanager
+def _no_sync(context: Context) -> Iterator[None]:
+    """On a GPU torch raises at every call that waits for the device."""
+    if context.rehearsal:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _allocations(context: Context) -> int:
+    return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
+
+
+def no_sync_no_allocation(context: Context) -> Figures:
+    """A hundred replays of each kind of round: no wait, no allocation, no buffer moved."""
+    replays = 20 if context.rehearsal else 100
+    with context.backend(asynchronous=True) as backend:
+        bench = RoundBench(backend, 4)
+        keys = [GraphKey(ROWS, *kind) for kind in itertools.product((True, False), (True, False))]
+        recorded = {key: backend.capture(bench.round.step(key), bench.buffers) for key in keys}
+        bench.randomise(1)
+        if not context.rehearsal:
+            torch.cuda.synchronize()
+        pointers, syncs = bench.buffers.fingerprint(), backend.stats.syncs
+        for key, graph in recorded.items():
+            assert graph.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates at every replay"
+            allocated = _allocations(context)
+            with _no_sync(context):
+                for _ in range(replays):
+                    if key.constrained:
+                        bench.host.announce([None] * ROWS)
+                    graph.replay()
+            assert _allocations(context) == allocated, "a replay allocated"
+        assert backend.stats.syncs == syncs
+        backend.synchronize()
+        assert bench.buffers.fingerprint() == pointers, "a buffer moved"
+        return {"replays": len(keys) * replays, "counted": backend.stats.replays}
+
+
+def one_replay_per_round(context: Context) -> Figures:
+    """The launching thread launches one graph per round and never waits for the whole device, by the backend's own counts."""
+    with context.engine(4) as engine:
+        serve(engine, random_asks(0, 2, 4))
+        before = engine.stats()
+        serve(engine, random_asks(1, context.count(12, 5), 4))
+        after = engine.stats()
+    rounds, waits = after.rounds - before.rounds, after.event_waits - before.event_waits
+    assert after.replays - before.replays == rounds > 0
+    assert after.host_syncs == before.host_syncs
+    unread = engine.limits.rounds_in_flight  # rounds that everybody had left before they were read
+    assert waits >= rounds - unread, "a round's results were read without waiting for them"
+    return {"rounds": rounds, "event_waits": waits, "tokens": after.tokens - before.tokens}
+
+
+def profiler_counts_one_launch_per_round(context: Context) -> Figures:
+    """The same, as torch's profiler sees it: as many cudaGraphLaunch as rounds; on the tape, which launches none, as many replays."""
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.rehearsal)
+    with context.engine(4) as engine:
+        serve(engine, random_asks(0, 2, 4))
+        before = engine.stats()
+        with torch.profiler.profile(activities=activities) as profile:
+            serve(engine, random_asks(1, context.count(12, 2), 4))
+        after = engine.stats()
+    rounds = after.rounds - before.rounds
+    names = Counter(event.name for event in profile.events() or ())
+    if context.rehearsal:
+        names["cudaGraphLaunch"] = after.replays - before.replays
+    elif not any(name.startswith("cuda") for name in names):
+        raise Skipped("the profiler sees no CUDA calls on this machine")
+    assert names["cudaGraphLaunch"] == rounds, f"{names['cudaGraphLaunch']} launches in {rounds} rounds"
+    watched = ("cudaGraphLaunch", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaMemcpyAsync", "cudaLaunchKernel")
+    return {"rounds": rounds, **{name: names[name] for name in watched}}
+
+
+def _expected(ask: Ask) -> tuple[list[int], str]:
+    answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), compiled(ask.constraint), len(VOCABULARY.tokens))
+    return answer.tokens, answer.reason
+
+
+def _check_against_oracle(ask: Ask, job: Job) -> None:
+    tokens, reason = _expected(ask)
+    if str(job.finish_reason) == "cancelled":
+        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, want a beginning of {tokens}"
+    else:
+        assert outcome(job) == (tokens, reason, ""), f"{ask}: got {outcome(job)}, want {tokens}, {reason}"
+    grammar = compiled(ask.constraint)
+    if grammar is not None:
+        assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")
+
+
+def engine_matches_oracle(context: Context) -> Figures:
+    """Random admissions and cancels, K 0 to 4, masked drafts and not: every job equals plain greedy decoding, token for token."""
+    jobs = tokens = drafts = 0
+    kinds = [(4, True), (3, False), (1, True), (0, True)]  # what has to be; of all others as many as the budget allows
+    others = [kind for kind in itertools.product(range(4, -1, -1), (True, False)) if kind not in kinds]
+    for k, draft_masks in kinds if context.rehearsal else kinds + others:
+        if (k, draft_masks) not in kinds and not context.fits(f"K={k}, draft_masks={draft_masks}"):
+            continue
+        with context.engine(k, draft_masks=draft_masks, buckets=k == 4) as engine:
+            for seed in context.turns(context.count(4, 1)):
+                asks = random_asks(100 * k + seed, 8, k)
+                for ask, job in zip(asks, serve(engine, asks), strict=True):
+                    _check_against_oracle(ask, job)
+                    jobs += 1
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
+            tokens, drafts = tokens + stats.tokens, drafts + stats.accepted_drafts
+    return {"jobs": jobs, "tokens": tokens, "accepted_drafts": drafts}
+
+
+def devices_agree(context: Context) -> Figures:
+    """The same jobs on another device: a GPU against the tape, in rehearsal the tape against an eager engine."""
+    other = Context(rehearsal=True, quick=context.quick)
+    jobs = 0
+    for k in (0, 4):
+        asks = [ask._replace(cancel_after=None) for ask in random_asks(7 + k, context.count(24, 6), k)]
+        with context.engine(k) as engine:
+            here = [outcome(job) for job in serve(engine, asks)]
+        with other.engine(k, eager=context.rehearsal) as engine:
+            there = [outcome(job) for job in serve(engine, asks)]
+        assert here == there, "the devices disagree"
+        jobs += len(asks)
+    return {"jobs": jobs}
+
+
+def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
+    """A batch without grammars replays a graph without host nodes; one with grammars has K + 1, or one where drafts are not masked."""
+    figures: Figures = {}
+    for k, draft_masks, expected in ((0, True, 1), (1, True, 2), (4, True, 5), (4, False, 1)):
+        with context.backend() as backend:
+            bench = RoundBench(backend, k, draft_masks)
+            for constrained in (False, True):
+                report = backend.capture(bench.round.step(GraphKey(2, constrained)), bench.buffers).report
+                want = expected if constrained else 0
+                assert len(report.host_nodes) == want, f"K={k}: {report.host_nodes}, want {want}"
+                assert report.nodes.get("host", 0) == want, f"K={k}: {report.nodes} counted, want {want} of kind host"
+                figures[f"K={k} masks={draft_masks} {'constrained' if constrained else 'free'}"] = sum(report.nodes.values())
+    return figures
+
+
+def _two_engines(context: Context) -> int:
+    with context.engine(2) as first, context.engine(3, draft_masks=False) as second:
+        asks = {engine: [ask._replace(cancel_after=None) for ask in random_asks(k, 6, k)] for engine, k in ((first, 2), (second, 3))}
+        jobs = [
+            (
+                ask,
+                engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts),
+            )
+            for engine, batch in asks.items()
+            for ask in batch
+        ]
+        while first.has_work or second.has_work:
+            for engine in (first, second):
+                if engine.has_work:
+                    engine.step()
+        for ask, job in jobs:
+            _check_against_oracle(ask, job)
+        assert any(ask.constraint is not None for ask, _ in jobs) and len(CONSTRAINTS) > 1
+        return len(jobs)
+
+
+def several_engines(context: Context) -> Figures:
+    """Two engines take turns in one process; closing them gives all device memory back."""
+    jobs = _two_engines(context)  # what torch and its libraries keep for good is there now
+    gc.collect()
+    if context.rehearsal:
+        return {"jobs": jobs}
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    jobs = _two_engines(context)
+    gc.collect()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - start
+    assert kept == 0, f"{kept} bytes are still allocated"
+    torch.cuda.empty_cache()
+    return {"jobs": jobs, "bytes_kept": kept, "reserved_after_empty_cache": torch.cuda.memory_reserved()}

@@ -1,0 +1,43 @@
+"""The check of the Triton programs in a process of their own: under compute-sanitizer where there is one, interpreted in rehearsal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.gpu.checks.context import Context, Figures, Skipped
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+ERRORS = 9  # the exit code for what the sanitizer found
+
+
+def programs_touch_only_their_own(context: Context) -> Figures:
+    """Every Triton program over little, against its reference; compute-sanitizer, where it is found, sees no access that is wrong."""
+    if importlib.util.find_spec("triton") is None:
+        raise Skipped("triton is not installed")
+    sanitizer = None if context.rehearsal else _find()
+    watched = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERRORS)] if sanitizer else []
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    # the caching allocator would hide what runs over the end of a tensor in the rest of its block
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if context.rehearsal else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [*watched, sys.executable, "-m", "tools.gpu.checks.short_kernels"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)
+    assert result.returncode != ERRORS, f"compute-sanitizer: {result.stdout[-2000:]}"
+    documents = [line for line in result.stdout.splitlines() if line.startswith('{"interpreted"')]
+    assert documents, f"exit code {result.returncode}: {result.stderr[-2000:]}"
+    told: Figures = json.loads(documents[-1])
+    assert result.returncode == 0, f"{told}"
+    return {**told, "sanitizer": sanitizer or f"not run: no compute-sanitizer in PATH, {', '.join(PLACES)}"}
+
+
+def _find() -> str | None:
+    home = os.environ.get("CUDA_HOME", "")
+    return shutil.which(
+        "compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *PLACES, *([f"{home}/bin"] if home else [])])
+    )

@@ -1,0 +1,154 @@
+"""Every Triton program once, over little, against its reference: short enough for compute-sanitizer, or for Triton's interpreter.
+
+Programs are either interpreted or compiled in a process: TRITON_INTERPRET=1 says which. One JSON document last.
+
+    TRITON_INTERPRET=1 python -m tools.gpu.checks.short_kernels
+    compute-sanitizer python -m tools.gpu.checks.short_kernels
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent.parent))
+
+from tools.gpu_check import find_stepgraph
+
+if __name__ == "__main__":
+    find_stepgraph()
+
+import torch
+import triton
+from torch import Tensor
+
+from stepgraph.graphs.attention import paged_triton, rope_kv_triton
+from stepgraph.graphs.attention.paged import attention_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import chain as chains
+from stepgraph.sampling.kernels import choice as choices
+from stepgraph.sampling.kernels import filters as filtering
+from stepgraph.sampling.kernels import mask_rows as tagging
+from stepgraph.sampling.kernels import processors as processing
+from stepgraph.sampling.kernels import rejection as rejecting
+from stepgraph.sampling.kernels.triton import chain, choice, filters, mask_rows, processors, rejection
+from stepgraph.sampling.rng import Purpose
+from tools.gpu.checks import spin
+from tools.gpu.checks.filters import SETTINGS, filter_inputs
+from tools.gpu.checks.kernels import choice_inputs
+from tools.gpu.checks.latency import answering
+from tools.gpu.checks.llama import PAGE, attention_inputs
+from tools.gpu.checks.masks import make_case, tag_inputs
+from tools.gpu.checks.rejection import judgement
+
+WIDTH = 1_003  # no multiple of anything
+Call = Callable[[list[Tensor]], None]
+
+
+def _numbers(device: torch.device, *shape: int) -> Tensor:
+    return torch.full(shape, -9, device=device)
+
+
+def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]]:
+    """Name, outputs full of garbage, the program, the reference: both write the outputs they are given."""
+    logits, words, rows, ruled = choice_inputs(device, 3, 2, WIDTH, torch.bfloat16)
+    status = torch.full((3, 2), int(MaskStatus.OK), device=device)
+    taken: Any = (logits, words, rows, ruled, None, status)
+    outputs = [torch.full((3, 2), 7.5, device=device), _numbers(device, 3, 2)]
+    yield _case("masked_argmax", outputs, choice.masked_argmax, choices.masked_argmax_reference, taken)
+
+    weights, place = torch.rand(3, WIDTH, device=device), torch.arange(3, device=device)
+    yield _case("race", [_numbers(device, 3)], choice.race, choices.race_reference, (weights, place, place, Purpose.DRAFT))
+
+    sampled = torch.tensor([[1, 2, 3], [4, 0, 2]], device=device)
+    finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.tensor([[-1, 3], [0, -1]], device=device)
+    two = torch.tensor([2, 2], device=device)
+    taken = (sampled, finite, sampled[:, :2].contiguous(), two, torch.full_like(sampled, int(MaskStatus.OK)), stops, two + 7, None)
+    yield _case("chain_accept", [_numbers(device, 2) for _ in range(3)], chain.chain_accept, chains.chain_accept_reference, taken)
+
+    tags, owner, generated, under, home = tag_inputs(5, 3, device)
+    taken = (tags, home, owner, generated, under, 2)
+    yield _case("mask_status", [_numbers(device, 5, 3)], mask_rows.mask_status, tagging.mask_status_reference, taken)
+
+    asked = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
+    wanted = list(asked.outputs())
+    taken = asked.arguments(())
+    yield _case("process", wanted, processors.process, processing.process_reference, taken)
+
+    scores, params = filter_inputs(3, WIDTH)[0].to(device), torch.tensor(SETTINGS[:3], device=device)
+    outputs = [torch.full((3, 1, WIDTH), 7.5, device=device)]
+    yield _case("distribution", outputs, filters.distribution, filtering.distribution_reference, (scores[:, None], params))
+    outputs = [torch.full((3, WIDTH), 7.5, device=device), _numbers(device, 3)]
+    taken = (scores, params, place, place, int(Purpose.DRAFT), None)
+    yield _case("draw", outputs, filters.draw, filtering.draw_reference, taken)
+
+    inputs = judgement(device, 3, 2, WIDTH)
+    yield _case(
+        "reject_sample", [_numbers(device, 3, 3), _numbers(device, 3)], rejection.reject_sample, rejecting.reject_sample_reference, inputs
+    )
+
+
+def _case(name: str, outputs: list[Tensor], program: Any, reference: Any, taken: Any) -> tuple[str, list[Tensor], Call, Call]:
+    return name, outputs, lambda given: program(*taken, *given), lambda given: reference(*taken, *given)
+
+
+def compare_all(device: torch.device) -> dict[str, str]:
+    """How each program's outputs compare with the reference's. The interpreter cuts off the last bits of bfloat16: turning is float32."""
+    found = {}
+    for name, outputs, program, reference in cases(device):
+        ours, theirs = ([output.clone() for output in outputs] for _ in range(2))
+        program(ours)
+        reference(theirs)
+        same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ours, theirs, strict=True))
+        found[name] = "equal" if same else "differs"
+    return {**found, "attention": _attention(device), "rope_and_write_kv": _turning(device), "ask_and_spin": _spinning(device)}
+
+
+def _spinning(device: torch.device) -> str:
+    """A question is answered once, and the answer taken away."""
+    flags = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    with answering(flags):
+        for _ in range(3):
+            spin.launch(flags)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return "equal" if flags.tolist() == [0, 0] else "differs"
+
+
+def _attention(device: torch.device) -> str:
+    query, keys, values, inputs = attention_inputs(device, 2, 5, 60, 64)
+    arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, 64**-0.5)
+    ours, theirs = torch.empty_like(query), torch.empty_like(query)
+    paged_triton.attention(query, keys, values, *arguments, ours)
+    attention_reference(query, keys, values, *arguments, theirs)
+    live = inputs.slots >= PAGE
+    return "equal" if torch.allclose(ours[live].float(), theirs[live].float(), rtol=0.02, atol=0.02) else "differs"
+
+
+def _turning(device: torch.device) -> str:
+    made = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(6, 12, 64, generator=made).to(device).split([8, 2, 2], 1)
+    cosines, sines = (torch.randn(6, 1, 64, generator=made).to(device) for _ in range(2))
+    slots = torch.randperm(9, generator=made)[:6].to(device)
+    cache = torch.zeros(4, 9, 2, 64, device=device)
+    ours, theirs = (torch.empty(6, 8, 64, device=device) for _ in range(2))
+    rope_kv_triton.rope_and_write_kv(query, key, value, cosines, sines, slots, ours, cache[0], cache[1])
+    rope_and_write_kv_reference(query, key, value, cosines, sines, slots, theirs, cache[2], cache[3])
+    return "equal" if torch.equal(ours, theirs) and torch.equal(cache[:2], cache[2:]) else "differs"
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)  # numpy's, in the interpreter
+    interpreted = bool(triton.knobs.runtime.interpret)
+    found = compare_all(torch.device("cpu" if interpreted else "cuda"))
+    print(json.dumps({"interpreted": interpreted, "programs": found}))
+    return 0 if set(found.values()) == {"equal"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Runs checks in a worker process, so that one that crashes or hangs takes neither the others nor the document with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.gpu.checks.catalogue import Entry
+
+Row = dict[str, Any]
+SPENT = "the time of the run was used up"
+START_SECONDS = 180.0  # for torch to be imported, and for a context on the device
+
+
+class Lost(Exception):
+    """The worker is gone, or was ended because it did not answer."""
+
+    def __init__(self, verdict: str, why: str) -> None:
+        super().__init__(why)
+        self.verdict = verdict
+
+
+class Worker:
+    """A process that answers requests, one line of JSON each. It and all that it started are ended together."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._answers, writing = os.pipe()
+        # stdout is for the table and the document alone; what checks print goes where their errors go
+        self._process = subprocess.Popen(
+            [*command, str(writing)], stdin=subprocess.PIPE, stdout=2, pass_fds=(writing,), start_new_session=True, text=True
+        )
+        os.close(writing)
+        self._read = b""
+
+    def ask(self, request: Mapping[str, object], seconds: float) -> Row:
+        """The answer; Lost where there is none in time."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._read:
+            if not select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise Lost("timed out", f"no answer within {seconds:.0f} s")
+            came = os.read(self._answers, 1 << 16)
+            if not came:
+                raise Lost("crashed", _ending(self._process.wait()))
+            self._read += came
+        line, _, self._read = self._read.partition(b"\n")
+        answer: Row = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        os.close(self._answers)
+
+
+def _ending(code: int) -> str:
+    return f"the worker was ended by {signal.Signals(-code).name}" if code < 0 else f"the worker ended with exit code {code}"
+
+
+@dataclass
+class Supervisor:
+    """One worker at a time; the next one is started when it is needed."""
+
+    command: Sequence[str]
+    rehearsal: bool
+    quick: bool
+    folder: str = ""  # for what checks draw
+    worker: Worker | None = None
+
+    def describe(self, seconds: float = START_SECONDS) -> Row:
+        """Where and with what the checks run. Starts the worker."""
+        assert self.worker is None
+        self.worker = Worker(self.command)
+        return self.worker.ask({"rehearsal": self.rehearsal}, seconds)
+
+    def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
+        """One row of the report, whatever becomes of the worker. `share`: of the budget; at `deadline` the run ends, and this with it."""
+        budget = entry.budget(self.quick) * share
+        request = {"name": entry.name, "module": entry.module, "budget": budget, "folder": self.folder}
+        begin = time.monotonic()
+        try:
+            if self.worker is None:
+                self.describe(min(START_SECONDS, deadline - begin))
+                begin = time.monotonic()
+            assert self.worker is not None
+            limit = min(entry.limit(self.quick, self.rehearsal), max(1.0, deadline - begin))
+            row = self.worker.ask({**request, "limit": limit, "rehearsal": self.rehearsal, "quick": self.quick}, limit)
+        except Lost as lost:
+            self.end()
+            if lost.verdict == "timed out" and time.monotonic() >= deadline:
+                return row_of(entry, "not run", f"{SPENT} before it ended", time.monotonic() - begin, budget)
+            return row_of(entry, lost.verdict, str(lost), time.monotonic() - begin, budget)
+        if row.pop("device_lost"):
+            self.end()  # a context that had a fault on the device does nothing more
+        return row
+
+    def end(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.end()
+
+
+def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget: float = 0.0) -> Row:
+    return {
+        "name": entry.name,
+        "verdict": verdict,
+        "seconds": round(seconds, 3),
+        "budget": round(budget, 3),
+        "figures": {},
+        "error": error,
+    }
+
+
+def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> Iterator[Row]:
+    """A row for every entry: none is left out where time runs out or somebody interrupts."""
+    deadline, interrupted = time.monotonic() + seconds, False
+    for place, entry in enumerate(entries):
+        begin = time.monotonic()
+        if interrupted:
+            yield row_of(entry, "not run", "the run was interrupted")
+        elif begin >= deadline:
+            yield row_of(entry, "not run", SPENT)
+        else:
+            asked = sum(each.budget(supervisor.quick) for each in entries[place:])
+            try:  # where the first ones took longer than they should, the last ones, which are the numbers, share what is left
+                row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / asked))
+            except KeyboardInterrupt:
+                interrupted = True
+                supervisor.end()
+                row = row_of(entry, "interrupted", "the run was interrupted", time.monotonic() - begin, entry.budget(supervisor.quick))
+            yield row

@@ -1,0 +1,131 @@
+"""The process that checks run in: reads requests from stdin, answers each with one line of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.sampling.grammar.link.library import Unavailable, load
+from tools.gpu.checks.context import Context, Skipped
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+PACKAGES = ("torch", "triton", "xgrammar", "llguidance", "apache-tvm-ffi", "flashinfer-python", "transformers", "numpy")
+
+
+def serve(answers: int) -> int:
+    """Until stdin ends: with whoever asks."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    with os.fdopen(answers, "w", encoding="utf-8") as out:
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = run_check(request) if "name" in request else describe(request["rehearsal"])
+            out.write(_as_json(answer) + "\n")
+            out.flush()
+    return 0
+
+
+def _as_json(answer: dict[str, Any]) -> str:
+    try:
+        return json.dumps(answer, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return json.dumps({**answer, "verdict": "failed", "figures": {}, "error": f"figures that are no JSON: {error}"})
+
+
+def run_check(request: dict[str, Any]) -> dict[str, Any]:
+    """An assertion or any other exception is a failure of this check alone."""
+    begin, name = time.perf_counter(), request["name"]
+    folder = Path(request["folder"]) if request["folder"] else None
+    context = Context(request["rehearsal"], request["quick"], request["budget"], folder)
+    figures = context.found
+    verdict, error = "passed", ""
+    faulthandler.dump_traceback_later(request["limit"] * 0.9)  # where it hangs, if it does
+    try:
+        check = getattr(importlib.import_module(request["module"]), name)
+        figures = check(context) | ({"cut": context.cut} if context.cut else {})
+        if context.failed:
+            verdict, error = "failed", "; ".join(context.failed)
+    except Skipped as reason:
+        verdict, error, figures = "skipped", str(reason), {}
+    except Exception as failure:
+        verdict, error = "failed", "; ".join([*context.failed, f"{type(failure).__name__}: {failure}"])
+        traceback.print_exc(file=sys.stderr)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return {
+        "name": name,
+        "verdict": verdict,
+        "seconds": round(time.perf_counter() - begin, 3),
+        "budget": round(request["budget"], 3),
+        "figures": figures,
+        "error": error,
+        "device_lost": not (request["rehearsal"] or _device_is_well()),
+    }
+
+
+def _device_is_well() -> bool:
+    """A check must not leave work for the next one, nor memory."""
+    gc.collect()
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
+
+
+def describe(rehearsal: bool) -> dict[str, Any]:
+    """Where and with what this runs."""
+    if not rehearsal and not torch.cuda.is_available():
+        return {"refusal": f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU"}
+    versions = {}
+    for package in PACKAGES:
+        versions[package] = "missing"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "mode": "rehearsal" if rehearsal else "gpu",
+        "device": platform.processor() or platform.machine() if rehearsal else torch.cuda.get_device_name(),
+        "device_bytes": 0 if rehearsal else torch.cuda.get_device_properties(0).total_memory,
+        "driver": "" if rehearsal else _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda or "",
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "processors": os.cpu_count() or 0,
+        "host_link": _host_link(),
+        "versions": versions,
+        "commit": _told("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _host_link() -> str:
+    """Why rounds are measured with host nodes in Python, or native: that they are not."""
+    try:
+        load()
+    except Unavailable as missing:
+        return f"python: {missing}"
+    return "native"
+
+
+def _told(*command: str) -> str:
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.strip().split("\n")[0].strip()

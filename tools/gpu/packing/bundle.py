@@ -1,0 +1,133 @@
+"""What goes into a bundle: wheels by name and version, prebuilt libraries as one more, large files in parts, a manifest of all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.packing import unpack
+
+PART_BYTES = 58 << 20  # what carries files to such hosts takes 60 MiB at most
+MOST_WHEEL_BYTES = PART_BYTES  # a wheel goes whole
+WHEELS = Path(__file__).resolve().parent / "wheels.txt"
+MOST_GLIBC = 35  # of the host; torch for CUDA 13 wants 28 at least
+TAGS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(MOST_GLIBC, 4, -1)), "manylinux2014_x86_64", "linux_x86_64")
+
+
+def pinned(path: Path) -> list[str]:
+    """`name==version` lines; ValueError names a line that is none."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.split("#")[0].strip()
+        if text and text.count("==") != 1:
+            raise ValueError(f"{path}:{number}: got {text!r}, want name==version")
+        found += [text] if text else []
+    return found
+
+
+def without(wanted: Sequence[str], has: Path | None) -> list[str]:
+    """What is not in that list, whatever version is: what a host's other packages were tried with stays there."""
+    lines = [] if has is None else has.read_text(encoding="utf-8").splitlines()
+    there = {_plain(line) for line in lines}
+    return [line for line in wanted if _plain(line) not in there]
+
+
+def _plain(line: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[=@\s]", line.strip())[0]).lower()
+
+
+def download(wanted: Sequence[str], folder: Path, python: str, options: Sequence[str]) -> None:
+    """Wheels for that Python on Linux, exactly these and nothing that they depend on. RuntimeError tells what pip could not find."""
+    folder.mkdir(parents=True, exist_ok=True)
+    short = python.replace(".", "")
+    tags = [part for tag in TAGS for part in ("--platform", tag)]
+    abis = [part for abi in (f"cp{short}", "abi3", "none") for part in ("--abi", abi)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--quiet"]
+    command += ["--disable-pip-version-check", "--python-version", python, "--implementation", "cp", *abis, *tags, *options, *wanted]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"pip download: {result.stderr.strip()[-2000:]}")
+
+
+def cut(path: Path, name: str, bundle: Path) -> dict[str, Any]:
+    """The file in parts. Returns what the manifest tells of it."""
+    parts: list[str] = []
+    with path.open("rb") as file:
+        while piece := file.read(PART_BYTES):
+            part = f"parts/{name}.{len(parts):03d}"
+            (bundle / part).parent.mkdir(parents=True, exist_ok=True)
+            (bundle / part).write_bytes(piece)
+            parts.append(part)
+    return {"parts": parts, "bytes": path.stat().st_size, "sha256": unpack.digest(path)}
+
+
+# FlashInfer looks into a package of this name before it builds anything; in its workspace it would build all again, since the
+# commands there name the folders of the machine that built.
+PREBUILT = "flashinfer_jit_cache"
+PREBUILT_MODULE = """\"\"\"Programs of FlashInfer that were built elsewhere.\"\"\"
+
+from pathlib import Path
+
+__version__ = {version!r}
+
+
+def get_jit_cache_dir():
+    return str(Path(__file__).parent / "programs")
+"""
+
+
+def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path:
+    """The libraries that a workspace of FlashInfer holds, as the package where FlashInfer of the version that is packed finds them."""
+    versions = [line.split("==")[1] for line in wanted if line.split("==")[0] == "flashinfer-python"]
+    found = sorted(libraries.rglob("*.so"))
+    if not found or not versions:
+        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, want some, and one")
+    path, told = folder / f"{PREBUILT}-{versions[0]}-py3-none-linux_x86_64.whl", f"{PREBUILT}-{versions[0]}.dist-info"
+    texts = {
+        f"{PREBUILT}/__init__.py": PREBUILT_MODULE.format(version=versions[0]),
+        f"{told}/METADATA": f"Metadata-Version: 2.1\nName: {PREBUILT.replace('_', '-')}\nVersion: {versions[0]}\n",
+        f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: gpu_pack\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
+    }
+    files = {f"{PREBUILT}/programs/{library.stem}/{library.name}": library for library in found}
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, library in files.items():
+            archive.write(library, name)
+        for name, text in texts.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{told}/RECORD", "".join(f"{name},,\n" for name in (*files, *texts, f"{told}/RECORD")))
+    return path
+
+
+def make(
+    bundle: Path, wanted: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
+) -> dict[str, Any]:
+    """Fills an empty folder, and returns its manifest."""
+    if bundle.exists() and any(bundle.iterdir()):
+        raise ValueError(f"--out: got {bundle}, which is not empty, want a new folder")
+    if libraries is not None:
+        prebuilt_wheel(libraries, wanted, bundle / "wheels")
+    download(wanted, bundle / "wheels", python, options)
+    wheels = sorted((bundle / "wheels").iterdir())
+    large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
+    if large:
+        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, want such as can be carried whole")
+    joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
+    shutil.copyfile(unpack.__file__, bundle / "install.py")
+    files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}
+    manifest = {"python": python, "wanted": list(wanted), "files": files, "joined": joined}
+    (bundle / unpack.MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def _names(bundle: Path) -> Iterator[str]:
+    for path in sorted(bundle.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(bundle).as_posix()

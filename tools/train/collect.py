@@ -1,0 +1,126 @@
+"""What the target thinks of the training texts: each is run once, and its states are kept in a folder, as an engine keeps them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from stepgraph import Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.model import ModelInput
+from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.extras.hidden_states import states_layout
+from stepgraph.runtime.extras.states_folder import INDEX, SavedStates, SavedText, StatesWriter
+from stepgraph.runtime.models.llama import Llama
+from tools.train.texts import Text
+
+PAGE_SIZE = 64
+SHARD_BYTES = 64 << 20
+ROWS = 32  # that answer at a time
+SAMPLE = 64  # tokens that saved states are checked by
+CLOSE = 0.1  # how far off they may be: another order of additions in bfloat16, not another model
+
+
+def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
+    """Run the target over every text that the folder does not hold yet; an interrupt keeps what was done."""
+    layout = states_layout(target)
+    done = len(SavedStates(folder)) if (folder / INDEX).exists() else 0
+    told = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
+    if progress:
+        print(f"hidden states: {len(texts)} texts, {told / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
+    writer = StatesWriter(folder, layout, SHARD_BYTES)
+    try:
+        for saved in tqdm(run(target, texts[done:]), desc="target", unit="text", initial=done, total=len(texts), disable=not progress):
+            while not writer.put(saved) and not writer.error:
+                time.sleep(0.05)  # the disk is slower than the target
+            if writer.error:
+                break
+    finally:
+        writer.close()
+    if writer.error:
+        raise ValueError(writer.error)
+    return SavedStates(folder)
+
+
+@torch.no_grad()
+def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
+    """What the target thinks of each text, in one pass."""
+    device = target.embedding.device
+    longest = max((len(text.token_ids) for text in texts), default=1)
+    pages = -(-longest // PAGE_SIZE)
+    limits = Limits(1, 0, longest, PAGE_SIZE, pages, target.vocab_size, target.vocab_size, target.feature_size)
+    buffers = StaticBuffers(target.cache_specs(limits), device)
+    tables = torch.arange(1, pages + 1, device=device)[None]
+    for text in texts:
+        tokens = torch.tensor(text.token_ids, device=device)
+        positions = torch.arange(len(tokens) - 1, device=device)[None]
+        output = target.forward(ModelInput(tokens[None, :-1], positions, positions + PAGE_SIZE, tables, PAGE_SIZE), buffers)
+        yield SavedText(tokens.cpu(), text.prompt_length, output.features[0].cpu(), output.hidden[0].cpu())
+
+
+@torch.no_grad()
+def check_states(states: SavedStates, target: Llama) -> None:
+    """Saved states are this target's: their sizes fit, and of the first text they are what the target finds now."""
+    told, wanted = states.layout, states_layout(target)
+    if (told.vocab_size, told.feature_layers, told.feature_size, told.hidden_size) != (
+        wanted.vocab_size,
+        wanted.feature_layers,
+        wanted.feature_size,
+        wanted.hidden_size,
+    ):
+        raise ValueError(f"{states.folder}: holds states of {told}, want states of {wanted}")
+    if not len(states):
+        raise ValueError(f"{states.folder}: holds no texts")
+    text = states[0]
+    part = Text(tuple(text.token_ids[:SAMPLE].tolist()), 1)
+    found = next(run(target, [part]))
+    error = float((found.hidden.float() - text.hidden[: SAMPLE - 1].float()).norm() / text.hidden[: SAMPLE - 1].float().norm())
+    if error > CLOSE:
+        raise ValueError(f"{states.folder}: the states of its first text are {error:.0%} off, want states of this target")
+
+
+def answer(
+    target: Llama,
+    vocabulary: Vocabulary,
+    prompts: Sequence[Text],
+    new_tokens: int,
+    temperature: float,
+    folder: Path,
+    progress: bool = False,
+) -> SavedStates:
+    """Let the target answer every prompt, and keep its states as it does: a head that learns from these learns what it will be asked."""
+    answered = (
+        {tuple(text.token_ids[: text.prompt_length].tolist()) for text in SavedStates(folder)} if (folder / INDEX).exists() else set()
+    )
+    asked = list(dict.fromkeys(prompt.token_ids for prompt in prompts))
+    rows = min(ROWS, len(asked))
+    config = EngineConfig(
+        max_rows=rows,
+        num_speculative_tokens=0,
+        max_length=max(len(prompt.token_ids) for prompt in prompts) + new_tokens,
+        page_size=PAGE_SIZE,
+        buckets=(rows,),
+        greedy_only=temperature == 0,
+        save_hidden_states=folder,
+        states_shard_bytes=SHARD_BYTES,
+    )
+    with (
+        Engine(target, vocabulary=vocabulary, config=config) as engine,
+        tqdm(total=len(asked), initial=len(answered), desc="answers", unit="text", disable=not progress) as bar,
+    ):
+        engine.capture()
+        for seed, prompt in enumerate(asked):
+            if prompt not in answered:
+                engine.submit(prompt, sampling=SamplingParams(temperature=temperature, seed=seed), max_new_tokens=new_tokens)
+        for event in engine.stream():
+            if event.finish_reason is not None:
+                bar.update()
+    error = engine.stats().saving_error
+    if error:
+        raise ValueError(error)
+    return SavedStates(folder)

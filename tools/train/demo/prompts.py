@@ -1,0 +1,123 @@
+"""The prompts that the demonstration's draft is trained and measured on: extraction to JSON, tool calls, small talk, code.
+
+A prompt follows from its seed. `held_out` prompts share forms with those of training, but no name, place, thing or topic.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tools.train.demo import texts, words
+from tools.train.demo.schemas import SCHEMAS, TOOLS, Schema, tool_schema
+from tools.train.demo.words import Words
+
+
+@dataclass(frozen=True)
+class DemoPrompt:
+    kind: str  # the schema's name, a tool call, talk or code
+    messages: tuple[Mapping[str, str], ...]
+    schema: Schema | None = field(default=None, hash=False)  # None: free text
+
+
+def prompt(seed: int, kind: str | None = None, *, held_out: bool = False) -> DemoPrompt:
+    """The prompt of a seed, of a kind in KINDS or of one that the seed picks."""
+    drawn = Words(random.Random(f"{'measure' if held_out else 'train'} {kind} {seed}"), held_out)
+    chosen = drawn.generator.choices(list(SHARES), list(SHARES.values()))[0] if kind is None else kind
+    return KINDS[chosen](drawn, chosen)
+
+
+def _asked(*messages: tuple[str, str]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": role, "content": content} for role, content in messages)
+
+
+def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoPrompt]:
+    def make(drawn: Words, kind: str) -> DemoPrompt:
+        schema = SCHEMAS[kind]
+        fields = list(schema["properties"])
+        named = ", ".join(fields[:-1]) + " and " + fields[-1]
+        lead = drawn.any(
+            [
+                f"Extract the {kind} as JSON with {named}.",
+                f"Read the text and write a JSON object with the keys {named}.",
+                f"Turn this into JSON ({named}).",
+                f"Give me {named} of the following text as JSON.",
+            ]
+        )
+        return DemoPrompt(kind, _asked(("user", f"{lead}\n\n{fill(drawn)}")), schema)
+
+    return make
+
+
+def _tool_call(drawn: Words, kind: str) -> DemoPrompt:
+    offered = drawn.generator.sample(TOOLS, drawn.number(2, 3))
+    asked = drawn.generator.choice(offered)["name"]
+    told = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
+    system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{told}'
+    return DemoPrompt(kind, _asked(("system", system), ("user", texts.wish(asked, drawn))), tool_schema(offered))
+
+
+def _talk(drawn: Words, kind: str) -> DemoPrompt:
+    topic, other, city, job = drawn.of(words.TOPICS), drawn.of(words.TOPICS), drawn.of(words.CITIES), drawn.of(words.JOBS)
+    question = drawn.any(
+        [
+            f"Tell me something interesting about {topic}.",
+            f"Why do people like {topic}?",
+            f"Write a short poem about {topic}.",
+            f"Explain {topic} to a child.",
+            f"What should I see in {city} in one day?",
+            f"What does a {job} do all day?",
+            f"Give me three facts about {topic}.",
+            f"What is the difference between {topic} and {other}?",
+            f"I am a {job} and I am tired. What can I do?",
+            f"Tell a very short story about a {job} in {city}.",
+            f"How can I learn more about {topic}?",
+            f"Write an email to {texts.a_name(drawn)} about {topic}.",
+            f"How do I become a {job}?",
+            f"What is a good present for a {job} who likes {topic}?",
+        ]
+    )
+    return DemoPrompt(kind, _asked(("user", question)))
+
+
+def _code(drawn: Words, kind: str) -> DemoPrompt:
+    thing, number = drawn.of(words.PRODUCTS).split()[-1], drawn.number(2, 12)
+    task = drawn.any(
+        [
+            f"returns the sum of all multiples of {number} below n",
+            f"counts how often the word '{thing}' occurs in a text",
+            f"sorts a list of {thing}s by price",
+            f"checks whether a number is divisible by {number}",
+            "reverses the words of a sentence",
+            f"reads a file line by line and prints those that contain '{thing}'",
+            f"removes all duplicates from a list of {thing}s",
+            f"splits a list into groups of {number}",
+            "computes the average of a list of numbers",
+            f"returns the {number} largest numbers of a list",
+            "checks whether a string is a palindrome",
+            f"makes a dictionary from two lists, {thing}s and prices",
+            f"raises ValueError when a {thing} has no name",
+            f"prints the first {number} Fibonacci numbers",
+        ]
+    )
+    language = drawn.any(["Python", "Python", "Python", "JavaScript"])
+    lead = drawn.any([f"Write a {language} function that {task}.", f"I need a {language} function which {task}. Keep it short."])
+    return DemoPrompt(kind, _asked(("user", lead)))
+
+
+KINDS: dict[str, Callable[[Words, str], DemoPrompt]] = {
+    "person": _extraction(texts.person_text),
+    "order": _extraction(texts.order_text),
+    "event": _extraction(texts.event_text),
+    "review": _extraction(texts.review_text),
+    "ticket": _extraction(texts.ticket_text),
+    "job": _extraction(texts.job_text),
+    "journey": _extraction(texts.journey_text),
+    "address": _extraction(texts.address_text),
+    "tool call": _tool_call,
+    "talk": _talk,
+    "code": _code,
+}
+SHARES = dict.fromkeys(("person", "order", "event", "review", "ticket"), 10) | {"job": 6, "journey": 6, "address": 6, "tool call": 20}
+SHARES |= {"talk": 14, "code": 10}

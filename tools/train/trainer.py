@@ -1,0 +1,182 @@
+"""The training itself: steps over batches, a checkpoint from which it goes on bit for bit, and what a head says of held-out texts.
+
+A head is taught what the target would say, not what the text says: cross-entropy against the target's own distribution, at every
+step of the unrolled chain, later steps counting less.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from stepgraph.graphs.layers.dense import product
+from tools.train.batches import Batch, TrainingSet, embed, moved
+from tools.train.heads import Head
+from tools.train.plan import TrainingPlan
+from tools.train.unroll import unroll
+
+DECAY = 0.8  # what a step of the chain counts, against the one before
+CLIP = 1.0  # greatest length of a gradient
+WEIGHT_DECAY = 0.01
+WARM_UP = 0.05  # share of the steps over which the rate rises
+
+
+class Lesson(NamedTuple):
+    """One batch, judged. A step of the chain without a place that counts says zero."""
+
+    loss: Tensor
+    losses: list[Tensor]  # per step of the chain
+    hits: list[Tensor]  # per step: share of places where the head's first choice is the target's
+
+
+class Trainer:
+    """A head, its optimiser, and how far they are."""
+
+    def __init__(self, head: Head, data: TrainingSet, plan: TrainingPlan) -> None:
+        self.head, self.data, self.plan = head, data, plan
+        self.device = head.target.embedding.device
+        self.done = self.tokens = 0  # steps, and the tokens of those of this run
+        self._named = head.parameters
+        self._optimizer = torch.optim.AdamW(self._named.values(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+        self._places = torch.full((head.target.vocab_size,), -1, device=self.device)  # of a token among the proposed
+        self._places[head.proposed.to(self.device)] = torch.arange(len(head.proposed), device=self.device)
+
+    def train(self, checkpoint: Path, every: int, progress: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Go on to the plan's last step, or to the next one when `stop` says so. True where it is done."""
+        plan = self.plan
+        batches = itertools.islice(self.data.order(), self.done, plan.steps)
+        bar = tqdm(total=plan.steps, initial=self.done, desc="train", unit="step", disable=not progress)
+        with bar:
+            for indices in batches:
+                batch = self.data.batch(indices)
+                lesson = self._step(batch)
+                self.done += 1
+                self.tokens += sum(batch.lengths)
+                if progress:
+                    hits = " ".join(f"{float(hit):.2f}" for hit in lesson.hits)
+                    bar.set_postfix_str(f"loss {float(lesson.loss.detach()):.3f} hits {hits}", refresh=False)
+                    bar.update()
+                stopped = stop()
+                if self.done % every == 0 or self.done == plan.steps or stopped:
+                    self.save(checkpoint)
+                if stopped:
+                    break
+        return self.done == plan.steps
+
+    def judge(self, batch: Batch) -> Lesson:
+        """Run the chains of a batch and hold them against what the target says."""
+        head, batch = self.head, moved(batch, self.device)
+        with self._precision():
+            wanted, best = self._wanted(batch)
+            embedded = [embed(head.target, tokens) for tokens in batch.tokens]
+            losses, hits = [], []
+            for step, hidden in enumerate(unroll(head.learner, batch.features.float(), embedded, batch.lengths, batch.begins)):
+                places = batch.counts[step].nonzero().squeeze(1)
+                goals = batch.goals[step][places]
+                logits = product(hidden[places], head.out).float()
+                told = wanted[goals]
+                lost = told.sum(-1) * logits.logsumexp(-1) - (told * logits).sum(-1)
+                losses.append(lost.sum() / max(1, len(places)))
+                hits.append((logits.argmax(-1) == best[goals]).sum() / max(1, len(places)))
+        weights = [DECAY**step for step in range(len(losses))]
+        loss = torch.stack([weight * lost for weight, lost in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        return Lesson(loss, [lost.detach() for lost in losses], hits)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, list[float]]:
+        """Loss and share of first choices that are the target's, per step of the chain, over all that was held out."""
+        totals = torch.zeros(2, self.plan.unrolled)
+        weights = torch.zeros(self.plan.unrolled)
+        for indices in self.data.grouped(self.data.held_out):
+            batch = self.data.batch(indices)
+            lesson = self.judge(batch)
+            counted = torch.tensor([float(each.sum()) for each in batch.counts])
+            totals += counted * torch.tensor([[float(value) for value in row] for row in (lesson.losses, lesson.hits)])
+            weights += counted
+        losses, hits = (totals / weights.clamp(min=1)).tolist()
+        return {"losses": losses, "hits": hits}
+
+    def save(self, path: Path) -> None:
+        """Weights, moments and the step, under one name that always holds a whole file."""
+        tensors = {f"weight.{name}": parameter.detach() for name, parameter in self._named.items()}
+        for name, parameter in self._named.items():
+            state = self._optimizer.state.get(parameter) or {
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            tensors |= {f"mean.{name}": state["exp_avg"], f"square.{name}": state["exp_avg_sq"]}
+        tensors["proposed"] = self.head.proposed
+        part = path.with_suffix(".part")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            part,
+            metadata={"step": str(self.done), "plan": json.dumps(asdict(self.plan))},
+        )
+        part.replace(path)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of the same plan."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                told, stored = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            plan, step = json.loads(told["plan"]), int(told["step"])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(f"{path}: no checkpoint to resume from: {error}") from None
+        changed = [f"{name} {plan.get(name)!r} -> {value!r}" for name, value in asdict(self.plan).items() if plan.get(name) != value]
+        if changed:
+            raise ValueError(f"{path}: was made by another plan: {', '.join(changed)}; want the same flags, or a new --out")
+        wanted = {"proposed", *(f"{kind}.{name}" for name in self._named for kind in ("weight", "mean", "square"))}
+        if stored.keys() != wanted or not torch.equal(stored["proposed"], self.head.proposed):
+            raise ValueError(f"{path}: holds another head; want the same target and data, or a new --out")
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(stored[f"weight.{name}"])
+                moments = {"exp_avg": stored[f"mean.{name}"], "exp_avg_sq": stored[f"square.{name}"]}
+                if step:
+                    self._optimizer.state[parameter] = {
+                        "step": torch.tensor(float(step)),
+                        **{key: each.to(parameter) for key, each in moments.items()},
+                    }
+        self.done = step
+
+    def _step(self, batch: Batch) -> Lesson:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.plan.rate * scale(self.done, self.plan.steps)
+        lesson = self.judge(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        lesson.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._named.values(), CLIP)
+        self._optimizer.step()
+        return lesson
+
+    @torch.no_grad()
+    def _wanted(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """[N, D] the target's probabilities of the proposed tokens, and [N] the place of its likeliest; -1 where that is not proposed."""
+        rows = self.head.target_rows
+        logits = functional.linear(batch.hidden.to(rows.dtype), rows).float()
+        return (logits - batch.total[:, None]).exp(), self._places[batch.best]
+
+    def _precision(self) -> AbstractContextManager[None]:
+        low = self.plan.dtype == "bfloat16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=low)
+
+
+def scale(step: int, steps: int) -> float:
+    """Of the learning rate: up to one in a straight line, then down to nothing along half a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
