@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.graphs import Backend, BufferSpec, CaptureError, HostNodeError, StaticBuffers, current_flow, make_backend
+from stepgraph.graphs import Backend, BufferSpec, CaptureError, StaticBuffers, current_flow, make_backend
 from stepgraph.runtime import Constraint, Engine, EngineConfig
 from tools.checks.context import VOCABULARY, toy_draft, toy_target
 
 __all__ = [
-    *("Backend", "BufferSpec", "CaptureError", "Constraint", "Engine", "HostNodeError", "StaticBuffers"),
-    *("current_flow", "greedy_engine", "make_backend"),
+    "Backend",
+    "BufferSpec",
+    "CaptureError",
+    "Constraint",
+    "Engine",
+    "StaticBuffers",
+    "current_flow",
+    "greedy_engine",
+    "make_backend",
 ]
 
 
