@@ -16,7 +16,7 @@ import torch
 
 from stepgraph.graphs import cpu_kernels
 from stepgraph.graphs.attention import AttentionShape, by_reference
-from stepgraph.graphs.attention_probe import TOLERANCE, differs
+from stepgraph.graphs.attention_kernels.probe import TOLERANCE, differs
 from stepgraph.graphs.model import Attend
 from stepgraph.sampling.kernels import register
 

@@ -23,7 +23,7 @@ from stepgraph.graphs.cuda_flow import Streams, fail
 from stepgraph.graphs.cuda_trace import CudaTracer
 from stepgraph.graphs.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.marks import MakeRange, Span
-from stepgraph.sampling.cuda_graphs import GraphPool, empty_cache
+from stepgraph.sampling.cuda_graphs import GraphPool
 
 POLL_SECONDS = 50e-6
 
@@ -62,7 +62,7 @@ class _Holdings:
 
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):  # a device that failed runs nothing any more either
-            for stream in self.streams:
+            for stream in self.streams.values():
                 self.driver.stream_synchronize(stream.cuda_stream)
         self.bury()
         self.pool.release()
@@ -144,8 +144,7 @@ class CudaBackend:
         self.stats, self.ranges = BackendStats(), ranges
         self.tracer: CudaTracer | None = None
         self.errors = HostErrors()
-        self._ordered = ordered
-        self._capturing = False
+        self._ordered, self._capturing = ordered, False
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
             self._holdings = held = _Holdings(self.device)
@@ -176,18 +175,13 @@ class CudaBackend:
                 self._compare(recording, self._recorder.record(step, buffers, generators))
         graph = CudaGraph(self, recording, self._holdings.graves)
         self._graphs.add(graph)
+        if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
+            self.driver.graph_upload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
         return graph
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        pool = GraphPool(self._main)
-        recorder = CudaRecorder(self.driver, self._holdings.streams, pool, self.errors)
         with self._recording("measure()"):
-            recorder.warm_up(step, buffers, ())
-            recording = recorder.record(step, buffers, ())
-        recording.free()
-        pool.release()
-        empty_cache()
-        return recording.report.nbytes
+            return self._recorder.measure(step, buffers)
 
     def run(self, function: Callable[[], object]) -> None:
         with self.on_main("run()"), torch.no_grad():

@@ -17,7 +17,7 @@ from stepgraph.graphs.cuda_flow import CudaFlow, Streams, blame
 from stepgraph.graphs.driver import Driver, GraphNode, HostCallback, HostErrors
 from stepgraph.graphs.marks import Label, MakeRange, stage_runs
 from stepgraph.graphs.snapshot import Snapshot
-from stepgraph.sampling.cuda_graphs import GraphPool, capturing
+from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 
 class Recording(NamedTuple):
@@ -76,8 +76,19 @@ class CudaRecorder:
         )
         return Recording(graph, callbacks, nodes, report)
 
+    def measure(self, step: Step, buffers: StaticBuffers) -> int:
+        """Bytes of a capture in a pool of its own, all of which is given back."""
+        pool = GraphPool(self._pool.stream)
+        alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
+        alone.warm_up(step, buffers, ())
+        recording = alone.record(step, buffers, ())
+        recording.free()
+        pool.release()
+        empty_cache()
+        return recording.report.nbytes
+
     def synchronize(self) -> None:
-        for stream in self._streams:
+        for stream in self._streams.values():
             self._driver.stream_synchronize(stream.cuda_stream)
 
     def _capture(

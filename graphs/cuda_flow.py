@@ -26,32 +26,20 @@ _MACHINERY = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path
 _OWN_NAMES = ("cuda.py", "cuda_capture.py", "cuda_flow.py", "driver.py", "capture.py")
 _OWN_FILES = (*(os.path.join(_HERE, name) for name in _OWN_NAMES), os.path.abspath(cuda_graphs.__file__))
 
-_taken_streams: set[int] = set()  # torch hands its streams out in turn; two backends on one stream would capture each other's work
 
-
-class Streams:
-    """The streams of one backend, by name."""
+class Streams(dict[str, torch.cuda.Stream]):
+    """The streams of one backend, by name; one that is missing is taken."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def __getitem__(self, name: str) -> torch.cuda.Stream:
-        if name not in self._streams:
-            for _ in range(32):
-                stream = torch.cuda.Stream(self._device)
-                if stream.cuda_stream not in _taken_streams:
-                    break
-            _taken_streams.add(stream.cuda_stream)
-            self._streams[name] = stream
-        return self._streams[name]
-
-    def __iter__(self) -> Iterator[torch.cuda.Stream]:
-        return iter(tuple(self._streams.values()))
+    def __missing__(self, name: str) -> torch.cuda.Stream:
+        return self.setdefault(name, cuda_graphs.take_stream(self._device))
 
     def release(self) -> None:
-        _taken_streams.difference_update(stream.cuda_stream for stream in self._streams.values())
-        self._streams.clear()
+        while self:
+            cuda_graphs.give_stream(self.popitem()[1])
 
 
 class CudaMark(NamedTuple):

@@ -26,14 +26,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
-    "cuStreamGetCaptureInfo_v2": (
-        c_void_p,
-        POINTER(c_int),
-        POINTER(c_uint64),
-        POINTER(c_void_p),
-        POINTER(c_void_p),
-        POINTER(c_size_t),
-    ),
+    "cuStreamGetCaptureInfo_v2": (c_void_p, POINTER(c_int), POINTER(c_uint64), POINTER(c_void_p), POINTER(c_void_p), POINTER(c_size_t)),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
@@ -41,26 +34,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventDestroy_v2": (c_void_p,),
     "cuLaunchHostFunc": (c_void_p, c_void_p, c_void_p),
+    "cuGraphUpload": (c_void_p, c_void_p),
     "cuGraphGetNodes": (c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
     "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
 }
 
 _NODE_KINDS = (  # in the order of CUgraphNodeType, under the names that the tape uses where it has them
-    "kernel",
-    "copy",
-    "fill",
-    "host",
-    "graph",
-    "empty",
-    "wait",
-    "record",
-    "semaphore-signal",
-    "semaphore-wait",
-    "alloc",
-    "free",
-    "memory-operations",
-    "conditional",
+    *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
+    *("alloc", "free", "memory-operations", "conditional"),
 )
 
 
@@ -165,6 +147,10 @@ class Driver:
     def launch_host(self, stream: int, callback: HostCallback) -> None:
         """Call `callback` in the order of `stream`; inside a capture this becomes a host node."""
         self._do("cuLaunchHostFunc", stream, callback.address, callback.data)
+
+    def graph_upload(self, graph_exec: int, stream: int) -> None:
+        """In the order of `stream`, do beforehand what the first launch of a cudaGraphExec_t would have to."""
+        self._do("cuGraphUpload", graph_exec, stream)
 
     def graph_nodes(self, graph: int) -> list[GraphNode]:
         """The nodes of a cudaGraph_t."""

@@ -173,8 +173,7 @@ class TapeBackend:
             if between is not None:
                 between()
             again = record_perturbed(functools.partial(_record, step, buffers, generators, True), buffers)
-            difference = first_difference(recorder.nodes, again.nodes)
-            if difference is not None:
+            if (difference := first_difference(recorder.nodes, again.nodes)) is not None:
                 raise difference
         return Tape(self, recorder, time.perf_counter() - begin)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -14,6 +15,8 @@ import torch
 _MODE = "thread_local"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
 _one_at_a_time = threading.RLock()  # torch allows one capture in a process
+_taken_streams: set[int] = set()  # torch hands its streams out in turn; two captures on one stream would mix
+_free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 
 
 class GraphPool:
@@ -58,12 +61,32 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
         _end(graph, pool, generators)
 
 
-def replayed(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """For `give_stream`. Streams are used again: cuBLAS keeps a workspace for each one that it was ever called on."""
+    free = _free_streams[torch.cuda.current_device() if device.index is None else device.index]
+    for _ in range(32):
+        try:
+            stream = free.pop()
+        except IndexError:
+            stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in _taken_streams:
+            break
+    _taken_streams.add(stream.cuda_stream)
+    return stream
+
+
+def give_stream(stream: torch.cuda.Stream) -> None:
+    _taken_streams.discard(stream.cuda_stream)
+    _free_streams[stream.device_index].append(stream)
+
+
+def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """Run `step` once and capture it, on a stream of its own: what replays it. On the CPU, `step` itself."""
     if device.type != "cuda":
         return step
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.device(device):
+    graph, stream = torch.cuda.CUDAGraph(), take_stream(device)
+    with torch.cuda.device(device), contextlib.ExitStack() as after:
+        after.callback(give_stream, stream)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()

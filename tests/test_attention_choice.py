@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stepgraph.graphs.attention import AttentionShape, by_reference
 from stepgraph.graphs.attention_choice import AttentionChoice, choose_attention
+from stepgraph.graphs.attention_kernels.probe import differs
 from stepgraph.graphs.attention_kernels.row_tables import RowTables
-from stepgraph.graphs.attention_probe import differs
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import Engine, EngineConfig, placement
 from stepgraph.runtime.models.llama import Llama

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs.capture import Check
 from stepgraph.graphs.cuda import CudaBackend
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.kernels.filter_choice import breaks_in_a_graph
+from tests.stub_cuda.counters import counted
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
@@ -76,8 +78,10 @@ def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Ca
 
 def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> None:
     probing, captured, calls = threading.Event(), threading.Event(), list[bool]()
+    x = torch.zeros(4, device=DEVICE)
 
     def probe_step() -> None:
+        x.add_(1)
         calls.append(torch.cuda.is_current_stream_capturing())
         if calls[-1]:
             captured.set()
@@ -106,3 +110,17 @@ def test_a_probe_that_cannot_be_captured_leaves_torch_able_to_capture(backend: C
     with pytest.raises(CaptureError, match="cuda"):
         backend.capture(synchronises, buffers())
     assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}
+
+
+@pytest.mark.parametrize("check", ["once", "twice"])
+def test_no_replay_uploads_its_graph(backend: CudaBackend, check: Check) -> None:
+    static = buffers()
+    with counted() as capture:
+        graph = backend.capture(add, static, check=check)
+    assert capture["graph_uploads"] == 1
+    with counted() as replays:
+        graph.replay()
+        graph.replay()
+        backend.synchronize()
+    assert replays["graph_launches"] == 2
+    assert replays.of(("graph_uploads", "graph_launches_that_upload")) == {}

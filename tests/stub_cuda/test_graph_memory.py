@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, current_flow
 from stepgraph.graphs.capture import Step
 from stepgraph.graphs.cuda import CudaBackend
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey
+from stepgraph.sampling.cuda_graphs import replayed
 
 pytestmark = pytest.mark.stub_cuda
 DEVICE = torch.device("cuda", 0)
@@ -122,3 +123,40 @@ def test_memory_of_graphs_is_estimated_before_they_are_captured(backend: CudaBac
     report = GraphSet(backend, static, step_of, (1, 2, 4, 8), capture_bytes=most).capture(greedy_only=True)
     assert sum(one.nbytes for _, one in report.keys) == reserved() - before == largest
     assert report.notes == (f"memory: about {largest + static.nbytes:,} of at most {most:,} bytes, static buffers included",)
+
+
+def test_backends_one_after_the_other_take_the_same_streams_and_workspaces() -> None:
+    static = StaticBuffers([BufferSpec(name, (16, 16), torch.float32) for name in "xy"], DEVICE)
+
+    def step(buffers: StaticBuffers) -> None:
+        flow = current_flow()
+        mark = flow.record()
+        with flow.stream("side"):
+            flow.wait(mark)
+            torch.mm(buffers.y, buffers.y)
+            mark = flow.record()
+        torch.mm(buffers.x, buffers.x)
+        flow.wait(mark)
+
+    streams, allocated = set[tuple[int, ...]](), set[int]()
+    for _ in range(3):
+        backend = CudaBackend()
+        backend.capture(step, static).replay()
+        streams.add(tuple(stream.cuda_stream for stream in backend._holdings.streams.values()))
+        backend.close()
+        del backend
+        replayed(lambda: static.x.copy_(static.x @ static.x), DEVICE)()
+        gc.collect()
+        allocated.add(torch.cuda.memory_allocated())
+    assert len(streams) == 1 and len(allocated) == 1
+
+
+def test_backends_side_by_side_share_no_stream() -> None:
+    backends = []
+    for _ in range(8):
+        backends.append(CudaBackend())
+        for _ in range(31):  # torch hands out 32 in turn
+            torch.cuda.Stream()
+    assert len({stream.cuda_stream for backend in backends for stream in backend._holdings.streams.values()}) == len(backends)
+    for backend in backends:
+        backend.close()

@@ -10,7 +10,7 @@ import torch
 
 from stepgraph.graphs.attention import HEAD_SIZES, AttentionShape, attention
 from stepgraph.graphs.attention_choice import WISHES, AttentionChoice, choose_attention
-from stepgraph.graphs.attention_probe import differs
+from stepgraph.graphs.attention_kernels.probe import differs
 from stepgraph.graphs.rotation import turn_and_keep, turn_and_keep_reference
 from tools.checks.context import Context, Figures, summary
 from tools.checks.kernels import device_us
