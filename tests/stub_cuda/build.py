@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,7 +40,7 @@ UNVERSIONED = {
 }
 SYMBOL_VERSIONS = {"NVSHMEM": "libnvshmem_host.so.3"}  # others are named like their library
 FOREIGN = re.compile(r"lib(cu|nv|nccl)[A-Za-z_]*\.so\.\d+$")
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra", "-Werror")
 
 
 def torch_folder() -> Path:
@@ -133,7 +134,7 @@ def fingerprint() -> str:
     for path in [*sorted((HERE / "native").iterdir()), Path(__file__)]:
         digest.update(path.read_bytes())
     for path in libraries():
-        digest.update(f"{path} {path.stat().st_size}".encode())
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
     return digest.hexdigest()
 
 
@@ -150,8 +151,10 @@ def build(folder: Path = BUILD) -> Path:
     work = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    for library in sorted(symbols, key=lambda name: name != DRIVER):
-        _build_library(library, symbols[library], library in versioned, work)
+    _build_library(DRIVER, symbols[DRIVER], DRIVER in versioned, work)  # the others are linked with it
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        others = [name for name in symbols if name != DRIVER]
+        list(pool.map(lambda name: _build_library(name, symbols[name], name in versioned, work), others))
     (work / "libcuda.so").symlink_to(DRIVER)
     (work / "libraries").write_text("\n".join(sorted(symbols, key=lambda name: (name != DRIVER, name))) + "\n")
     (work / "fingerprint").write_text(fingerprint())

@@ -29,7 +29,8 @@ def device_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     assert tensor.is_cuda and tensor.is_contiguous()
     dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
     memory = (ctypes.c_char * (tensor.numel() * dtype.itemsize)).from_address(tensor.data_ptr())
-    return np.frombuffer(memory, dtype=dtype).reshape(tensor.shape)
+    array: npt.NDArray[Any] = np.frombuffer(memoryview(memory).cast("B"), dtype=dtype).reshape(tensor.shape)
+    return array
 
 
 def set_result(tensor: torch.Tensor, values: npt.NDArray[Any]) -> None:

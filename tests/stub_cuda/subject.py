@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph import Engine, EngineConfig
+from stepgraph.graphs import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
+from stepgraph import Constraint, Engine, EngineConfig
 from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 
 __all__ = [
-    *("Backend", "BufferSpec", "CaptureError", "Constraint", "Engine", "HostNodeError", "StaticBuffers"),
-    *("current_context", "greedy_engine", "make_backend"),
+    "Backend",
+    "BufferSpec",
+    "CaptureError",
+    "Constraint",
+    "Engine",
+    "StaticBuffers",
+    "current_context",
+    "greedy_engine",
+    "make_backend",
 ]
 
 

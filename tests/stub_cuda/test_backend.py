@@ -160,6 +160,10 @@ def test_illegal_step_is_refused_with_its_line_and_the_backend_goes_on(backend: 
 
 def test_generator_that_is_declared_may_be_used(backend: Backend) -> None:
     generator, buffers = torch.Generator("cuda").manual_seed(3), buffers_of(backend)
-    graph = backend.capture(lambda b: b.y.copy_(torch.rand(4, device=b.x.device, generator=generator)), buffers, generators=(generator,))
+
+    def draw(b: StaticBuffers) -> None:
+        b.y.copy_(torch.rand(4, device=b.x.device, generator=generator))
+
+    graph = backend.capture(draw, buffers, generators=(generator,))
     graph.replay()
     backend.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,10 @@ def on_another_thread(function: Callable[[], int]) -> int:
     thread.start()
     thread.join()
     return codes[0]
+
+
+def end(cuda: Runtime, stream: int) -> int:
+    return cuda.end_capture(stream)[0]
 
 
 def allocate(cuda: Runtime) -> int:
@@ -120,7 +125,7 @@ def test_capture_ends_on_its_thread_unless_it_is_relaxed(cuda: Runtime) -> None:
     for mode, expected in ((THREAD_LOCAL, device.WRONG_THREAD), (RELAXED, SUCCESS)):
         stream = cuda.stream()
         cuda.cudaStreamBeginCapture(stream, mode)
-        assert on_another_thread(lambda stream=stream: cuda.end_capture(stream)[0]) == expected
+        assert on_another_thread(functools.partial(end, cuda, stream)) == expected
         if expected:
             assert cuda.end_capture(stream)[0] == SUCCESS
 

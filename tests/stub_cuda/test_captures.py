@@ -78,8 +78,10 @@ def test_a_probe_and_a_thread_that_allocates_do_not_disturb_each_other(probe: Ca
 
 def test_a_probe_waits_for_the_end_of_another_capture(backend: CudaBackend) -> None:
     probing, captured, calls = threading.Event(), threading.Event(), list[bool]()
+    x = torch.zeros(4, device=DEVICE)
 
     def probe_step() -> None:
+        x.add_(1)
         calls.append(torch.cuda.is_current_stream_capturing())
         if calls[-1]:
             captured.set()

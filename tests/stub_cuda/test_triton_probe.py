@@ -15,7 +15,7 @@ from tests.stub_cuda.preload import preload
 preload()
 import torch
 from stepgraph import Engine, EngineConfig
-from tools.checks.context import VOCABULARY, toy_draft, toy_target
+from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 device = torch.device("cuda", 0)
 config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=96, compile_isolation="none")
 with Engine(toy_target(device), toy_draft(device, 0.7), vocabulary=VOCABULARY, config=config) as engine:
