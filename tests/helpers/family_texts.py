@@ -1,4 +1,4 @@
-"""Texts of the tiny models in tests/helpers/families.py: what is asked of them, and plain greedy decoding by `transformers` without a cache."""
+"""Prompts for the tiny models in tests/helpers/families.py, and greedy decoding by `transformers` without a cache."""
 
 from __future__ import annotations
 

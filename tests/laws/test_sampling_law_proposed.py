@@ -1,6 +1,6 @@
 """Sampled rounds whose drafts were proposed, not drawn, follow the target's own law like any other.
 
-The check is that of test_sampling_law.py, place by place, and so are its odds. Drafts are the target's own favourites, or any tokens: illegal
+The check and its bounds are those of test_sampling_law.py. Drafts are tokens with high target probability, or any tokens: illegal
 ones, none, ids of no token. The controls judge them as if they had been drawn.
 """
 

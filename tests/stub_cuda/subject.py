@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stepgraph.graphs import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 from stepgraph import Constraint, Engine, EngineConfig
+from stepgraph.graphs import Backend, BufferSpec, CaptureError, StaticBuffers, current_context, make_backend
 from tools.gpu.checks.context import VOCABULARY, toy_draft, toy_target
 
 __all__ = [

@@ -13,9 +13,9 @@ The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF fil
 One decoder layer, fed with the states that enter layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
 {parameters:,} parameters in bfloat16, {bytes:,} bytes.
 
-**Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under eight
-JSON schemas, tool calls, small talk, code. {learned:,} answers were learned from, {held_out:,} were held out. A fifth of all names, places
-and things occurs in no training prompt; what follows was measured on prompts made of those.
+**Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under
+eight JSON schemas, tool calls, small talk, code. {learned:,} answers were learned from, {held_out:,} were held out. A fifth of all names,
+places and things occurs in no training prompt; what follows was measured on prompts made of those.
 
 **Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with a cosine, chains of {unrolled} drafts over the
 head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses}; first
