@@ -67,7 +67,7 @@ class NativeNode:
 
     def __init__(self, link: NativeLink, library: NativeLibrary, address: int, steps: Sequence[HostStep]) -> None:
         self._link, self._call = link, library.waiting.stepgraph_node
-        self._steps = (StepStruct * len(steps))(*(StepStruct(step.action, step.index) for step in steps))
+        self._steps = (StepStruct * len(steps))(*(StepStruct(step.action, step.stage) for step in steps))
         self._data = NodeStruct(address, self._steps, len(steps))
         self.native_address = library.node_address
         self.native_data = addressof(self._data)
@@ -146,7 +146,7 @@ class NativeLink:
             first, last = place == 0, place == len(steps) - 1
             assert (step.action != HostAction.BEGIN_ROUND or first) and (step.action != HostAction.END_ROUND or last), steps
             least, most = {HostAction.FILL_NEW: (0, self._stages - 1), HostAction.ADVANCE: (1, self._stages - 1)}.get(step.action, (0, 0))
-            assert least <= step.index <= most, steps
+            assert least <= step.stage <= most, steps
         assert steps
         return NativeNode(self, self._library, self._address, steps)
 

@@ -28,7 +28,7 @@ class HostAction(IntEnum):
 
 class HostStep(NamedTuple):
     action: HostAction
-    index: int = 0  # of FILL_NEW: the stage, where a row has no draft; of ADVANCE: which draft, from 1
+    stage: int = 0  # the mask row that FILL_NEW or ADVANCE fills; for ADVANCE also which draft it accepts, from 1
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)

@@ -106,11 +106,11 @@ class PythonLink:
             if self._forcing:
                 self._forcing.forced_host.fill_(-1)
         elif step.action == HostAction.FILL_NEW:
-            self._each_row(lambda slot, row: self._start_row(slot, row, step.index))
+            self._each_row(lambda slot, row: self._start_row(slot, row, step.stage))
         elif step.action == HostAction.COMMIT:
             self._each_row(self._commit_row)
         elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, step.index), step.index)
+            self._each_row(lambda slot, row: self._advance_row(slot, row, step.stage), step.stage)
         else:
             self._batch = ()
 
