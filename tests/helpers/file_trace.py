@@ -35,7 +35,7 @@ class FileTrace:
             return
         if path not in self.files:
             self.files.append(path)
-        self.functions.append(f"{path}:{code.co_qualname if sys.version_info >= (3, 11) else code.co_name}")
+        self.functions.append(f"{path}:{getattr(code, "co_qualname", code.co_name)}")
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def file_trace(*, all_threads: bool = False) -> Iterator[FileTrace]:
     finally:
         sys.setprofile(before)
         if all_threads:
-            threading.setprofile(before_threads)  # type: ignore[arg-type]
+            threading.setprofile(before_threads)
 
 
 def traced_files(run: Callable[[], object]) -> list[str]:
