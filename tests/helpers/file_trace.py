@@ -35,7 +35,8 @@ class FileTrace:
             return
         if path not in self.files:
             self.files.append(path)
-        self.functions.append(f"{path}:{getattr(code, "co_qualname", code.co_name)}")
+        name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
+        self.functions.append(f"{path}:{name}")
 
 
 @contextmanager
