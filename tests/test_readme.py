@@ -47,7 +47,7 @@ def test_the_stream_example_runs() -> None:
     specs += [BufferSpec(name, (4,), torch.float32, "pinned") for name in ("seen_host", "answer_host")]
     buffers = StaticBuffers(specs)
     namespace: dict[str, Any] = {"torch": torch, "think": lambda: buffers.answer_host.copy_(buffers.seen_host + 1)}
-    exec(snippet("flow.host_node"), namespace)
+    exec(snippet("context.host_node"), namespace)
     recorded = capture(namespace["step"], buffers, backend="tape")
     buffers.x.copy_(torch.arange(4.0))
     recorded.replay()
@@ -98,5 +98,5 @@ def test_every_test_and_file_it_names_exists(document: str) -> None:
 
 
 def test_every_example_is_run_by_some_test() -> None:
-    run = {EMBED, MODEL, CAPTURE, snippet("flow.host_node"), snippet("engine.trace"), snippet("AsyncEngine")}
+    run = {EMBED, MODEL, CAPTURE, snippet("context.host_node"), snippet("engine.trace"), snippet("AsyncEngine")}
     assert run == set(SNIPPETS), "one that nobody runs is wrong sooner or later"
