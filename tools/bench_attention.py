@@ -113,10 +113,10 @@ def expected(shape: Shape) -> int:
     keys = -(-shape.max_length // shape.page) * shape.page
     tile, (part, parts) = paged_triton.tile_for(groups * shape.queries, shape.size), paged_triton.parts_of(keys)
     return sum(
-        shape.kv_heads * _part(shape, tile, length, rows, range(place, place + part), parts)
+        shape.kv_heads * _part(shape, tile, length, rows, range(index, index + part), parts)
         for length in shape.lengths
         for rows in _blocks(groups * shape.queries, tile.rows)
-        for place in range(0, part * parts, part)
+        for index in range(0, part * parts, part)
     ) + sum(shape.heads * shape.queries * _join(shape, length, part, parts) for length in shape.lengths if parts > 1)
 
 
@@ -136,7 +136,7 @@ def _part(shape: Shape, tile: paged_triton.Tile, length: int, rows: range, place
         total += len(rows) * shape.size * ITEM
     for start in range(begin, end, tile.keys):
         held = range(start, min(start + tile.keys, end))
-        total += 2 * len(held) * shape.size * ITEM + len({place // shape.page for place in held}) * INDEX
+        total += 2 * len(held) * shape.size * ITEM + len({index // shape.page for index in held}) * INDEX
     if parts == 1:
         return total + len(rows) * shape.size * ITEM
     return total + len(rows) * SUM + sum(_sees(shape, length, row // groups, places) for row in rows) * (SUM + tile.size * SUM)
@@ -151,7 +151,7 @@ def _sees(shape: Shape, length: int, query: int, places: range) -> bool:
 def _join(shape: Shape, length: int, part: int, parts: int) -> int:
     """The joining of one query and head, on average over the queries."""
     seen = [
-        sum(_sees(shape, length, query, range(place, place + part)) for place in range(0, part * parts, part))
+        sum(_sees(shape, length, query, range(index, index + part)) for index in range(0, part * parts, part))
         for query in range(shape.queries)
     ]
     each = 2 * parts * SUM + shape.size * ITEM

@@ -167,8 +167,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if "legality" in found:
         yield ""
         for kind, row in found["legality"].items():
-            told = f"{row['complete']} complete, {row['legal_of_complete']} of them legal, {row['cut_short']} cut short"
-            yield f"{kind:<10}{row['answers']:>5} answers, {told}"
+            counts = f"{row['complete']} complete, {row['legal_of_complete']} of them legal, {row['cut_short']} cut short"
+            yield f"{kind:<10}{row['answers']:>5} answers, {counts}"
 
 
 def report(drafts: int, prompts: int, repeats: int, legal: int, threads: int, baseline: bool = True) -> dict[str, Any]:

@@ -163,8 +163,8 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
     warm_up = max(20, rounds // 10)
     gc.collect()
     gc.disable()
-    for place in tqdm(range(warm_up + rounds), desc=f"{rows} rows", unit="round", disable=not sys.stderr.isatty(), leave=False):
-        bench.round(keep=place >= warm_up, compare=place < warm_up)
+    for index in tqdm(range(warm_up + rounds), desc=f"{rows} rows", unit="round", disable=not sys.stderr.isatty(), leave=False):
+        bench.round(keep=index >= warm_up, compare=index < warm_up)
     gc.enable()
     seconds, loop, link = bench.figures.seconds, bench.loops[0].name, bench.links[0].name
     report: dict[str, object] = {

@@ -30,10 +30,8 @@ from stepgraph.sampling.kernels import chain, choice, filters, mask_rows, proces
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.filters import SETTINGS, filter_inputs
-from tools.gpu.checks.kernels import choice_inputs, device_us
+from tools.gpu.checks.kernels import SETTINGS, choice_inputs, device_us, filter_inputs, judgement
 from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
-from tools.gpu.checks.rejection import judgement
 
 CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
 FILTER_TILE, FILTER_DIGIT_BITS, FILTER_PASSES = 2048, 3, 10

@@ -99,7 +99,7 @@ class Scene:
             b.row_state[:rows, column] = number
         b.row_state[:rows, Column.OWNER] = b.row_state[:rows, Column.SEED] = torch.arange(1, rows + 1, device=device)
         b.batch_rows.copy_(torch.arange(rows))
-        tags = torch.tensor([[[row + 1, 10, place, int(MaskStatus.OK)] for place in range(k + 1)] for row in range(rows)])
+        tags = torch.tensor([[[row + 1, 10, index, int(MaskStatus.OK)] for index in range(k + 1)] for row in range(rows)])
         for name, value in (("row_params", params), ("row_draft_probs", offered), ("row_drafts", drafts), ("row_tags", tags)):
             b[name][:rows].copy_(value)
         b.row_masks[:rows].copy_(bitmask.pack(allowed))
@@ -153,10 +153,10 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
     count = len(seen(plain).calls)
     # multinomial asks the host whether its weights are sound: no graph can hold it, so it runs as such a loop runs it
     watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(_until_done, context, plain)}
-    for place, entry in enumerate(entries):
-        watches[f"{place}"] = stopwatch(context, entry.call)
+    for index, entry in enumerate(entries):
+        watches[f"{index}"] = stopwatch(context, entry.call)
         if entry.reference is not None:
-            watches[f"{place} reference"] = stopwatch(context, entry.reference)
+            watches[f"{index} reference"] = stopwatch(context, entry.reference)
     times = take_turns(watches, seconds, f"{rows} rows, {k} drafts, {width} tokens")
     return {
         "rows": rows,
@@ -165,7 +165,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
         "turns": len(times["plain pipeline"]),
         "accept_over_plain": _ratio(times["0"], times["plain pipeline"]),
         "plain_pipeline": {"operations": count, **_cost(times["plain pipeline"], rows)},
-        "operations": [_told(entry, f"{place}", times, rows) for place, entry in enumerate(entries)],
+        "operations": [_told(entry, f"{index}", times, rows) for index, entry in enumerate(entries)],
     }
 
 
@@ -218,11 +218,11 @@ def _ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
 
 
 def _told(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: int) -> dict[str, object]:
-    told: dict[str, object] = {"stage": entry.stage, "name": entry.name, **_cost(times[key], rows)}
-    told |= {"operations": entry.operations, "plain_operations": entry.plain_operations}
+    figures: dict[str, object] = {"stage": entry.stage, "name": entry.name, **_cost(times[key], rows)}
+    figures |= {"operations": entry.operations, "plain_operations": entry.plain_operations}
     if entry.reference is not None:
-        told["over_plain"] = _ratio(times[key], times[f"{key} reference"])
-    return told
+        figures["over_plain"] = _ratio(times[key], times[f"{key} reference"])
+    return figures
 
 
 def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: float) -> dict[str, object]:

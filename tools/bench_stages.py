@@ -103,7 +103,7 @@ class Scene:
         self.report = dict(self.engine.capture().keys)[self.key]
         for row in range(rows):
             asked = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT has no early end
-            prompt = [(row + place) % 90 for place in range(PROMPT + 1)]
+            prompt = [(row + index) % 90 for index in range(PROMPT + 1)]
             self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=asked, max_new_tokens=400)
         while self.engine.stats().running < rows:  # their grammar may be made in a process of its own meanwhile
             assert self.engine.has_work, "every row goes on"
@@ -171,7 +171,7 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         for _ in range(turns + 1):
             for name, watch in watches.items():
                 times[name].append(watch())
-        told = {name: {"us": summary(times[name][1:]), "operations": counts[name]} for name in calls}
+        figures = {name: {"us": summary(times[name][1:]), "operations": counts[name]} for name in calls}
         nodes = scene.host_nodes(turns + 1) if constrained else {}
         return {
             "models": pair.name,
@@ -179,7 +179,7 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
             "sampled": sampled,
             "round_nodes": dict(scene.report.nodes),
             "round_host_nodes": list(scene.report.host_nodes),
-            "stages": told,
+            "stages": figures,
             "host_nodes": {name: {"us": summary(each[1:])} for name, each in nodes.items()},
         }
     finally:
@@ -209,8 +209,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         kind = f"{'constrained' if entry['constrained'] else 'free'} {'sampled' if entry['sampled'] else 'greedy'}"
         nodes, host_nodes = sum(entry["round_nodes"].values()), len(entry["round_host_nodes"])
         yield f"{entry['models']}, {kind}: {nodes} nodes a round, {host_nodes} of them the host's"
-        for name, told in (*entry["stages"].items(), *entry["host_nodes"].items()):
-            yield f"  {name:<16}{told['us']['median']:>10} us{told.get('operations', ''):>8}"
+        for name, figures in (*entry["stages"].items(), *entry["host_nodes"].items()):
+            yield f"  {name:<16}{figures['us']['median']:>10} us{figures.get('operations', ''):>8}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

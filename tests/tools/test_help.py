@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
-def told(path: Path) -> str:
+def docstring_of(path: Path) -> str:
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
 
 
@@ -37,7 +37,7 @@ def examples() -> Iterator[Any]:
     """File and flags. `...` are the flags of the example before; what comes behind two blanks, or behind `>`, is none."""
     for path in TOOLS:
         before: list[str] = []
-        for found in EXAMPLE.finditer(told(path)):
+        for found in EXAMPLE.finditer(docstring_of(path)):
             assert name_of(path) in found.groups(), found[0]
             flags = re.split(r" {2,}| > ", found[3])[0].split()
             before = before + flags[1:] if flags[:1] == ["..."] else flags
@@ -57,7 +57,7 @@ def test_help_is_what_the_file_says_of_itself(path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as left:
         run(path, ["--help"], monkeypatch)
     assert left.value.code == 0
-    assert " ".join(told(path).split()) in " ".join(capsys.readouterr().out.split())
+    assert " ".join(docstring_of(path).split()) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("path", "flags"), list(examples()))

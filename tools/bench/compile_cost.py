@@ -45,14 +45,14 @@ def measure(name: str, constraint: Constraint, turns: int, compilers: Mapping[st
     seconds: dict[str, list[float]] = {"in_process": [], "worker": [], "cached": []}
     for turn in range(turns):
         asked = constraint.after(f"turn {turn}")  # another constraint, of the same grammar
-        for place in ("in_process", "worker"):
-            seconds[place].append(timed(partial(compilers[place].compile, asked)))
+        for index in ("in_process", "worker"):
+            seconds[index].append(timed(partial(compilers[index].compile, asked)))
         seconds["cached"].append(timed(partial(compilers["worker"].compile, asked)))
     compiled = compilers["worker"].compile(replace(constraint, marker=None))
     figures = {
         "grammar": name,
         "backend": compiled.backend,
-        "ms": {place: round(median(spent) * 1e3, 3) for place, spent in seconds.items()},
+        "ms": {index: round(median(spent) * 1e3, 3) for index, spent in seconds.items()},
         "worker_over_in_process": round(
             median([there / here for there, here in zip(seconds["worker"], seconds["in_process"], strict=True)]), 3
         ),

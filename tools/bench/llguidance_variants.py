@@ -25,15 +25,15 @@ class LLGuidanceLoop(PythonLoop):
         masks, size = self.masks, self.masks.shape[2] * 4
         first, step, plane = masks.data_ptr(), size, masks.shape[1] * size
         for slot, turn in enumerate(self.turns):
-            matcher, place = self.matchers[slot], first + slot * step
+            matcher, draft_index = self.matchers[slot], first + slot * step
             if turn.rollback:
                 matcher.rollback(turn.rollback)
             if turn.token >= 0:
                 assert matcher.consume_token(turn.token)
-            matcher.unsafe_compute_mask_ptr(place, size)
+            matcher.unsafe_compute_mask_ptr(draft_index, size)
             for index, draft in enumerate(turn.drafts, 1):
                 assert matcher.consume_token(draft)
-                matcher.unsafe_compute_mask_ptr(place + index * plane, size)
+                matcher.unsafe_compute_mask_ptr(draft_index + index * plane, size)
 
 
 class LLGuidanceBatch(LLGuidanceLoop):
@@ -57,8 +57,8 @@ class LLGuidanceBatch(LLGuidanceLoop):
         self.walked = [turn.drafts for turn in turns]
 
     def run(self) -> None:
-        rows, places, words = self.flat.shape
+        rows, positions, words = self.flat.shape
         for matcher, tokens in zip(self.matchers, self.fresh, strict=True):
             assert not tokens or matcher.consume_tokens(tokens)
-        work = [(matcher, slot * places, list(self.walked[slot])) for slot, matcher in enumerate(self.matchers)]
-        self.executor.unsafe_compute_mask_ptr_with_draft_token(work, self.flat.data_ptr(), words * 4, rows * places)
+        work = [(matcher, slot * positions, list(self.walked[slot])) for slot, matcher in enumerate(self.matchers)]
+        self.executor.unsafe_compute_mask_ptr_with_draft_token(work, self.flat.data_ptr(), words * 4, rows * positions)

@@ -20,14 +20,14 @@ def plain_sampling(
     bits = torch.arange(WORD, device=logits.device)
     tokens, running = [], torch.ones(rows, dtype=torch.bool, device=logits.device)
     accepted = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    for place in range(places):
-        allowed = ((masks[:, place, :, None] >> bits) & 1).bool().flatten(1)[:, :width]
-        scores = logits[:, place].float().masked_fill(~allowed, float("-inf")) / temperature
+    for index in range(places):
+        allowed = ((masks[:, index, :, None] >> bits) & 1).bool().flatten(1)[:, :width]
+        scores = logits[:, index].float().masked_fill(~allowed, float("-inf")) / temperature
         probs = plain_filters(scores, top_k, top_p)
-        if place == places - 1:
+        if index == places - 1:
             tokens.append(torch.multinomial(probs, 1).squeeze(1))
             break
-        draft, offered = drafts[:, place], draft_probs[:, place]
+        draft, offered = drafts[:, index], draft_probs[:, index]
         ratio = (probs.gather(1, draft[:, None]) / offered.gather(1, draft[:, None])).squeeze(1)
         holds = torch.rand(rows, device=logits.device) < ratio
         rest = (probs - offered).clamp(min=0)

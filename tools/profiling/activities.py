@@ -87,7 +87,7 @@ def _by_order(inside: Iterable[Activity], sidecar: Sidecar, notes: list[str]) ->
         nodes[activity.round].add(activity.node)
     names: dict[int, str] = {}
     streams: dict[int, str] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     for number, found in sorted(nodes.items()):
         key = keys.get(number, "")
         runs = [run for run in sidecar.stages.get(key, ()) if run.kind == "stage"]
@@ -95,8 +95,8 @@ def _by_order(inside: Iterable[Activity], sidecar: Sidecar, notes: list[str]) ->
         if len(labels) == len(found):
             for node, (name, stream) in zip(sorted(found), labels, strict=True):
                 names[node], streams[node] = name, stream
-        elif key not in told:
-            told.add(key)
+        elif key not in reported:
+            reported.add(key)
             why = (
                 f"the profile shows {len(found)} of its nodes, the recording has {len(labels)}"
                 if labels

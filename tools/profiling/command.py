@@ -33,7 +33,7 @@ def checked_rounds(text: str) -> tuple[int, int]:
     """First and last round; ValueError where that is no range."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"--rounds: got {text!r}, want FIRST-LAST, two whole numbers, the second one greater, like 20-40")
+        raise ValueError(f"--rounds: got {text!r}, expected FIRST-LAST, two whole numbers, the second one greater, like 20-40")
     return int(match[1]), int(match[2])
 
 
@@ -43,8 +43,8 @@ def rounds_file(out: Path) -> Path:
 
 
 def environment(rounds: tuple[int, int], out: Path, with_nsys: bool) -> dict[str, str]:
-    told = {ROUNDS: f"{rounds[0]}-{rounds[1]}", FILE: str(rounds_file(out)), TOOL: "nsys" if with_nsys else "trace"}
-    return {**told, NVTX: "1"} if with_nsys else told
+    variables = {ROUNDS: f"{rounds[0]}-{rounds[1]}", FILE: str(rounds_file(out)), TOOL: "nsys" if with_nsys else "trace"}
+    return {**variables, NVTX: "1"} if with_nsys else variables
 
 
 def python_line(script: Sequence[str]) -> list[str]:
@@ -60,6 +60,6 @@ def reasons(out: Path) -> list[str]:
     return [f"# {flag.format(out=out)}: {why.format(out=out)}" for flag, why in FLAGS]
 
 
-def clip_repr(line: Sequence[str], told: Mapping[str, str]) -> str:
+def clip_repr(line: Sequence[str], variables: Mapping[str, str]) -> str:
     """As one would type it."""
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in told.items()), *map(shlex.quote, line)])
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, line)])

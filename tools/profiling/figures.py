@@ -62,7 +62,7 @@ def document(profile: Profile) -> Document:
     work = Work(profile.spans)
     if not work.windows:
         sources = ", ".join(profile.sources) or "the profile"
-        raise ValueError(f"{sources}: no round in it; want a range of rounds that the engine reached, see --rounds of nsys_profile.py")
+        raise ValueError(f"{sources}: no round in it; expected a range of rounds that the engine reached, see --rounds of nsys_profile.py")
     return {
         "document": "stepgraph profile",
         "version": VERSION,

@@ -48,7 +48,7 @@ class Export:
             self._db.row_factory = sqlite3.Row
             self.tables = {row[0] for row in self._db.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
         except sqlite3.Error as error:
-            raise ValueError(f"{path}: {error}; want a file that `nsys export --type sqlite` wrote") from None
+            raise ValueError(f"{path}: {error}; expected a file that `nsys export --type sqlite` wrote") from None
 
     def close(self) -> None:
         self._db.close()
@@ -60,7 +60,7 @@ class Export:
         present = {row["name"] for row in self._db.execute(f'PRAGMA table_info("{table}")')}
         missing = [column for column in columns if column not in present]
         if missing:
-            raise ValueError(f"{self.path}: table {table} has no column {', '.join(missing)}; want an export of nsys 2023.4 or newer")
+            raise ValueError(f"{self.path}: table {table} has no column {', '.join(missing)}; expected an export of nsys 2023.4 or newer")
         chosen = [*columns, *(column for column in defaults if column in present)]
         for row in self._db.execute(f'SELECT {", ".join(f"{chr(34)}{column}{chr(34)}" for column in chosen)} FROM "{table}"'):
             yield {**defaults, **{column: row[column] for column in chosen if row[column] is not None or column not in defaults}}
@@ -194,7 +194,7 @@ def stages_of_nodes(export: Export) -> dict[int, str]:
 
 def _innermost(ranges: Sequence[Range], at: int) -> str | None:
     """They are in the order of their begins, so the last one that is still open is the innermost."""
-    for place in range(bisect.bisect_right(ranges, at, key=lambda one: one[0]) - 1, -1, -1):
-        if ranges[place][1] >= at and not ROUND.match(ranges[place][2]):
-            return ranges[place][2]
+    for index in range(bisect.bisect_right(ranges, at, key=lambda one: one[0]) - 1, -1, -1):
+        if ranges[index][1] >= at and not ROUND.match(ranges[index][2]):
+            return ranges[index][2]
     return None

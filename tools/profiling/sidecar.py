@@ -68,4 +68,4 @@ def read_sidecar(path: Path) -> Sidecar:
             notes=tuple(content.get("notes", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: got {type(error).__name__}: {error}, want what the engine wrote with STEPGRAPH_PROFILE_ROUNDS") from None
+        raise ValueError(f"{path}: got {type(error).__name__}: {error}, expected a file written with STEPGRAPH_PROFILE_ROUNDS") from None

@@ -23,13 +23,13 @@ def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str =
     """ValueError names the file that is missing or will not do."""
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path}: got no such file, want a .nsys-rep, .sqlite or .rounds.json")
-    told = sidecar or beside(paths[0])
+            raise ValueError(f"{path}: got no such file, expected a .nsys-rep, .sqlite or .rounds.json")
+    sidecar_file = sidecar or beside(paths[0])
     if paths[0].suffix == ".json":
         events = _trace_events(paths[0])
-        return own_profile(paths[0], read_sidecar(paths[0])) if events is None else _torch_profile(paths[0], events, told)
+        return own_profile(paths[0], read_sidecar(paths[0])) if events is None else _torch_profile(paths[0], events, sidecar_file)
     exported = [exported_file(path, nsys) for path in with_capture(paths)]
-    return read_nsys(exported, read_sidecar(told) if told else Sidecar())
+    return read_nsys(exported, read_sidecar(sidecar_file) if sidecar_file else Sidecar())
 
 
 def _trace_events(path: Path) -> list[dict[str, Any]] | None:
@@ -42,19 +42,21 @@ def _trace_events(path: Path) -> list[dict[str, Any]] | None:
     return events if isinstance(events, list) else None
 
 
-def _torch_profile(path: Path, events: list[dict[str, Any]], told: Path | None) -> Profile:
+def _torch_profile(path: Path, events: list[dict[str, Any]], sidecar_file: Path | None) -> Profile:
     from tools.profiling.timeline import from_torch
 
-    if told is None:
-        raise ValueError(f"{path}: a trace of torch's profiler does not name stages; want --sidecar with what the engine wrote down")
-    sidecar = read_sidecar(told)
-    return Profile("torch", with_hosts(from_torch(events, sidecar), sidecar), (path.name, told.name), sidecar.counters, sidecar.notes)
+    if sidecar_file is None:
+        raise ValueError(f"{path}: a trace of torch's profiler does not name stages; expected --sidecar with what the engine wrote down")
+    sidecar = read_sidecar(sidecar_file)
+    return Profile(
+        "torch", with_hosts(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name), sidecar.counters, sidecar.notes
+    )
 
 
 def own_profile(path: Path, sidecar: Sidecar) -> Profile:
     """The timeline that the engine recorded itself; ValueError where it left that to nsys."""
     if not sidecar.spans:
-        raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; want that profile's .nsys-rep or .sqlite")
+        raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; expected that profile's .nsys-rep or .sqlite")
     if not any(sidecar.stages.values()):
         raise ValueError(f"{path}: the engine ran these rounds without recording them, want EngineConfig.eager=False")
     backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"

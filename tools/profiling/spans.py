@@ -61,11 +61,11 @@ def length(intervals: Iterable[Interval]) -> int:
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """The time that lies in both; each of them as `union` gives it."""
     found = []
-    place = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # else many short windows would cost a square
+    index = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # else many short windows would cost a square
     for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        at = place
+        while index < len(second) and second[index][1] <= start:
+            index += 1
+        at = index
         while at < len(second) and second[at][0] < end:
             found.append((max(start, second[at][0]), min(end, second[at][1])))
             at += 1

@@ -45,8 +45,8 @@ def _host_lines(hosts: Document) -> list[str]:
             f"{node['name']:<28}{'':<8}{node['runs']:>7}{micro(time['total']):>13}{micro(time['median']):>11}"
             f"{percent(node['hidden_share']):>8}"
         )
-    told = f"{micro(hosts['exposed_ns'])} of {micro(hosts['total_ns'])} us exposed"
-    return [*lines, f"hidden under device work: {percent(hosts['hidden_share'])} ({told})"]
+    exposed = f"{micro(hosts['exposed_ns'])} of {micro(hosts['total_ns'])} us exposed"
+    return [*lines, f"hidden under device work: {percent(hosts['hidden_share'])} ({exposed})"]
 
 
 def _acceptance_line(found: Document | None) -> str:

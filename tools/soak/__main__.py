@@ -1,12 +1,12 @@
-"""A long mixed load on many engines, every output looked at again, and what the process holds measured: does anything grow?
+"""Soak test: a long mixed load on many engines. Checks every output and whether memory, threads, files or objects grow.
 
-    python -m tools.soak --minutes 20                      about as long; one JSON document last
+    python -m tools.soak --minutes 20                      prints one JSON document last
     python -m tools.soak --minutes 5 --seed 3 --out soak.json
 
-Engines of every way to draft take turns, some of them closed and made again; threads submit and cancel while they are stepped, by a loop
-or by an AsyncEngine. Grammars are mostly new. Events are held against jobs, texts against fresh matchers, a share of them against plain
-decoding and against what the same request said before. Ctrl-C ends it with the report so far. It exits with 1 where an output was wrong
-or a figure grew.
+Engines with every drafter run in turn; some are closed and created again. Threads submit and cancel while a loop or an AsyncEngine steps
+the engine. Most grammars are new. Events are compared with jobs, texts with fresh matchers, a share of them with plain decoding and with
+earlier answers to the same request. Ctrl-C ends the run with the report so far. Exit codes: 0 passed, 1 wrong output or growth, 2 bad
+input, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ import torch
 from tqdm import tqdm
 
 from tools.soak.report import report, written
-from tools.soak.running import Plan, Soak
+from tools.soak.soak import Plan, Soak
 
 INTERRUPTED = 130
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--minutes", type=float, required=True, metavar="N", help="how long, more than 0")
-    add("--seed", type=int, default=0, help="of engines and requests; threads still come as they come (default: %(default)s)")
-    add("--out", type=Path, metavar="FILE", help="keep the JSON document there as well")
+    add("--minutes", type=float, required=True, metavar="N", help="duration, more than 0")
+    add("--seed", type=int, default=0, help="of engines and requests; thread timing stays random (default: %(default)s)")
+    add("--out", type=Path, metavar="FILE", help="also write the JSON document to this file")
     return parser.parse_args(arguments)
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError names the flag, before hours are spent."""
+    """Raise a ValueError that names the flag, before the run starts."""
     if not 0 < options.minutes <= 100_000:
-        raise ValueError(f"--minutes: got {options.minutes:g}, want more than 0, at most 100,000")
+        raise ValueError(f"--minutes: got {options.minutes:g}, expected a number above 0, at most 100,000")
     if options.out is not None and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out: got {options.out}, want a file in a folder that is there")
+        raise ValueError(f"--out: got {options.out}, expected a file in an existing folder")
 
 
 def run(options: argparse.Namespace, stop: threading.Event) -> int:
@@ -73,12 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt  # whoever asks twice does not want the report
+            raise KeyboardInterrupt  # a second Ctrl-C skips the report
         stop.set()
 
     try:
         check(options)
-        before = signal.signal(signal.SIGINT, interrupted)  # an exception would come out of the midst of a round, and fail its engine
+        before = signal.signal(signal.SIGINT, interrupted)  # a KeyboardInterrupt inside a round would fail its engine
     except ValueError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2

@@ -1,27 +1,29 @@
-"""What a soak found, as one JSON document: what it did, figures over time, lines through them, and the verdict."""
+"""The report: one JSON document with counts, figures over time, linear trends and the verdict."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools.soak.figures import Sample
-from tools.soak.running import Soak, columns
-from tools.soak.trend import MIB, Trend, fit
+from tools.soak.process import Sample
+from tools.soak.soak import Soak, columns
 
-MOST_POINTS = 120  # of a figure over time that are kept
-# What a line through a figure may rise by behind warm-up: so much, or such a share of its mean. Heaps break up, and engines differ:
-# those that record have threads of their own.
+LEAST_POINTS = 4
+MIB = 1 << 20
+MOST_POINTS = 120  # kept of a figure over time
+# Accepted growth of a figure's trend after warm-up: an absolute value, or a share of its mean if that is more. Heaps fragment, and
+# captured engines have more threads than eager ones.
 ALLOWED: dict[str, tuple[float, float]] = {
     "resident_bytes": (16 * MIB, 0.02),
     "device_bytes": (2 * MIB, 0.01),
@@ -36,21 +38,21 @@ ALLOWED: dict[str, tuple[float, float]] = {
     "objects": (5000, 0.05),
     "tensors": (200, 0.1),
 }
-OF_A_TYPE = (100, 0.2)  # objects of one type; caches are emptied with their engines, and fill again
+OF_A_TYPE = (100, 0.2)  # accepted growth of objects of one type; caches empty with their engines and fill again
 
 
 def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
     trends = lines(soak.samples, soak.warm_at)
     growing = {name: trend.why for name, trend in trends.items() if not trend.flat}
-    told = bool(trends)
+    trend_name = bool(trends)
     reason = (
         f"{soak.num_problems} problems: {soak.problems[0][:300]}"
         if soak.problems
         else f"growing: {growing}"
         if growing
-        else "every output was as it should be, and no figure rises behind warm-up by more than it may"
-        if told
-        else "every output was as it should be; too short to tell whether figures are flat"
+        else "every output was correct, and no figure grew after warm-up by more than accepted"
+        if trend_name
+        else "every output was correct; the run was too short for trends"
     )
     return {
         "what": "soak",
@@ -61,7 +63,7 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
         "wanted_seconds": soak.plan.seconds,
         "interrupted": interrupted,
         "passed": not soak.problems and not growing,
-        "flat": not growing if told else None,
+        "flat": not growing if trend_name else None,
         "reason": reason,
         "did": dict(sorted(soak.counts.items())),
         "jobs": dict(sorted(soak.by_kind.items())),
@@ -76,30 +78,30 @@ def report(soak: Soak, interrupted: bool = False) -> dict[str, Any]:
 
 
 def written(found: dict[str, Any]) -> str:
-    """As JSON, a list of numbers on one line."""
+    """As JSON, with each list of numbers on one line."""
     flat = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
     return flat.sub(lambda part: "[" + re.sub(r"\s*\n\s*", " ", part[1]) + "]", json.dumps(found, indent=1))
 
 
 def lines(samples: Sequence[Sample], warm_at: float | None) -> dict[str, Trend]:
-    """A line through each figure of the settled samples behind warm-up, and through the count of each type of object."""
+    """A trend of each figure of the settled samples after warm-up, and of the object count of each type."""
     warm = _warm(samples, warm_at)
-    late = warm[len(warm) // 2 :]  # heaps that are still settling rise no more here; a leak rises as ever
+    late = warm[len(warm) // 2 :]  # a heap that was still filling is flat here; a leak grows here as well
     found: dict[str, Trend] = {}
     for name, (slack, share) in ALLOWED.items():
-        for told, those in ((name, warm), (f"{name}, last half", late)):
+        for trend_name, those in ((name, warm), (f"{name}, last half", late)):
             values = [getattr(each, name) for each in those]
             if None not in values and (trend := fit([each.seconds for each in those], values, slack, share)):
-                found[told] = trend
+                found[trend_name] = trend
     for name in sorted({name for each in warm for name in each.types}):
         both = [fit([each.seconds for each in those], [each.types.get(name, 0) for each in those], *OF_A_TYPE) for those in (warm, late)]
-        if told_by := [trend for trend in both if trend]:  # rings and caches of new engines fill once: what leaks rises in both
-            found[f"objects: {name}"] = min(told_by, key=lambda trend: trend.growth)
+        if both_trends := [trend for trend in both if trend]:  # rings and caches of new engines fill once; a leak grows in both
+            found[f"objects: {name}"] = min(both_trends, key=lambda trend: trend.growth)
     return found
 
 
 def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[int]]:
-    """How many objects there were of a type at the end of warm-up, and at the end, where that differs by a few."""
+    """Object counts at the end of warm-up and of the run, for types that differ by more than five."""
     warm = _warm(samples, warm_at)
     if not warm:
         return {}
@@ -109,7 +111,7 @@ def changes(samples: Sequence[Sample], warm_at: float | None) -> dict[str, list[
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What it ran on and with; nothing that tells whose it is."""
+    """Device and versions; nothing that identifies the machine."""
     versions = {}
     for package in ("stepgraph", "torch", "xgrammar", "llguidance", "numpy"):
         try:
@@ -143,3 +145,38 @@ def _warm(samples: Sequence[Sample], warm_at: float | None) -> list[Sample]:
 
 def _rounded(trend: Trend) -> dict[str, Any]:
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(trend).items()}
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A least-squares line."""
+
+    points: int
+    first: float
+    last: float
+    least: float
+    most: float
+    mean: float
+    per_hour: float
+    error_per_hour: float  # standard error of per_hour
+    growth: float  # from the first to the last point of the line
+    allowed: float
+    flat: bool
+    why: str
+
+
+def fit(seconds: Sequence[float], values: Sequence[float], slack: float, share: float) -> Trend | None:
+    """None for too few points. The line is flat if it rises by at most max(slack, share * mean)."""
+    count = len(values)
+    if count < LEAST_POINTS or seconds[-1] <= seconds[0]:
+        return None
+    mean, middle = math.fsum(values) / count, math.fsum(seconds) / count
+    spread = math.fsum((second - middle) ** 2 for second in seconds)
+    slope = math.fsum((second - middle) * (value - mean) for second, value in zip(seconds, values, strict=True)) / spread
+    left = math.fsum((value - mean - slope * (second - middle)) ** 2 for second, value in zip(seconds, values, strict=True))
+    error = math.sqrt(left / (count - 2) / spread)
+    growth, allowed = slope * (seconds[-1] - seconds[0]), max(slack, share * abs(mean))
+    flat = growth <= allowed
+    why = f"the line rises by {growth:,.6g} in {seconds[-1] - seconds[0]:,.0f} s, {'at most' if flat else 'more than'} {allowed:,.6g}"
+    hour = 3600.0
+    return Trend(count, values[0], values[-1], min(values), max(values), mean, slope * hour, error * hour, growth, allowed, flat, why)

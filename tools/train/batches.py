@@ -95,7 +95,7 @@ class TrainingSet:
         while True:
             made = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + epoch)
             places = torch.randperm(len(self.learned), generator=made).tolist()
-            yield from self.grouped([self.learned[place] for place in places])
+            yield from self.grouped([self.learned[position] for position in places])
             epoch += 1
 
     def grouped(self, indices: Sequence[int]) -> Iterator[list[int]]:
@@ -130,9 +130,9 @@ class TrainingSet:
             parts.append((features[:pairs], text.hidden[:states], wish.total[:states], wish.best[:states]))
             begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step foresees the answer's first token
             for step in range(steps):
-                place = torch.arange(begin if step else 0, pairs)
-                tokens[step].append(ids[(place + 1 + step).clamp(max=len(ids) - 1)])
-                foreseen = place[len(place) - (pairs - begin) :] + 1 + step
+                position = torch.arange(begin if step else 0, pairs)
+                tokens[step].append(ids[(position + 1 + step).clamp(max=len(ids) - 1)])
+                foreseen = position[len(position) - (pairs - begin) :] + 1 + step
                 goals[step].append(base + foreseen.clamp(max=states - 1))
                 counts[step].append((foreseen < states) & (foreseen + 1 >= text.prompt_length))
             lengths.append(pairs)

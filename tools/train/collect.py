@@ -30,9 +30,9 @@ def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool =
     """Run the target over every text that the folder does not hold yet; an interrupt keeps what was done."""
     layout = states_layout(target)
     done = len(SavedStates(folder)) if (folder / INDEX).exists() else 0
-    told = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
+    got = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
     if progress:
-        print(f"hidden states: {len(texts)} texts, {told / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
+        print(f"hidden states: {len(texts)} texts, {got / 2**20:.0f} MiB in {folder}", file=sys.stderr, flush=True)
     writer = StatesWriter(folder, layout, SHARD_BYTES)
     try:
         for saved in tqdm(run(target, texts[done:]), desc="target", unit="text", initial=done, total=len(texts), disable=not progress):
@@ -66,14 +66,14 @@ def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
 @torch.no_grad()
 def check_states(states: SavedStates, target: Llama) -> None:
     """Saved states are this target's: their sizes fit, and of the first text they are what the target finds now."""
-    told, wanted = states.layout, states_layout(target)
-    if (told.vocab_size, told.feature_layers, told.feature_size, told.hidden_size) != (
+    got, wanted = states.layout, states_layout(target)
+    if (got.vocab_size, got.feature_layers, got.feature_size, got.hidden_size) != (
         wanted.vocab_size,
         wanted.feature_layers,
         wanted.feature_size,
         wanted.hidden_size,
     ):
-        raise ValueError(f"{states.folder}: holds states of {told}, want states of {wanted}")
+        raise ValueError(f"{states.folder}: holds states of {got}, want states of {wanted}")
     if not len(states):
         raise ValueError(f"{states.folder}: holds no texts")
     text = states[0]

@@ -104,7 +104,7 @@ def check_room(options: argparse.Namespace, positions: int) -> None:
     """Prompts are cut to what the target's positions leave for an answer: something has to be left."""
     for flag, value in (("answers", options.answers), ("report-tokens", options.report_tokens)):
         if value >= positions:
-            raise ValueError(f"--{flag}: got {value}, want fewer than the target's {positions} positions")
+            raise ValueError(f"--{flag}: got {value}, expected fewer than the target's {positions} positions")
 
 
 def feature_layers(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[int, ...]:

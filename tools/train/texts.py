@@ -24,7 +24,7 @@ def read_texts(path: Path, target: Path, vocab_size: int, longest: int, answered
     answered: the target is going to answer them, so conversations may end with a question, and all of a text is its prompt.
     """
     if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"{path}: got the ending {path.suffix!r}, want .txt, .jsonl, or a folder of saved hidden states")
+        raise ValueError(f"{path}: got the ending {path.suffix!r}, expected .txt, .jsonl, or a folder of saved hidden states")
     try:
         written = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -36,7 +36,7 @@ def read_texts(path: Path, target: Path, vocab_size: int, longest: int, answered
     texts = [_checked(text, where, vocab_size, longest, answered) for where, text in found]
     usable = [text for text in texts if len(text.token_ids) >= (1 if answered else 3)]
     if not usable:
-        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if answered else '3 tokens'}, want some")
+        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if answered else '3 tokens'}, expected some")
     return usable
 
 
@@ -78,7 +78,7 @@ class Encoder:
             return Text(tuple(prompt), len(prompt))
         whole = self._templated(messages)
         shared = next(
-            (place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), min(len(prompt), len(whole))
+            (index for index, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), min(len(prompt), len(whole))
         )
         return Text(tuple(whole), shared)
 
@@ -109,7 +109,7 @@ def _lines(written: str, path: Path, encoder: Encoder) -> Iterator[tuple[str, Te
             raise ValueError(f"{where}: no JSON: {error}") from None
         kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
         if len(kinds) != 1:
-            raise ValueError(f"{where}: got {line.strip()!r:.80}, want an object with one of {', '.join(KINDS)}")
+            raise ValueError(f"{where}: got {line.strip()!r:.80}, expected an object with one of {', '.join(KINDS)}")
         try:
             yield where, _entry(kinds[0], entry, encoder)
         except ValueError as error:
@@ -120,24 +120,24 @@ def _entry(kind: str, entry: Mapping[str, Any], encoder: Encoder) -> Text:
     value = entry[kind]
     if kind == "text":
         if not isinstance(value, str):
-            raise ValueError(f"text: got {value!r:.80}, want a string")
+            raise ValueError(f"text: got {value!r:.80}, expected a string")
         return encoder.text(value)
     if kind == "messages":
         whole = isinstance(value, list) and value and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in value)
         if not whole:
-            raise ValueError(f"messages: got {value!r:.80}, want a list of objects with role and content")
+            raise ValueError(f"messages: got {value!r:.80}, expected a list of objects with role and content")
         return encoder.conversation(value)
     if not isinstance(value, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in value):
-        raise ValueError(f"token_ids: got {value!r:.80}, want a list of whole numbers")
+        raise ValueError(f"token_ids: got {value!r:.80}, expected a list of whole numbers")
     prompt = entry.get("prompt_length", 1)
     if isinstance(prompt, bool) or not isinstance(prompt, int) or not 0 <= prompt <= len(value):
-        raise ValueError(f"prompt_length: got {prompt!r}, want a whole number from 0 to {len(value)}")
+        raise ValueError(f"prompt_length: got {prompt!r}, expected a whole number from 0 to {len(value)}")
     return Text(tuple(value), prompt)
 
 
 def _checked(text: Text, where: str, vocab_size: int, longest: int, answered: bool) -> Text:
     wrong = [token for token in text.token_ids if not 0 <= token < vocab_size]
     if wrong:
-        raise ValueError(f"{where}: token_ids: got {wrong[0]}, want ids from 0 to {vocab_size - 1}")
+        raise ValueError(f"{where}: token_ids: got {wrong[0]}, expected ids from 0 to {vocab_size - 1}")
     kept = text.token_ids[:longest]
     return Text(kept, len(kept) if answered else max(1, min(text.prompt_length, len(kept))))

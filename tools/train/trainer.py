@@ -87,8 +87,8 @@ class Trainer:
                 places = batch.counts[step].nonzero().squeeze(1)
                 goals = batch.goals[step][places]
                 logits = product(hidden[places], head.out).float()
-                told = wanted[goals]
-                lost = told.sum(-1) * logits.logsumexp(-1) - (told * logits).sum(-1)
+                target_probs = wanted[goals]
+                lost = target_probs.sum(-1) * logits.logsumexp(-1) - (target_probs * logits).sum(-1)
                 losses.append(lost.sum() / max(1, len(places)))
                 hits.append((logits.argmax(-1) == best[goals]).sum() / max(1, len(places)))
         weights = [DECAY**step for step in range(len(losses))]
@@ -131,8 +131,8 @@ class Trainer:
         """Go on from a checkpoint of the same plan."""
         try:
             with safe_open(path, framework="pt") as file:
-                told, stored = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            plan, step = json.loads(told["plan"]), int(told["step"])
+                target_probs, stored = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            plan, step = json.loads(target_probs["plan"]), int(target_probs["step"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ValueError(f"{path}: no checkpoint to resume from: {error}") from None
         changed = [f"{name} {plan.get(name)!r} -> {value!r}" for name, value in asdict(self.plan).items() if plan.get(name) != value]

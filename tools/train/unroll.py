@@ -135,11 +135,11 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], wind
     shared = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
     own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
     if window:  # a chain longer than the window loses sight of its own beginning
-        own = [each if len(own) - place < window else each - torch.inf for place, each in enumerate(own, 1)]
+        own = [each if len(own) - index < window else each - torch.inf for index, each in enumerate(own, 1)]
     scores = torch.cat([shared.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
     weights: Tensor = scores.softmax(-1).to(values[0].dtype)
     found: Tensor = (weights[..., :pairs].flatten(1, 2) @ values[0].transpose(0, 1)).unflatten(1, (heads // kv_heads, count))
-    for place, value in enumerate(values[1:]):
-        found = found + weights[..., pairs + place, None] * value.transpose(0, 1)[:, None]
+    for index, value in enumerate(values[1:]):
+        found = found + weights[..., pairs + index, None] * value.transpose(0, 1)[:, None]
     result: Tensor = found.permute(2, 0, 1, 3).reshape(count, heads, size)
     return result

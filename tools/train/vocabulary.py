@@ -21,7 +21,9 @@ def check_count(vocabulary: Vocabulary, count: int) -> None:
     """ValueError where a head cannot propose so many of the target's tokens."""
     least, known = len(always_proposed(vocabulary)), len(vocabulary.tokens)
     if not least <= count <= known:
-        raise ValueError(f"--draft-vocab: got {count}, want {least}, for stop ids and single characters, to {known}, the target's tokens")
+        raise ValueError(
+            f"--draft-vocab: got {count}, expected {least}, for stop ids and single characters, to {known}, the target's tokens"
+        )
 
 
 def choose_proposed(frequencies: Tensor, vocabulary: Vocabulary, count: int | None) -> Tensor:

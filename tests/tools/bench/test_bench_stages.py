@@ -33,7 +33,7 @@ def test_a_llama_and_its_head_are_measured() -> None:
 
 def check(entry: Any) -> None:
     assert set(entry["stages"]) == STAGES
-    assert all(told["us"]["median"] > 0 and told["operations"] > 0 for told in entry["stages"].values())
+    assert all(figures["us"]["median"] > 0 and figures["operations"] > 0 for figures in entry["stages"].values())
     assert set(entry["host_nodes"]) == ({"head", "commit", "advance"} if entry["constrained"] else set())
     assert len(entry["round_host_nodes"]) == (3 if entry["constrained"] else 0)
 

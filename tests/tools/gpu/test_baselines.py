@@ -20,7 +20,7 @@ from tools.gpu.baselines.transformers_generate import not_available, same_weight
 from tools.gpu.checks.shapes import TINY, pair_of
 
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)  # whose texts are long
-PROMPTS = [[7, 3, 1], [9], [40 + place for place in range(17)], [12, 12, 3, 90], [60, 61], [5, 4, 3, 2, 1]]
+PROMPTS = [[7, 3, 1], [9], [40 + index for index in range(17)], [12, 12, 3, 90], [60, 61], [5, 4, 3, 2, 1]]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_transformers_says_what_the_engine_says_in_every_mode_that_needs_no_comp
     for mode in ("dynamic", "static", "assisted"):
         assert generator.generate(PROMPTS[0], 12, mode=mode, assistant=assistant).tokens == free.tokens, mode
     assert generator.generate(PROMPTS[0], 12, grammar, "static").tokens[: len(ruled.tokens)] == ruled.tokens
-    with pytest.raises(ValueError, match=r"generate.mode: got 'fast', want one of dynamic, static, compiled, assisted"):
+    with pytest.raises(ValueError, match=r"generate.mode: got 'fast', expected one of dynamic, static, compiled, assisted"):
         generator.generate(PROMPTS[0], 12, mode="fast")
 
 

@@ -26,7 +26,7 @@ KINDS = (
     *("MEM_ALLOC", "MEM_FREE", "BATCH_MEM_OP", "CONDITIONAL"),
 )
 NUMBERS = {
-    **{f"CU_GRAPH_NODE_TYPE_{name}": place for place, name in enumerate(KINDS)},
+    **{f"CU_GRAPH_NODE_TYPE_{name}": index for index, name in enumerate(KINDS)},
     "CU_EVENT_DISABLE_TIMING": driver._NO_TIMING,
     "CUDA_ERROR_NOT_READY": driver._NOT_READY,
     "CU_STREAM_WAIT_VALUE_EQ": driver_calls.WAIT_EQUAL,
@@ -61,8 +61,8 @@ def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
     prints = "".join(f'printf("%lu\\n", {line});' for line in lines)
     source.write_text(f"#include <stddef.h>\n#include <stdio.h>\n#include <cuda.h>\nint main(void) {{ {prints} return 0; }}\n")
     subprocess.run(["cc", "-I", str(header()), str(source), "-o", str(program)], check=True, timeout=60)
-    told = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.split()
-    assert [int(number) for number in told] == wanted
+    printed = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    assert [int(number) for number in printed] == wanted
     assert len(driver._NODE_KINDS) == len(KINDS)
 
 

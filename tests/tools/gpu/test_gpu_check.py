@@ -19,8 +19,7 @@ from stepgraph.sampling.grammar.link.library import NativeLibrary
 from tools.gpu.checks import link
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, QUICK_SHARE, Entry
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.document import compose, file_name, save
-from tools.gpu.checks.goals import GOALS, Goal, judge
+from tools.gpu.checks.document import GOALS, Goal, compose, file_name, judge, save
 from tools.gpu.checks.supervisor import SPENT, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -80,8 +79,8 @@ def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path
     """The worker is one of a few lines, without torch; each loss but the last is followed by a new one."""
     result = run("tests/helpers/broken_worker.py", str(tmp_path))
     document = document_of(result)
-    told = [(check["name"], check["verdict"]) for check in document["checks"]]
-    assert told == [
+    results = [(check["name"], check["verdict"]) for check in document["checks"]]
+    assert results == [
         ("exits", "crashed"),
         ("answers", "passed"),
         ("hangs", "timed out"),
@@ -107,13 +106,13 @@ def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
     supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", "--worker"], True, False)
     entries = [Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")]
     try:
-        told = list(rows(supervisor, entries, 3.0))
+        results = list(rows(supervisor, entries, 3.0))
     finally:
         supervisor.end()
-    assert [row["verdict"] for row in told] == ["passed", "not run", "not run"]
-    assert 0.9 < told[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
-    assert [row["error"] for row in told[1:]] == [f"{SPENT} before it ended", SPENT]
-    assert told[1]["seconds"] < 10.0, "its own limit is a minute"
+    assert [row["verdict"] for row in results] == ["passed", "not run", "not run"]
+    assert 0.9 < results[0]["budget"] <= 1.0, "its part of what is left: 3 s of 30"
+    assert [row["error"] for row in results[1:]] == [f"{SPENT} before it ended", SPENT]
+    assert results[1]["seconds"] < 10.0, "its own limit is a minute"
 
 
 def test_a_part_for_which_no_budget_is_left_is_told_as_cut() -> None:
@@ -159,7 +158,7 @@ def test_goals_are_met_missed_or_not_run() -> None:
         "figures": {"gap": {"median": 6}, "ratio": 1.01, "noise": 0.02, "share": 0.9},
     }
     verdicts = {goal.name: judge(goal, [row], False) for goal in (most, noisy, least)}
-    assert {name: told["verdict"] for name, told in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
+    assert {name: results["verdict"] for name, results in verdicts.items()} == {"gap": "missed", "ratio": "met", "share": "met"}
     assert verdicts["gap"]["reason"] == "found 6, wanted <= 5"
     assert judge(noisy, [{**row, "figures": {"ratio": 1.03, "noise": 0.02}}], False)["reason"] == "found 1.03, wanted <= 1 + noise of 0.02"
     assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
@@ -168,9 +167,9 @@ def test_goals_are_met_missed_or_not_run() -> None:
     assert judge(most, [], False)["reason"] == "its check was not asked for"
     assert judge(least, [row], True)["verdict"] == "not run"
     failed = {**row, "verdict": "failed", "error": "half of it"}
-    told = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
-    assert {name: (each["verdict"], each["found"]) for name, each in told.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
-    assert told["share"]["reason"] == "its check failed: half of it", "what it did not come to may have been worse"
+    results = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
+    assert {name: (each["verdict"], each["found"]) for name, each in results.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
+    assert results["share"]["reason"] == "its check failed: half of it", "what it did not come to may have been worse"
 
 
 def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:
 def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
     unknown = gpu_check("--rehearse", "--only", "speed")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert "--only: got speed, want names of --list" in unknown.stderr
+    assert "--only: got speed, expected names of --list" in unknown.stderr
     if not torch.cuda.is_available():
         missing = gpu_check()
         assert missing.returncode == 2

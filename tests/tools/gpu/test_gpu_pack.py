@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 def wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
     """Of one module that knows its own name."""
     folder.mkdir(exist_ok=True)
-    told = f"{name}-1.0.dist-info"
+    paths = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as archive:
         archive.writestr(f"{name}.py", f"NAME = {name!r}\n")
-        archive.writestr(f"{told}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere-to-be-found\n")
-        archive.writestr(f"{told}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{told}/RECORD", "")
+        archive.writestr(f"{paths}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: nowhere-to-be-found\n")
+        archive.writestr(f"{paths}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{paths}/RECORD", "")
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     out = tmp_path / "bundle"
     # a wheel is larger than these parts; only models are cut
     monkeypatch.setattr(bundle, "MOST_WHEEL_BYTES", 10_000)
-    told = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
-    asked = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), told, strict=True)]
+    paths = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
+    asked = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
     assert gpu_pack.main([f"--out={out}", *asked]) == 0
     return out
 
@@ -85,10 +85,10 @@ def test_a_changed_a_missing_and_a_short_file_are_named_and_nothing_is_installed
     (packed / "wheels" / "everywhere-1.0-py3-none-any.whl").unlink()
     (packed / "parts" / "model.gguf.002").write_bytes(b"")
     assert gpu_pack.main([f"--install={packed}"]) == 1
-    told = capsys.readouterr().err
-    assert "parts/model.gguf.001: other bytes than were packed" in told
-    assert "wheels/everywhere-1.0-py3-none-any.whl: missing" in told
-    assert "parts/model.gguf.002: got 0 bytes, want 560" in told
+    paths = capsys.readouterr().err
+    assert "parts/model.gguf.001: other bytes than were packed" in paths
+    assert "wheels/everywhere-1.0-py3-none-any.whl: missing" in paths
+    assert "parts/model.gguf.002: got 0 bytes, expected 560" in paths
     assert not (tmp_path / "site").exists() and not (packed / "model.gguf").exists()
 
 
@@ -98,7 +98,7 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for arguments, wanted in (
-        ([f"--wheels={tmp_path / 'wheels.txt'}"], "wheels.txt:1: got 'torch>=2', want name==version"),
+        ([f"--wheels={tmp_path / 'wheels.txt'}"], "wheels.txt:1: got 'torch>=2', expected name==version"),
         ([f"--model={tmp_path / 'none.gguf'}"], "none.gguf, want a file that is there"),
         ([f"--libraries={tmp_path / 'none'}"], "none, want a folder that is there"),
         ([f"--wheels={tmp_path / 'none.txt'}", f"--libraries={tmp_path / 'full'}"], "got 0 .so files and 0 flashinfer-python to pack"),

@@ -36,7 +36,8 @@ def document(device: str = "NVIDIA H200", date: str = "2026-11-21", **changes: A
     loop = {"8B batch 1 free": {"ratio": 1.21, "p25": 1.2, "p75": 1.25}, "cut": []}
     checked = {"constrained_rounds": rounds, "against_hand_written_loop": loop}
     rows = [
-        {"name": name, "verdict": "passed", "seconds": 1.0, "budget": 2.0, "figures": told, "error": ""} for name, told in checked.items()
+        {"name": name, "verdict": "passed", "seconds": 1.0, "budget": 2.0, "figures": figures, "error": ""}
+        for name, figures in checked.items()
     ]
     rows.append({"name": "gil_hold", "verdict": "timed out", "seconds": 9.0, "budget": 2.0, "figures": {}, "error": "no answer"})
     made = compose(facts, rows, quick=False, whole=True, seconds=300.0) | changes
@@ -73,19 +74,19 @@ def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Pa
     keep(tmp_path, "old", document(date="2026-11-20"))
     keep(tmp_path, "new", document())
     keep(tmp_path, "b", document(device="NVIDIA B200", host_link="python: no compiler"))
-    told = section(tmp_path)
-    assert "old.json" not in told and told.index("NVIDIA B200") < told.index("NVIDIA H200")
-    assert "**NVIDIA H200**, driver 580.1, CUDA 13.0, Python 3.12.1, torch 2.11, triton 3.6, xgrammar 0.2.8, llguidance 1.9.1" in told
+    text = section(tmp_path)
+    assert "old.json" not in text and text.index("NVIDIA B200") < text.index("NVIDIA H200")
+    assert "**NVIDIA H200**, driver 580.1, CUDA 13.0, Python 3.12.1, torch 2.11, triton 3.6, xgrammar 0.2.8, llguidance 1.9.1" in text
     assert (
         "2026-11-21, commit 0123456789ab ([tools/results/new.json](tools/results/new.json)): 2 of 3 checks passed; gil_hold timed out."
-        in told
+        in text
     )
-    assert told.count("host link") == told.count("gil_hold timed out; host link python: no compiler.") == 1
-    assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in told
-    assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in told
-    assert "**not run**: its check was not asked for" in told
-    assert "| 1B batch 1 K=3 | 1234 | 1.004 | 1.012 |  |" in told
-    assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in told
+    assert text.count("host link") == text.count("gil_hold timed out; host link python: no compiler.") == 1
+    assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in text
+    assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in text
+    assert "**not run**: its check was not asked for" in text
+    assert "| 1B batch 1 K=3 | 1234 | 1.004 | 1.012 |  |" in text
+    assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in text
 
 
 def test_the_section_is_put_where_the_old_one_stood() -> None:

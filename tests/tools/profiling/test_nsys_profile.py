@@ -50,8 +50,8 @@ def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -
     assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
     *why, line = capsys.readouterr().out.splitlines()
     words = shlex.split(line)
-    told, (nsys, profile, *rest) = words[:4], words[4:]
-    assert told == [
+    variables, (nsys, profile, *rest) = words[:4], words[4:]
+    assert variables == [
         "STEPGRAPH_PROFILE_ROUNDS=5-9",
         "STEPGRAPH_PROFILE_FILE=/tmp/p.rounds.json",
         "STEPGRAPH_PROFILE_WITH=nsys",
@@ -100,21 +100,21 @@ def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["--bench", "--rounds", "9-4"], 2, "--rounds: got '9-4', want FIRST-LAST"),
+        (["--bench", "--rounds", "9-4"], 2, "--rounds: got '9-4', expected FIRST-LAST"),
         ([], 2, "got neither of --bench and -- SCRIPT"),
         (["--bench", "--", "a.py"], 2, "got both of --bench and -- SCRIPT"),
         (["--bench", "--draft", "ngram"], 2, "--draft: got one without --model"),
-        (["--bench", "--with", "nsys", "--nsys", "/none/nsys"], 2, "found no '/none/nsys' here; want it on the path"),
+        (["--bench", "--with", "nsys", "--nsys", "/none/nsys"], 2, "found no '/none/nsys' here; expected it on the path"),
         (["--with", "trace", "--", "true"], 1, "no engine came to these rounds; nothing was recorded of rounds 20-40"),
         (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
     ],
 )
 def test_what_cannot_be_profiled_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
     printed = capsys.readouterr()
-    assert told in printed.err and printed.out == ""
+    assert message in printed.err and printed.out == ""
 
 
 def toy_engine(eager: bool = False) -> Engine:
@@ -131,7 +131,7 @@ def decode(eager: bool = False) -> list[list[int]]:
     with toy_engine(eager) as engine:
         engine.capture()
         engine.compile(constraint)
-        jobs = [engine.submit([place + 1], constraint=one, max_new_tokens=24) for place, one in enumerate([None, constraint])]
+        jobs = [engine.submit([index + 1], constraint=one, max_new_tokens=24) for index, one in enumerate([None, constraint])]
         while engine.has_work:
             engine.step()
     return [job.tokens for job in jobs]
@@ -154,16 +154,16 @@ def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str
     plain = decode(eager=True)
     file = asked("3-5")
     assert decode() == plain
-    told = json.loads(file.read_text())
-    assert [one["round"] for one in told["rounds"]] == [3, 4, 5]
-    spans = {(span[1], span[3]): span[4:] for span in told["spans"] if span[2] == "host"}
+    written = json.loads(file.read_text())
+    assert [one["round"] for one in written["rounds"]] == [3, 4, 5]
+    spans = {(span[1], span[3]): span[4:] for span in written["spans"] if span[2] == "host"}
     # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
-    assert {(name, number) for name, number, _, _ in told["host_nodes"]} == set(spans)
+    assert {(name, number) for name, number, _, _ in written["host_nodes"]} == set(spans)
     assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
-    for name, number, start, end in told["host_nodes"]:
+    for name, number, start, end in written["host_nodes"]:
         assert spans[name, number][0] <= start <= end <= spans[name, number][1]
-    assert told["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in told["host_nodes"])
-    assert 3 <= told["counters"]["row_rounds"] <= 6 and told["counters"]["tokens"] >= told["counters"]["row_rounds"]
+    assert written["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in written["host_nodes"])
+    assert 3 <= written["counters"]["row_rounds"] <= 6 and written["counters"]["tokens"] >= written["counters"]["row_rounds"]
     with toy_engine() as another:
         assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
 
@@ -198,15 +198,15 @@ def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], P
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', want FIRST-LAST"),
-        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', want 'trace' or 'nsys'"),
-        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', want a file in a folder that is there"),
+        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
+        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
+        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in a folder that is there"),
     ],
 )
-def test_a_wrong_variable_is_named(variable: str, value: str, told: str) -> None:
+def test_a_wrong_variable_is_named(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
         profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert profiled.asked_range({}) is None
 
 
@@ -255,8 +255,8 @@ def test_every_example_of_the_report_prints_one(
     os.utime(tmp_path / "profile.2.nsys-rep", (1, 1))
     own = words[0].endswith(".json")
     spans = [[*(("side" if stream == 13 else "main"), name, "stage"), 20, *times] for name, _, stream, *times in nsys_files.ROUND]
-    told = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
-    (tmp_path / "profile.rounds.json").write_text(json.dumps(told))
+    sidecar = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
+    (tmp_path / "profile.rounds.json").write_text(json.dumps(sidecar))
     monkeypatch.chdir(tmp_path)
     code, out, err = printed(capsys, *words)
     assert (code, err) == (0, "")
@@ -285,7 +285,7 @@ def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsy
     trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
     trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
     code, _, err = printed(capsys, trace)
-    assert code == 2 and "does not name stages; want --sidecar" in err
+    assert code == 2 and "does not name stages; expected --sidecar" in err
     sidecar.write_text(json.dumps(nsys_files.sidecar_document()))
     code, out, _ = printed(capsys, trace, "--sidecar", sidecar, "--json")
     report = json.loads(out)

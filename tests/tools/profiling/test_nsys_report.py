@@ -84,7 +84,7 @@ def test_rounds_and_stages_are_what_their_nodes_took(report: dict[str, Any]) -> 
 def test_a_node_and_its_clone_have_the_innermost_range_that_was_open(tmp_path: Path) -> None:
     export = Export(nsys_files.captures(tmp_path / "a.sqlite"))
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill", "capture"]
-    expected = {start + place: name for start in (nsys_files.CAPTURED, nsys_files.GRAPH) for place, name in enumerate(names, 1)}
+    expected = {start + index: name for start in (nsys_files.CAPTURED, nsys_files.GRAPH) for index, name in enumerate(names, 1)}
     assert stages_of_nodes(export) == expected
     export.close()
 
@@ -202,9 +202,9 @@ def no_database(path: Path) -> Path:
     ("make", "named"),
     [
         (no_kernels, "no table CUPTI_ACTIVITY_KIND_KERNEL; profile with --trace=cuda,nvtx, and a range in which rounds ran"),
-        (no_end, "table NVTX_EVENTS has no column end; want an export of nsys 2023.4 or newer"),
+        (no_end, "table NVTX_EVENTS has no column end; expected an export of nsys 2023.4 or newer"),
         (no_ranges, "want one file with NVTX ranges 'round <n>', got none; --trace=cuda,nvtx, and an engine with nvtx on"),
-        (no_database, "file is not a database; want a file that `nsys export --type sqlite` wrote"),
+        (no_database, "file is not a database; expected a file that `nsys export --type sqlite` wrote"),
         (
             lambda path: nsys_files.rounds(path, graph_only=True),
             "it shows graphs as a whole, want the nodes of graphs: profile captured rounds with --cuda-graph-trace=node",

@@ -50,9 +50,9 @@ def test_a_chat_says_the_same_streamed_or_not(server: Running) -> None:
     assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert pieces[0].choices[0].delta.role == "assistant" and len(pieces) > 3
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    told = [told for piece in pieces if piece.choices[0].logprobs for told in piece.choices[0].logprobs.content or []]
-    assert told == choice.logprobs.content and len(told) == 25
-    assert bytes(byte for one in told for byte in one.bytes or []).decode("utf-8", "replace") == choice.message.content
+    logprobs = [entry for piece in pieces if piece.choices[0].logprobs for entry in piece.choices[0].logprobs.content or []]
+    assert logprobs == choice.logprobs.content and len(logprobs) == 25
+    assert bytes(byte for entry in logprobs for byte in entry.bytes or []).decode("utf-8", "replace") == choice.message.content
 
 
 def test_a_completion_takes_text_or_ids_and_ends_at_a_stop_text(server: Running) -> None:
@@ -61,14 +61,14 @@ def test_a_completion_takes_text_or_ids_and_ends_at_a_stop_text(server: Running)
         text = client.completions.create(prompt="abc", **asked).choices[0].text
         assert client.completions.create(prompt=[97, 98, 99], **asked).choices[0].text == text
         stop = text[9:12]
-        place = text.find(stop)
+        index = text.find(stop)
         before = server.count("cancelled")
         for stream in (False, True):
             answer: Any = client.completions.create(prompt="abc", stop=["never there", stop], stream=stream, logprobs=0, **asked)
             choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
-            assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (text[:place], "stop")
+            assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (text[:index], "stop")
             tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
-            assert place < len(tokens) < 40
+            assert index < len(tokens) < 40
     waited(lambda: server.count("cancelled") == before + 2, "the rest of a stopped text is decoded")
 
 
@@ -233,14 +233,14 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
 
     def ask(port: int) -> None:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=SECONDS) as client:
-            for place, chunk in enumerate(client.completions.create(model="toy", prompt="x", max_tokens=300, stream=True, extra_body=ON)):
+            for index, chunk in enumerate(client.completions.create(model="toy", prompt="x", max_tokens=300, stream=True, extra_body=ON)):
                 text.append(chunk.choices[0].text)
-                if place == 0:
+                if index == 0:
                     os.kill(os.getpid(), number)
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
 
-    def told(line: str, **_: Any) -> None:
+    def on_listening(line: str, **_: Any) -> None:
         matched = re.fullmatch(r"listening on http://127\.0\.0\.1:(\d+)/v1", line)
         assert matched is not None
         asking.append(threading.Thread(target=ask, args=(int(matched[1]),)))
@@ -248,7 +248,7 @@ def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
 
     asking: list[threading.Thread] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_example, "print", told, raising=False)
+        patch.setattr(serve_example, "print", on_listening, raising=False)
         assert serve_example.main([*FLAGS, "--port", "0"]) == 0
     asking[0].join()
     assert len("".join(text)) > 100

@@ -80,8 +80,8 @@ def test_a_tool_is_called_and_its_answer_heard(server: Running) -> None:
         assert called.finish_reason == "tool_calls" and call.function.name in ("send_message", "open_doors")
         wanted = PARAMETERS if call.function.name == "send_message" else {"type": "object", "maxProperties": 0}
         jsonschema.validate(json.loads(call.function.arguments), wanted)
-        told = [*asked, called.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "sent"}]
-        free = said(told, "auto")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sent"}
+        free = said([*asked, called.message.model_dump(exclude_none=True), result], "auto")
     assert free.message.content or free.message.tool_calls
 
 

@@ -34,13 +34,13 @@ TEMPLATE = (
 def model_folder(folder: Path, template: str | None = TEMPLATE) -> Path:
     """A tiny target whose tokenizer its own library reads."""
     shutil.copytree(folder_of("llama-3.1", lean=True), folder)
-    letters = {letter: place for place, letter in enumerate([*map(chr, range(0x21, 0x7F)), "Ġ"])}
+    letters = {letter: index for index, letter in enumerate([*map(chr, range(0x21, 0x7F)), "Ġ"])}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "</s>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": template} if template else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": template} if template else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": STOP}))
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -85,18 +85,18 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": 3}', r"data.jsonl:2: text: got 3, want a string"),
-        ('{"text": "a", "token_ids": []}', r"data.jsonl:2: got .*, want an object with one of text, messages, token_ids"),
-        ("[1]", r"data.jsonl:2: got '\[1\]', want an object with one of"),
+        ('{"text": 3}', r"data.jsonl:2: text: got 3, expected a string"),
+        ('{"text": "a", "token_ids": []}', r"data.jsonl:2: got .*, expected an object with one of text, messages, token_ids"),
+        ("[1]", r"data.jsonl:2: got '\[1\]', expected an object with one of"),
         ('{"text', r"data.jsonl:2: no JSON"),
-        ('{"messages": []}', r"data.jsonl:2: messages: got \[\], want a list of objects with role and content"),
+        ('{"messages": []}', r"data.jsonl:2: messages: got \[\], expected a list of objects with role and content"),
         (
             '{"messages": [{"role": "user", "content": "hi"}]}',
             r"data.jsonl:2: messages: the tokenizer has no chat template; give 'text' or",
         ),
-        ('{"token_ids": [1, 2.5]}', r"data.jsonl:2: token_ids: got \[1, 2.5\], want a list of whole numbers"),
-        ('{"token_ids": [1, 2, 160]}', r"data.jsonl:2: token_ids: got 160, want ids from 0 to 159"),
-        ('{"token_ids": [1, 2], "prompt_length": 3}', r"data.jsonl:2: prompt_length: got 3, want a whole number from 0 to 2"),
+        ('{"token_ids": [1, 2.5]}', r"data.jsonl:2: token_ids: got \[1, 2.5\], expected a list of whole numbers"),
+        ('{"token_ids": [1, 2, 160]}', r"data.jsonl:2: token_ids: got 160, expected ids from 0 to 159"),
+        ('{"token_ids": [1, 2], "prompt_length": 3}', r"data.jsonl:2: prompt_length: got 3, expected a whole number from 0 to 2"),
     ],
 )
 def test_bad_lines_are_refused_by_name(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, line: str, message: str) -> None:
@@ -115,7 +115,9 @@ def test_what_is_always_proposed() -> None:
     frequencies = torch.tensor([0, 0, 5, 0, 0, 0, 9, 5, 0, 0, 99])  # the last one is padding of the logits
     assert choose_proposed(frequencies, vocabulary, 8).tolist() == [0, 1, 2, 3, 4, 6, 8, 9]
     assert choose_proposed(frequencies, vocabulary, None).tolist() == list(range(10))
-    with pytest.raises(ValueError, match="--draft-vocab: got 5, want 6, for stop ids and single characters, to 10, the target's tokens"):
+    with pytest.raises(
+        ValueError, match="--draft-vocab: got 5, expected 6, for stop ids and single characters, to 10, the target's tokens"
+    ):
         choose_proposed(frequencies, vocabulary, 5)
 
 
@@ -146,10 +148,10 @@ def test_wrong_flags_exit_with_2_and_say_why(flags: dict[str, Any], tmp_path: Pa
         ({"data": tmp_path / "no.txt"}, (), "train_head: --data: " + str(tmp_path / "no.txt") + " is not there"),
         ({"out": full}, (), "full is not an empty folder; want a new one, or --resume"),
         ({}, ("--resume",), "out holds no training"),
-        ({}, ("--ttt-steps", 9), "train_head: --ttt-steps: got 9, want a whole number from 1 to 8"),
-        ({}, ("--lr", "nan"), "train_head: --lr: got nan, want more than 0, at most 1"),
-        ({}, ("--seed", 1 << 64), "train_head: --seed: got 18446744073709551616, want a whole number from 0 to 1099511627776"),
-        ({}, ("--temperature", -1), "train_head: --temperature: got -1.0, want a number from 0 to 10"),
+        ({}, ("--ttt-steps", 9), "train_head: --ttt-steps: got 9, expected a whole number from 1 to 8"),
+        ({}, ("--lr", "nan"), "train_head: --lr: got nan, expected more than 0, at most 1"),
+        ({}, ("--seed", 1 << 64), "train_head: --seed: got 18446744073709551616, expected a whole number from 0 to 1099511627776"),
+        ({}, ("--temperature", -1), "train_head: --temperature: got -1.0, expected a number from 0 to 10"),
     ):
         result = process(*listed({**flags, **change}, *more))
         assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
@@ -161,15 +163,15 @@ def test_wrong_data_is_told(flags: dict[str, Any], tmp_path: Path, capsys: pytes
     empty.write_text("\n")
     strange.touch()
     one = write(tmp_path / "one.jsonl", {"token_ids": [5, 6, 7, 8]})
-    for place, (data, message) in enumerate(
+    for index, (data, message) in enumerate(
         (
-            (empty, "empty.jsonl: got 0 texts of at least 3 tokens, want some"),
-            (strange, "data.csv: got the ending '.csv', want .txt, .jsonl, or a folder of saved hidden states"),
+            (empty, "empty.jsonl: got 0 texts of at least 3 tokens, expected some"),
+            (strange, "data.csv: got the ending '.csv', expected .txt, .jsonl, or a folder of saved hidden states"),
             (tmp_path, "states.json: No such file or directory, want what save_hidden_states writes"),
             (one, "texts to learn from and "),
         )
     ):
-        assert train_head.main(listed({**flags, "data": data, "out": tmp_path / str(place)}, "--quiet")) == 2
+        assert train_head.main(listed({**flags, "data": data, "out": tmp_path / str(index)}, "--quiet")) == 2
         assert message in capsys.readouterr().err
 
 
@@ -184,8 +186,8 @@ def test_from_prompts_to_an_engine(flags: dict[str, Any], kind: str, capsys: pyt
     whole = TrainingSet.order
 
     def interrupted(data: TrainingSet) -> Iterator[list[int]]:
-        for place, group in enumerate(whole(data)):
-            if place == 3:
+        for index, group in enumerate(whole(data)):
+            if index == 3:
                 signal.raise_signal(signal.SIGINT)
             yield group
 
@@ -211,18 +213,18 @@ def test_texts_as_long_as_the_target_reads(flags: dict[str, Any], tmp_path: Path
     small = Path(shutil.copytree(flags["target"], tmp_path / "small"))
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
-    texts = [{"token_ids": [place + 4, *range(5, 65)], "prompt_length": 38} for place in range(12)]
+    texts = [{"token_ids": [index + 4, *range(5, 65)], "prompt_length": 38} for index in range(12)]
     flags |= {"target": small, "data": write(tmp_path / "long.jsonl", *texts)}
     for flag, value, message in (
-        ("report-tokens", 40, "--report-tokens: got 40, want fewer than the target's 40 positions"),
-        ("answers", 41, "--answers: got 41, want fewer than the target's 40 positions"),
-        ("draft-vocab", 95, "--draft-vocab: got 95, want 96, for stop ids"),
+        ("report-tokens", 40, "--report-tokens: got 40, expected fewer than the target's 40 positions"),
+        ("answers", 41, "--answers: got 41, expected fewer than the target's 40 positions"),
+        ("draft-vocab", 95, "--draft-vocab: got 95, expected 96, for stop ids"),
     ):
         assert train_head.main(listed(flags, *SHORT, f"--{flag}", value)) == 2 and message in capsys.readouterr().err
         assert not flags["out"].exists()
-    for place, (answers, most) in enumerate(((0, 512), (8, 512), (8, 24))):
+    for index, (answers, most) in enumerate(((0, 512), (8, 512), (8, 24))):
         once = ("--steps", 1, *SHORT, "--ttt-steps", 1, "--answers", answers, "--max-length", most, "--quiet")
-        assert train_head.main(listed({**flags, "out": tmp_path / str(place)}, *once)) == 0
+        assert train_head.main(listed({**flags, "out": tmp_path / str(index)}, *once)) == 0
         document = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert len(document["example"]) == 24 and document["acceptance"][0]["greedy"]["rounds"] > 0
         assert document["held_out"]["losses"][0] > 0  # else there was nothing to foresee: a prompt that is cut leaves room for its answer

@@ -54,7 +54,7 @@ def test_what_is_held_out_is_a_fifth_of_every_list_and_never_trained_on(name: st
 
 def test_names_of_measured_prompts_occur_in_no_training_prompt() -> None:
     trained = " ".join(str(prompt(seed).messages) for seed in range(500))
-    for name in [word for place, word in enumerate(words.LAST) if place % 5 == 0]:
+    for name in [word for index, word in enumerate(words.LAST) if index % 5 == 0]:
         assert f" {name}" not in trained.replace(f"'{name}", ""), name
 
 
@@ -81,7 +81,7 @@ def test_the_card_tells_what_was_found() -> None:
         "held_out": {"losses": [1.0, 1.5, 2.0, 2.5], "hits": [0.7, 0.6, 0.5, 0.4]},
     }
     text = card({"training": training, "measured": measured, "bytes": 11_900_000, "answers": 112, "command": "python tools/train_demo.py"})
-    for told in (
+    for sentence in (
         "2,944",
         "2,500 answers",
         "3,000 steps",
@@ -89,7 +89,7 @@ def test_the_card_tells_what_was_found() -> None:
         "| person | 2.35 (0.90 0.50 0.25 0.10)",
         "**all eight schemas**",
     ):
-        assert told in text
+        assert sentence in text
 
 
 def options(work: Path, **changed: Any) -> Any:

@@ -46,8 +46,8 @@ def target(**changes: object) -> Llama:
 def random_head(kind: str, its: Llama) -> Head:
     head = Head(kind, its, torch.arange(3, 60, 2), (0, 1, 3), seed=2)
     with torch.no_grad():
-        for place, parameter in enumerate(head.parameters.values()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place)) * 0.3)
+        for index, parameter in enumerate(head.parameters.values()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.3)
     return head
 
 
@@ -149,8 +149,8 @@ def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, m
     for name in ("greedy", "sampled"):
         assert after[name]["tokens_per_round"] > before[name]["tokens_per_round"] + margin / (1 if name == "greedy" else 2), (before, after)
         assert after[name]["held"] == sorted(after[name]["held"], reverse=True) and after[name]["rounds"] > 30
-    told = trainer.evaluate()
-    assert told["hits"][0] > 0.4 and told["losses"][0] < 3, "over all that was held out"
+    evaluation = trainer.evaluate()
+    assert evaluation["hits"][0] > 0.4 and evaluation["losses"][0] < 3, "over all that was held out"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -216,8 +216,8 @@ def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Less
         wants = head.target.logits(batch.hidden)[:, : len(lesson.checkpoint.vocabulary.tokens)].double().softmax(-1)
     for step in range(3):
         lost, hits, places = 0.0, 0, batch.counts[step].nonzero().flatten().tolist()
-        for place in places:
-            want, said = wants[batch.goals[step][place]], says[step][place].double().log_softmax(-1)
+        for index in places:
+            want, said = wants[batch.goals[step][index]], says[step][index].double().log_softmax(-1)
             lost -= sum(float(want[token] * said[index]) for index, token in enumerate(proposed))
             hits += proposed[int(said.argmax())] == int(want.argmax())
         assert float(judged.losses[step]) == pytest.approx(lost / len(places), rel=1e-4)

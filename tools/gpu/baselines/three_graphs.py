@@ -1,10 +1,10 @@
-"""The loop that is written by hand today: a graph for the target, two for the draft, and the masks on the host between them.
+"""Baseline: a hand-written decoding loop with one graph for the target, two for the draft, and masks filled on the host between them.
 
-One step: launch the target over every row's last token and drafts; meanwhile fill the masks, row by row and place by place, walking
-the drafts and rolling back; upload them, choose and accept; wait for what was accepted; let the matchers take it; launch the draft over
-it, then once per further draft; wait for the drafts. The host knows every length, so it waits twice a step. Drafts are not masked.
+One step: launch the target over every row's last token and drafts; meanwhile fill the masks row by row and position by position, accepting
+drafts and rolling back; upload the masks, choose and accept; wait for the accepted tokens; advance the matchers; launch the draft over
+them, then once per further draft; wait for the drafts. The host needs every length, so it waits twice per step. Drafts are not masked.
 
-Models, kernels, matchers and recorded graphs are this project's own: what differs is who waits for whom. Greedy decoding only.
+Models, kernels, matchers and recorded graphs are those of this project; only the synchronisation differs. Greedy decoding only.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PAGE = 16
 
 @dataclass
 class Row:
-    """One request, as the host keeps it."""
+    """Host state of one request."""
 
-    length: int  # of its text so far
-    end: int  # beyond which it may not grow
+    length: int  # tokens so far
+    end: int  # length limit
     last: int
     matcher: Matcher | None
     drafts: list[int] = field(default_factory=list)
@@ -52,9 +52,9 @@ class Sizes(NamedTuple):
 
 
 class ThreeGraphs:
-    """Rows that decode together. `admit` fills a free one, `step` moves all of them, `rows` is how they stand.
+    """Rows that decode together. `admit` fills a free row, `step` advances all of them, `rows` has their state.
 
-    `waits` counts how often the host waited for the device, `accepted` the drafts that held.
+    `waits` counts waits of the host for the device, `accepted` counts accepted drafts.
     """
 
     def __init__(
@@ -87,30 +87,30 @@ class ThreeGraphs:
         self._graphs = {name: backend.capture(graphs[name], self._buffers) for name in wanted}
 
     def _make_buffers(self, pages: int) -> StaticBuffers:
-        rows, places, target = self.sizes.rows, self.sizes.drafts + 1, self._target
+        rows, verified, target = self.sizes.rows, self.sizes.drafts + 1, self._target
         words, whole = self._vocabulary.mask_words, torch.int64
-        features = (rows, places, target.feature_size)
+        features = (rows, verified, target.feature_size)
         specs = [
-            BufferSpec("told", (rows, places + 3), whole),  # last token, drafts; how many of these count, length, end
-            BufferSpec("told_host", (rows, places + 3), whole, "pinned", fill=-1),
+            BufferSpec("row_data", (rows, verified + 3), whole),  # last token, drafts; number of valid ones, length, end
+            BufferSpec("row_data_host", (rows, verified + 3), whole, "pinned", fill=-1),
             BufferSpec("tables", (rows, pages), whole),
-            BufferSpec("logits", (rows, places, len(self._vocabulary.tokens)), self._logits_type()),
+            BufferSpec("logits", (rows, verified, len(self._vocabulary.tokens)), self._logits_type()),
             BufferSpec("features", features, target.feature_dtype),
-            BufferSpec("masks", (rows, places, words), torch.int32),
-            BufferSpec("masks_host", (rows, places, words), torch.int32, "pinned"),
-            BufferSpec("ruled", (rows, places + 1), whole),  # status of every place; whether the row has a grammar
-            BufferSpec("ruled_host", (rows, places + 1), whole, "pinned"),
-            BufferSpec("taken", (rows, places + 1), whole),  # what was emitted; how many of these count
+            BufferSpec("masks", (rows, verified, words), torch.int32),
+            BufferSpec("masks_host", (rows, verified, words), torch.int32, "pinned"),
+            BufferSpec("statuses", (rows, verified + 1), whole),  # mask status of every position; 1 if the row has a grammar
+            BufferSpec("statuses_host", (rows, verified + 1), whole, "pinned"),
+            BufferSpec("taken", (rows, verified + 1), whole),  # emitted tokens; number of valid ones
             BufferSpec("drafts", (rows, max(1, self.sizes.drafts)), whole),
             BufferSpec("stops", (rows, len(self._vocabulary.stop_token_ids)), whole),
-            BufferSpec("draft_place", (rows,), whole),
-            BufferSpec("draft_number", (1,), whole, fill=1),  # of the one that is drafted next
+            BufferSpec("draft_position", (rows,), whole),
+            BufferSpec("draft_number", (1,), whole, fill=1),  # position of the next draft
             BufferSpec("draft_features", (rows, 1, target.feature_size), target.feature_dtype),
             *target.cache_specs(self._limits),
         ]
         constants = {"target": target}
         if self._draft is not None:
-            # from the second draft on a head is fed with states of its own, which may be narrower
+            # from the second draft on, a head reads its own states, which may be narrower
             specs += self._draft.cache_specs(self._limits)
             specs = [spec if spec.name != "draft_features" else self._draft_states(spec) for spec in specs]
             constants["draft"] = self._draft  # type: ignore[assignment]
@@ -133,15 +133,15 @@ class ThreeGraphs:
 
     def _inputs(self, b: StaticBuffers, tokens: Tensor, first: Tensor, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
         positions = first + torch.arange(tokens.shape[1], device=tokens.device)
-        wanted = wanted & (positions < b.told[:, -1:])
+        wanted = wanted & (positions < b.row_data[:, -1:])
         positions = positions.clamp(0, self.sizes.max_length - 1)
         slots = torch.where(wanted, b.tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
         return ModelInput(tokens.clamp(min=0), positions, slots, b.tables, PAGE, features, attend=self._attention.round_call())
 
     def _verify(self, b: StaticBuffers) -> None:
-        places = self.sizes.drafts + 1
-        wanted = torch.arange(places, device=b.told.device) < b.told[:, places : places + 1]
-        output = self._target.forward(self._inputs(b, b.told[:, :places], b.told[:, -2:-1] - 1, wanted), b)
+        verified = self.sizes.drafts + 1
+        wanted = torch.arange(verified, device=b.row_data.device) < b.row_data[:, verified : verified + 1]
+        output = self._target.forward(self._inputs(b, b.row_data[:, :verified], b.row_data[:, -2:-1] - 1, wanted), b)
         b.logits.copy_(self._target.logits(output.hidden)[..., : self._limits.num_tokens])
         b.features.copy_(output.features)
 
@@ -149,21 +149,21 @@ class ThreeGraphs:
         assert self._draft is not None
         count = b.taken[:, -1:]
         wanted = torch.arange(b.taken.shape[1] - 1, device=count.device) < count
-        output = self._draft.forward(self._inputs(b, b.taken[:, :-1], b.told[:, -2:-1], wanted, b.features), b)
+        output = self._draft.forward(self._inputs(b, b.taken[:, :-1], b.row_data[:, -2:-1], wanted, b.features), b)
         last = (count - 1).clamp(min=0)[:, :, None]
         hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
         b.draft_features.copy_(output.features.gather(1, last.expand(-1, 1, output.features.shape[2])))
         b.drafts[:, 0].copy_(self._likeliest(hidden[:, 0]))
-        b.draft_place.copy_(b.told[:, -2] + b.taken[:, -1])
+        b.draft_position.copy_(b.row_data[:, -2] + b.taken[:, -1])
 
     def _draft_next(self, b: StaticBuffers) -> None:
         assert self._draft is not None
         tokens = b.drafts.index_select(1, b.draft_number - 1)
-        inputs = self._inputs(b, tokens, b.draft_place[:, None], b.taken[:, -1:] > 0, b.draft_features)._replace(step=2)
+        inputs = self._inputs(b, tokens, b.draft_position[:, None], b.taken[:, -1:] > 0, b.draft_features)._replace(step=2)
         output = self._draft.forward(inputs, b)
         b.draft_features.copy_(output.features)
         b.drafts.index_copy_(1, b.draft_number, self._likeliest(output.hidden[:, 0])[:, None])
-        b.draft_place.add_(1)
+        b.draft_position.add_(1)
 
     def _likeliest(self, hidden: Tensor) -> Tensor:
         assert self._draft is not None
@@ -174,12 +174,12 @@ class ThreeGraphs:
 
     @torch.no_grad()
     def admit(self, prompt: Sequence[int], grammar: CompiledConstraint | None, max_new_tokens: int) -> Row:
-        """Takes all but the last token of the prompt at once."""
-        place, b, count = self.rows.index(None), self._buffers, len(prompt) - 1
+        """Prefill all but the last token of the prompt in one call."""
+        slot, b, count = self.rows.index(None), self._buffers, len(prompt) - 1
         device = self._backend.device
         row = Row(len(prompt), len(prompt) + max_new_tokens, prompt[-1], grammar.matcher() if grammar else None)
         assert row.end <= self.sizes.max_length
-        tokens, table = torch.tensor([list(prompt)], device=device), b.tables[place : place + 1]
+        tokens, table = torch.tensor([list(prompt)], device=device), b.tables[slot : slot + 1]
         positions = torch.arange(count + 1, device=device)[None]
         slots = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
         attend = self._attention.prompt_call
@@ -190,29 +190,29 @@ class ThreeGraphs:
             features = torch.cat([features, self._target.forward(inputs, b).features], 1)
         if self._draft is not None:
             self._draft.forward(ModelInput(tokens, positions, slots, table, PAGE, features, attend=attend(0, count + 1)), b)
-        self.rows[place] = row
+        self.rows[slot] = row
         return row
 
     @torch.no_grad()
     def step(self) -> None:
-        b, places = self._buffers, self.sizes.drafts + 1
+        b, verified = self._buffers, self.sizes.drafts + 1
         self._show()
         self._graphs["target"].replay()
         self._fill_masks()  # while the target runs
         b.masks.copy_(b.masks_host, non_blocking=True)
-        b.ruled.copy_(b.ruled_host, non_blocking=True)
-        status, ruled = b.ruled[:, :-1].contiguous(), b.ruled[:, -1] != 0
+        b.statuses.copy_(b.statuses_host, non_blocking=True)
+        status, ruled = b.statuses[:, :-1].contiguous(), b.statuses[:, -1] != 0
         best, chosen = kernels.masked_argmax(b.logits, b.masks, None, ruled, status=status)
-        room = b.told[:, -1] - b.told[:, -2]
-        count = (b.told[:, places] - 1).clamp(min=0)
-        emission = kernels.chain_accept(chosen, torch.isfinite(best), b.told[:, 1:places].contiguous(), count, status, b.stops, room)
-        live = b.told[:, places] > 0
+        room = b.row_data[:, -1] - b.row_data[:, -2]
+        count = (b.row_data[:, verified] - 1).clamp(min=0)
+        emission = kernels.chain_accept(chosen, torch.isfinite(best), b.row_data[:, 1:verified].contiguous(), count, status, b.stops, room)
+        live = b.row_data[:, verified] > 0
         b.taken[:, :-1].copy_(emission.tokens)
         b.taken[:, -1].copy_(torch.where(live, emission.emitted, 0))
         self._take(torch.cat([b.taken, emission.finish[:, None], emission.accepted[:, None]], 1).tolist())
         if self._draft is None or not any(self.rows):
             return
-        b.taken[:, -1].mul_(emission.finish == FinishCode.RUNNING)  # rows that ended draft no more
+        b.taken[:, -1].mul_(emission.finish == FinishCode.RUNNING)  # finished rows draft no more
         self._graphs["draft"].replay()
         for number in range(1, self.sizes.drafts):
             b.draft_number.fill_(number)
@@ -223,38 +223,38 @@ class ThreeGraphs:
                 row.drafts = drafts
 
     def _show(self) -> None:
-        b, places = self._buffers, self.sizes.drafts + 1
-        told = [
-            [row.last, *row.drafts, *[-1] * (places - 1 - len(row.drafts)), 1 + len(row.drafts), row.length, row.end]
+        b, verified = self._buffers, self.sizes.drafts + 1
+        row_data = [
+            [row.last, *row.drafts, *[-1] * (verified - 1 - len(row.drafts)), 1 + len(row.drafts), row.length, row.end]
             if row
-            else [*[-1] * places, 0, 1, self.sizes.max_length]
+            else [*[-1] * verified, 0, 1, self.sizes.max_length]
             for row in self.rows
         ]
-        b.told_host.copy_(torch.tensor(told))
-        b.told.copy_(b.told_host, non_blocking=True)
+        b.row_data_host.copy_(torch.tensor(row_data))
+        b.row_data.copy_(b.row_data_host, non_blocking=True)
 
     def _fill_masks(self) -> None:
-        """Places behind a draft that is not legal keep a mask of ones: they are never reached."""
-        b, places = self._buffers, self.sizes.drafts + 1
+        """Positions after an illegal draft keep a mask of ones: they are never reached."""
+        b, verified = self._buffers, self.sizes.drafts + 1
         b.masks_host.fill_(-1)
-        statuses = [[int(MaskStatus.OK)] * places + [int(row is not None and row.matcher is not None)] for row in self.rows]
+        statuses = [[int(MaskStatus.OK)] * verified + [int(row is not None and row.matcher is not None)] for row in self.rows]
         flat = b.masks_host.view(-1, b.masks_host.shape[2])
-        for place, row in enumerate(self.rows):
+        for slot, row in enumerate(self.rows):
             if row is None or row.matcher is None:
                 continue
             advanced = 0
             for index, token in enumerate([*row.drafts, None]):
-                status = row.matcher.fill_next_token_bitmask(flat, place * places + index)
-                statuses[place][index] = int(status)
+                status = row.matcher.fill_next_token_bitmask(flat, slot * verified + index)
+                statuses[slot][index] = int(status)
                 if token is None or status != MaskStatus.OK or not row.matcher.accept_token(token):
                     break
                 advanced += 1
             row.matcher.rollback(advanced)
-        b.ruled_host.copy_(torch.tensor(statuses))
+        b.statuses_host.copy_(torch.tensor(statuses))
 
-    def _take(self, told: list[list[int]]) -> None:
+    def _take(self, row_data: list[list[int]]) -> None:
         self.waits += 1
-        for place, (row, (*tokens, emitted, finish, accepted)) in enumerate(zip(self.rows, told, strict=True)):
+        for slot, (row, (*tokens, emitted, finish, accepted)) in enumerate(zip(self.rows, row_data, strict=True)):
             if row is None:
                 continue
             for token in tokens[:emitted]:
@@ -264,4 +264,4 @@ class ThreeGraphs:
             row.length, row.last, row.drafts = row.length + emitted, row.tokens[-1] if row.tokens else row.last, []
             if finish != FinishCode.RUNNING:
                 row.reason = REASONS[FinishCode(finish)]
-                self.rows[place] = None
+                self.rows[slot] = None

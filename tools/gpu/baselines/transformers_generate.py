@@ -69,7 +69,7 @@ class Generator:
         from xgrammar.contrib.hf import LogitsProcessor
 
         if mode not in MODES:
-            raise ValueError(f"generate.mode: got {mode!r}, want one of {', '.join(MODES)}")
+            raise ValueError(f"generate.mode: got {mode!r}, expected one of {', '.join(MODES)}")
         clock, device = Clock(), self.model.device
         options: dict[str, Any] = {} if ends else {"min_new_tokens": new_tokens}
         if mode in ("static", "compiled"):
@@ -105,14 +105,14 @@ class Baseline(Generator):
         import xgrammar
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-        told = {"gguf_file": path.name, "local_files_only": True}
-        config = transformers.AutoConfig.from_pretrained(path.parent, **told)
+        options = {"gguf_file": path.name, "local_files_only": True}
+        config = transformers.AutoConfig.from_pretrained(path.parent, **options)
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
         read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]  # type: ignore[no-untyped-call, unused-ignore]
         missing = model.load_state_dict(read, strict=False).missing_keys
         assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
         model.tie_weights()
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **told)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
         info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=config.vocab_size)
         super().__init__(model.to(dtype).eval(), info, self.tokenizer.eos_token_id)
 
@@ -125,7 +125,7 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     model = _empty(target.config, vocabulary.stop_token_ids, target.embedding.device)
     wanted = dict(places(target))
-    given = {name: target.get_parameter(place.parameter)[place.start : place.start + place.rows] for name, place in wanted.items()}
+    given = {name: target.get_parameter(piece.parameter)[piece.start : piece.start + piece.rows] for name, piece in wanted.items()}
     missing = model.load_state_dict(given, strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
     model.tie_weights()

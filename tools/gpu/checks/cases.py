@@ -122,7 +122,7 @@ class Case:
         stats = self.engine.stats()
         for _ in range(self.rows - stats.running - stats.waiting):
             self._asked += 1
-            prompt = [(7 * self._asked + 3 * place) % 90 for place in range(PROMPT)]
+            prompt = [(7 * self._asked + 3 * index) % 90 for index in range(PROMPT)]
             self.engine.submit(prompt, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
         return stats.prompt_tokens
 

@@ -102,6 +102,17 @@ class Context:
             self.failed.append(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
 
     @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """On a GPU every call that waits for the device raises."""
+        if not self.rehearsal:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if not self.rehearsal:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @contextlib.contextmanager
     def backend(self, *, asynchronous: bool = False) -> Iterator[Backend]:
         backend = make_backend("tape" if self.rehearsal else "cuda", asynchronous=asynchronous)
         try:

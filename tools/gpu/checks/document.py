@@ -1,4 +1,4 @@
-"""The document of a run: the rows of its checks, the goals that they decide, and the file it is kept in."""
+"""The document of a run: check results, the goals that they decide, and the file that it is saved in."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tools.gpu.checks.goals import GOALS, judge
 
 FORMAT = 1
 BAD = ("failed", "crashed", "timed out", "interrupted")
@@ -34,7 +33,7 @@ def file_name(document: Mapping[str, Any]) -> str:
     """By device and date; what is not all of a full run says so."""
     device = re.sub(r"[^a-z0-9]+", "-", str(document["device"]).lower()).strip("-")
     kinds = {"rehearsal": document["mode"] == "rehearsal", "quick": document["quick"], "part": not document["whole"]}
-    return "-".join([device, str(document["date"])[:10], *(kind for kind, told in kinds.items() if told)]) + ".json"
+    return "-".join([device, str(document["date"])[:10], *(kind for kind, applies in kinds.items() if applies)]) + ".json"
 
 
 def save(document: Mapping[str, Any], folder: Path) -> Path:
@@ -45,3 +44,69 @@ def save(document: Mapping[str, Any], folder: Path) -> Path:
     unfinished.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
     return path
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`at_most` or at least `bound`; where `noise` names a figure, missing by that much is no miss."""
+
+    name: str
+    check: str
+    figure: tuple[str, ...]
+    bound: float
+    at_most: bool = False
+    noise: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.bound:g}{' + noise' if self.noise else ''}"
+
+    def met(self, found: float, noise: float) -> bool:
+        return found <= self.bound + noise if self.at_most else found >= self.bound - noise
+
+
+GOALS = (
+    *(
+        goal
+        for size in ("1B", "8B")
+        for goal in (
+            Goal(f"{size}: constrained / unconstrained round, p50", "constrained_rounds", (size, "p50"), 1.0, True, (size, "noise")),
+            Goal(f"{size}: constrained / unconstrained round, p99", "constrained_rounds", (size, "p99"), 1.02, True, (size, "noise_p99")),
+        )
+    ),
+    Goal("1B: captured / eager tokens per second", "captured_against_eager", ("1B", "batch 1", "ratio", "median"), 2.5),
+    Goal("8B: captured / eager tokens per second", "captured_against_eager", ("8B", "batch 1", "ratio", "median"), 1.65),
+    Goal("share of host mask time hidden", "mask_time_is_hidden", ("share_hidden",), 0.99, False, ("noise",)),
+    Goal("idle gap between rounds, us", "idle_between_rounds", ("gap_us", "median"), 5.0, True),
+    Goal("1B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("1B", "share"), 0.78),
+    Goal("8B: weights read per second / copy bandwidth, batch 1", "weights_per_second", ("8B", "share"), 0.88),
+)
+
+
+def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dict[str, Any]:
+    """Met, missed, or not run, and why. A rehearsal measures the same figures and decides nothing."""
+    row = next((row for row in rows if row["name"] == goal.check), None)
+    found, noise = (_figure(row["figures"], path) if row else None for path in (goal.figure, goal.noise))
+    noise = noise if goal.noise and noise is not None else 0.0
+    verdict, reason = "not run", ""
+    if row is None:
+        reason = "its check was not asked for"
+    elif found is None:
+        reason = row["error"] or f"its check has no such figure: {row['verdict']}"
+    elif rehearsal:
+        reason = "a rehearsal says nothing of a GPU"
+    elif row["verdict"] != "passed" and goal.met(found, noise):  # what it did not come to measure may be worse
+        reason = f"its check {row['verdict']}: {row['error']}"
+    else:
+        verdict = "met" if goal.met(found, noise) else "missed"
+        reason = "" if verdict == "met" else f"found {found:g}, wanted {goal.wanted}" + (f" of {noise:g}" if noise else "")
+    return {"name": goal.name, "wanted": goal.wanted, "found": found, "verdict": verdict, "reason": reason}
+
+
+def _figure(figures: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = figures
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

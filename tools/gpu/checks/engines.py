@@ -79,7 +79,7 @@ def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, di
 
 def _says_it_again(job: Job) -> list[int]:
     """On the host: the prompt's own tokens, over and over."""
-    return [job.prompt_ids[(len(job.tokens) + place) % len(job.prompt_ids)] for place in range(3)]
+    return [job.prompt_ids[(len(job.tokens) + index) % len(job.prompt_ids)] for index in range(3)]
 
 
 def every_drafter_replays_as_eager(context: Context) -> Figures:
@@ -89,16 +89,16 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
     for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(_drafters(context))):
         if sampled and not context.fits(f"{name}, sampled keys"):
             continue
-        told = []
+        outcomes = []
         for eager in (False, True):
             with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
                 jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
-                told.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
+                outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
                 accepted = engine.stats().accepted_drafts
-        (ours, kept), (theirs, wanted) = told
+        (ours, kept), (theirs, wanted) = outcomes
         assert ours == theirs, f"{name}: a captured engine says {ours}, an eager one {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
         different = [key for key in kept if not torch.equal(kept[key], wanted[key])]
@@ -173,7 +173,7 @@ def both_libraries_match_oracle(context: Context) -> Figures:
                     grammar = compiler.compile(ask.constraint)
                     assert grammar.backend == library, f"{ask.constraint}: {grammar.backend}, {grammar.reason}"
                     answer = greedy(ORACLE_TARGET, ask.prompt, ask.max_new_tokens, (STOP,), grammar, len(VOCABULARY.tokens))
-                    assert outcome(job) == (answer.tokens, answer.reason, ""), f"{ask}: got {outcome(job)}, want {answer}"
+                    assert outcome(job) == (answer.tokens, answer.reason, ""), f"{ask}: got {outcome(job)}, expected {answer}"
                     assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")
                     tokens += len(job.tokens)
         found[library] = {"tokens": tokens}
@@ -189,7 +189,7 @@ def steps_wait_for_nothing(context: Context) -> Figures:
         serve(engine, random_asks(3, 2, 4))
         pointers, before = engine.buffers.fingerprint(), engine.stats()
         quiet = allocated = 0
-        with _errors_on_sync(context):
+        with context.no_sync():
             while engine.stats().rounds - before.rounds < rounds:
                 stats = engine.stats()
                 if stats.running + stats.waiting < engine.limits.max_rows:
@@ -206,18 +206,6 @@ def steps_wait_for_nothing(context: Context) -> Figures:
         assert allocated == 0, f"{allocated} bytes allocated in {quiet} steps without a prompt"
         assert quiet > 0
     return {"rounds": after.rounds - before.rounds, "steps_without_a_prompt": quiet}
-
-
-@contextmanager
-def _errors_on_sync(context: Context) -> Iterator[None]:
-    if context.rehearsal:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _allocated(context: Context) -> int:

@@ -1,18 +1,21 @@
-"""The check of the kernels: each equals its reference on this device, and what both cost in a graph of their own."""
+"""Checks of the sampling kernels: each equals its reference on this device, and the time of both in a graph of their own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice
+from stepgraph.sampling.kernels import chain, choice, filters, rejection
+from stepgraph.sampling.kernels.filter_choice import WISHES
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks.context import Context, Figures, summary
 
@@ -157,3 +160,131 @@ def _clock(call: Call) -> float:
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e6
+
+
+SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
+
+
+def filters_equal_references(context: Context) -> Figures:
+    """Distributions bit for bit those of the CPU, draws but for near ties, for torch, triton and flashinfer; microseconds of each."""
+    found = context.found
+    for name in WISHES[:0:-1]:  # flashinfer last: it may have to be built
+        try:
+            kernels.choose_filters(context.device, name)
+        except ValueError as refusal:
+            found[name] = str(refusal)
+            continue
+        for batch, width in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
+            label = f"{name} N={batch} V={width}"
+            if batch * width <= 200_000 if context.rehearsal else name == "flashinfer" or context.fits(label):
+                found[label] = _check_filters(context, name, batch, width)
+    found["auto"] = str(kernels.choose_filters(context.device))
+    return found
+
+
+def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] with ties in every second row and a dead row, and settings of every kind, on the CPU."""
+    logits = torch.randn(batch, width, generator=torch.Generator().manual_seed(batch + width)) * 3
+    logits[::2].round_()
+    if batch > 1:
+        logits[batch // 2] = float("-inf")
+    return logits, torch.tensor(SETTINGS).repeat(-(-batch // len(SETTINGS)), 1)[:batch]
+
+
+@functools.cache
+def _expected_draw(batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """The CPU's distribution and draw: seconds at the largest sizes, and the same for everything that is compared with them."""
+    logits, params = filter_inputs(batch, width)
+    seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
+    filters.draw_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
+    return probs, token
+
+
+def _check_filters(context: Context, name: str, batch: int, width: int) -> Figures:
+    """flashinfer sums in float32: a row where that changes a set is counted, of the others none may differ."""
+    expected, wanted = _expected_draw(batch, width)
+    here, asked = (tensor.to(context.device) for tensor in filter_inputs(batch, width))
+    seeds = torch.arange(batch, device=context.device)
+    probs, token = kernels.draw(here, asked, seeds, seeds, Purpose.DRAFT)
+    alone = kernels.distribution(here[:, None], asked)[:, 0]
+    rows = (probs.cpu() != expected).any(-1) | (alone.cpu() != expected).any(-1)
+    draws = (token.cpu() != wanted) & ~rows
+    assert name == "flashinfer" or not bool(rows.any()), f"V={width}: {int(rows.sum())} of {batch} rows differ from the CPU's"
+    assert int(draws.sum()) <= batch // 50, f"V={width}: {int(draws.sum())} of {batch} draws differ"
+    distribution = partial(filters.distribution_operation, here[:, None], asked, probs[:, None])
+    draw = partial(filters.draw_operation, here, asked, seeds, seeds, int(Purpose.DRAFT), None, probs, token)
+    times = {"distribution_us": device_us(context, distribution)["median"], "draw_us": device_us(context, draw)["median"]}
+    return {"different_rows": int(rows.sum()), "different_draws": int(draws.sum()), **times}
+
+
+class Judgement(NamedTuple):
+    """The arguments of reject_sample."""
+
+    target_probs: Tensor
+    draft_probs: Tensor
+    rows: Tensor
+    certain: Tensor
+    finite: Tensor
+    drafts: Tensor
+    draft_count: Tensor
+    status: Tensor
+    seed: Tensor
+    length: Tensor
+
+
+def rejection_equals_reference(context: Context) -> Figures:
+    """Exact rejection against plain torch on the same inputs, at odd widths and every length of chain; microseconds of both."""
+    found: Figures = {"implementation": kernels.implementation(context.device)}
+    for batch, k, width in itertools.product((1, 8, 64), (0, 1, 4, 8), (1_000, 151_669)):
+        if not context.rehearsal or batch * (k + 1) * width <= 160_000:
+            name = f"B={batch} K={k} V={width}"
+            if context.fits(name):
+                found[name] = _check_rejection(context, batch, k, width)
+    return found
+
+
+def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement:
+    """Rows in any order, each fourth greedy, drafts from distributions near the target's; a few are certain, or end their chain."""
+    here: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # a CPU takes a minute over the largest
+    kinds = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [1.6, 0, 1, 0]], device=device)
+    settings = kinds.repeat(-(-batch // 4), 1)[:batch]
+    logits = torch.randn(batch, k + 1, width, **here) * 3
+    target = sampler.distribution(logits, settings)
+    offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, **here), settings)
+    drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=here["generator"]))
+    rows = torch.randperm(batch, **here)
+    chance = torch.rand(batch, k + 1, **here)
+    status = torch.where(chance < 0.96, int(MaskStatus.OK), torch.where(chance < 0.98, int(MaskStatus.ILLEGAL), int(MaskStatus.FAULT)))
+    return Judgement(
+        target_probs=target,
+        draft_probs=torch.zeros_like(offered).index_copy_(0, rows, offered),
+        rows=rows,
+        certain=(settings[:, :1] <= 0) | (torch.rand(batch, k, **here) < 0.1),
+        finite=torch.ones(batch, k + 1, dtype=torch.bool, device=device),
+        drafts=drafts,
+        draft_count=torch.full((batch,), k, device=device),
+        status=status,
+        seed=torch.randint(0, 2**62, (batch,), **here),
+        length=torch.randint(1, 9000, (batch,), **here),
+    )
+
+
+def _check_rejection(context: Context, batch: int, k: int, width: int) -> Figures:
+    """How many drafts hold is the same to the last one. A logarithm's last bit may turn a race: at most once in a thousand."""
+    inputs = judgement(context.device, batch, k, width)
+    tokens = torch.empty(batch, k + 1, dtype=torch.int64, device=context.device)
+    accepted = torch.empty(batch, dtype=torch.int64, device=context.device)
+    different, repeats = 0, context.count(50, 3)
+    for step in range(repeats):
+        moved = inputs._replace(length=inputs.length + 10 * step)
+        rejection.reject_sample_reference(*moved, tokens, accepted)
+        found, held = kernels.reject_sample(*moved)
+        assert torch.equal(held, accepted), f"B={batch} K={k} V={width}: {held.tolist()} drafts hold, want {accepted.tolist()}"
+        different += int((found != tokens).any(1).sum())
+    assert different <= repeats * batch // 1000, f"B={batch} K={k} V={width}: {different} of {repeats * batch} rows differ"
+    return {
+        "rows": repeats * batch,
+        "different": different,
+        "kernel_us": device_us(context, partial(rejection.reject_sample_operation, *inputs, tokens, accepted))["median"],
+        "reference_us": device_us(context, partial(rejection.reject_sample_reference, *inputs, tokens, accepted))["median"],
+    }

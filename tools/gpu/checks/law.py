@@ -53,16 +53,16 @@ def sampled_texts_have_the_targets_law(context: Context) -> Figures:
     found: Figures = {"texts": len(texts), "seeds": count}
     for draft_masks in (True,) if context.rehearsal else (True, False):
         with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8) as engine:
-            told = _told(engine, count)
+            observed = _told(engine, count)
             accepted = engine.stats().accepted_drafts
-        strange = set(told) - set(texts)
+        strange = set(observed) - set(texts)
         assert not strange, f"texts of no probability: {strange}"
         assert accepted > 0, "no draft held: nothing was speculated about"
-        counts = torch.tensor([told[text] for text in texts])
+        counts = torch.tensor([observed[text] for text in texts])
         fits, control = (
             chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, wrong)
         )
-        assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {told}"
+        assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {observed}"
         assert control < UNLIKELY, f"the control was not refused: p = {control:.1e}"
         found[f"p, draft_masks={draft_masks}"] = fits
     return found

@@ -1,20 +1,23 @@
-"""The checks that measure rounds of real sizes: each figure is a ratio of variants that took turns. Never a verdict by itself."""
+"""Measurements at real model sizes. Each figure is a ratio of variants that ran in turn."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.graphs.attention.paged import attention_operation
 from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
+from tools import bench_kernels
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
 from tools.gpu.checks.context import Context, Figures, summary
-from tools.gpu.checks.kernels import stopwatch
+from tools.gpu.checks.kernels import device_us, stopwatch
+from tools.gpu.checks.llama import PAGE, attention_inputs
 from tools.gpu.checks.shapes import shape_of
 
 SIZES = ("1B", "8B")
@@ -36,19 +39,19 @@ def _cells(context: Context) -> list[tuple[int, int, str]]:
 def constrained_rounds(context: Context) -> Figures:
     """A round under a schema, or a recursive grammar, against one without; native host nodes against Python, masked drafts or not."""
     cells = _cells(context)
-    told: dict[str, list[Excess]] = {size: [] for size in SIZES}
-    for place, (rows, drafts, size) in enumerate(cells, 1):
+    figures: dict[str, list[Excess]] = {size: [] for size in SIZES}
+    for index, (rows, drafts, size) in enumerate(cells, 1):
         name = f"{size} batch {rows} K={drafts}"
-        if place > len(SIZES) and not context.fits(name):
+        if index > len(SIZES) and not context.fits(name):
             continue
         more = (PYTHON, UNMASKED) if (rows, drafts) == (16, 3) or context.rehearsal else ()
         variants = [_drafting(variant, drafts) for variant in (FREE, AGAIN, SCHEMA, RECURSIVE, *more)]
         with cell(context, name):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
-            blocks = take_turns(context, cases, 24, share=place / len(cells))
+            blocks = take_turns(context, cases, 24, share=index / len(cells))
             context.found[name], excess = _over_free({case.variant.name: case for case in cases}, blocks)
-            told[size].append(excess)
-            context.found[size] = worst_of(told[size])
+            figures[size].append(excess)
+            context.found[size] = worst_of(figures[size])
     return context.found
 
 
@@ -64,8 +67,8 @@ class Excess(NamedTuple):
 def _over_free(cases: dict[str, Case], blocks: dict[str, list[float]]) -> tuple[Figures, Excess]:
     ratios = {name: ratio(blocks, name, "free") for name in cases if name != "free"}
     tails = {name: round(case.percentile(0.99) / cases["free"].percentile(0.99), 4) for name, case in cases.items()}
-    told: Figures = {"variants": {name: case.figures() for name, case in cases.items()}, "over_free": ratios, "p99_over_free": tails}
-    return told, Excess(
+    figures: Figures = {"variants": {name: case.figures() for name, case in cases.items()}, "over_free": ratios, "p99_over_free": tails}
+    return figures, Excess(
         p50=max(ratios["schema"]["median"], ratios["recursive"]["median"]),
         noise=max(abs(ratios["free again"][edge] - 1) for edge in ("p25", "p75")),
         p99=max(tails["schema"], tails["recursive"]),
@@ -86,14 +89,14 @@ def _drafting(variant: Variant, drafts: int) -> Variant:
 def captured_against_eager(context: Context) -> Figures:
     """Tokens a second of recorded rounds against the same rounds run op by op, at K = 3."""
     batches = (1,) if context.rehearsal else (1, 16)
-    for place, (rows, size) in enumerate(itertools.product(batches, SIZES), 1):
+    for index, (rows, size) in enumerate(itertools.product(batches, SIZES), 1):
         variants = (FREE, Variant("eager", eager=True), SCHEMA, Variant("schema, eager", "schema", eager=True))
-        told = context.found.setdefault(size, {})
-        assert isinstance(told, dict)
+        figures = context.found.setdefault(size, {})
+        assert isinstance(figures, dict)
         with cell(context, f"{size} batch {rows}"):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in variants]
-            blocks = take_turns(context, cases, 12, share=place / (len(batches) * len(SIZES)))
-            told[f"batch {rows}"] = {
+            blocks = take_turns(context, cases, 12, share=index / (len(batches) * len(SIZES)))
+            figures[f"batch {rows}"] = {
                 "ratio": ratio(blocks, "eager", "free"),
                 "ratio_constrained": ratio(blocks, "schema, eager", "schema"),
                 "variants": {case.variant.name: case.figures() for case in cases},
@@ -110,10 +113,10 @@ def mask_time_is_hidden(context: Context) -> Figures:
             blocks = take_turns(context, cases, 16)
             base, *host_us = (_host_us(case, then) for case, then in zip(cases, before, strict=True))
             for case, micros in zip(cases[1:], host_us, strict=True):
-                told = hidden(blocks[case.variant.name], blocks["anything"], micros - base)
+                figures = hidden(blocks[case.variant.name], blocks["anything"], micros - base)
                 waited = case.engine.stats().exposed_wait_seconds
-                told |= {"host_us": round(micros, 2)} | ({} if waited is None else {"waited_seconds": round(waited, 6)})
-                context.found[f"{size} batch {rows} {case.variant.name}"] = told
+                figures |= {"host_us": round(micros, 2)} | ({} if waited is None else {"waited_seconds": round(waited, 6)})
+                context.found[f"{size} batch {rows} {case.variant.name}"] = figures
     least = min((each for each in context.found.values() if isinstance(each, dict)), key=lambda each: each["share_hidden"] + each["noise"])
     return context.found | {name: least[name] for name in ("share_hidden", "noise")}
 
@@ -186,8 +189,55 @@ def weights_per_second(context: Context) -> Figures:
             blocks = take_turns(context, [case], 16)["free"]
             read = case.pair.round_bytes(drafts)
             share = read / (statistics.median(blocks) * 1e-6) / bandwidth
-            told = {"bytes": read, "round_us": round(statistics.median(blocks), 2), "share": round(share, 4)}
-            found[f"{size} K={drafts}"] = told
+            figures = {"bytes": read, "round_us": round(statistics.median(blocks), 2), "share": round(share, 4)}
+            found[f"{size} K={drafts}"] = figures
             if drafts == 3:
-                found[size] = told
+                found[size] = figures
     return found
+
+
+def kernels_against_floor(context: Context) -> Figures:
+    """Attention, masks, samplers and acceptance at 128k tokens: time, the floor of their bytes, and how many times the floor that is."""
+    bandwidth = copy_bandwidth(context)
+    found: Figures = {"copy_gigabytes_per_second": round(bandwidth / 1e9, 1)}
+    cut: list[str] = []
+    for name, measure in _measured(context):
+        if context.spent > 1:
+            cut.append(name)
+            continue
+        least, micros = measure()
+        floor = least / bandwidth * 1e6
+        found[name] = {"least_bytes": least, "floor_us": round(floor, 3), "us": micros, "over_floor": round(micros / floor, 3)}
+    return {**found, "cut": cut}
+
+
+def _measured(context: Context) -> Iterator[tuple[str, Any]]:
+    """Names, and what measures each: least bytes and microseconds."""
+    width = 1_000 if context.rehearsal else 128_256
+    batches = (1,) if context.rehearsal else (1, 16, 64)
+    for batch in batches:
+        yield f"masked_argmax B={batch} Q=4", partial(_of_bench, bench_kernels.choice_figures, context, batch, 4, width)
+        yield f"draw N={batch}", partial(_of_bench, bench_kernels.filter_figures, context, batch, width, False)
+        yield f"draw, top-k and top-p N={batch}", partial(_of_bench, bench_kernels.filter_figures, context, batch, width, True)
+        yield f"race N={batch}", partial(_of_bench, bench_kernels.race_figures, context, batch, width)
+        yield f"process B={batch} Q=4", partial(_of_bench, bench_kernels.process_figures, context, batch, 4, width, True)
+        yield f"reject_sample B={batch} K=3", partial(_of_bench, bench_kernels.rejection_figures, context, batch, 3, width)
+        yield f"chain_accept B={batch} K=3", partial(_of_bench, bench_kernels.chain_figures, context, batch, 3)
+        yield f"mask_status B={batch} N=4", partial(_of_bench, bench_kernels.tag_figures, context, batch, 4)
+        for length in (60,) if context.rehearsal else (1000, 8000):
+            yield f"attention B={batch} Q=4 keys={length} size=128", partial(_attention, context, batch, 4, length, 128)
+
+
+def _of_bench(measure: Any, context: Context, *sizes: Any) -> tuple[int, float]:
+    figures = measure(context, *sizes)
+    return int(figures["least_bytes"]), float(figures["kernel_us"]["median"])
+
+
+def _attention(context: Context, batch: int, count: int, length: int, size: int) -> tuple[int, float]:
+    """Every key and value of a row once, queries once, results once."""
+    query, keys, values, inputs = attention_inputs(context.device, batch, count, length, size)
+    held = int((length - torch.arange(batch) * 13 % (length // 2)).sum())
+    least = 2 * held * keys[0].nbytes + 2 * query.nbytes
+    output = torch.empty_like(query)
+    arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, size**-0.5, output)
+    return least, device_us(context, partial(attention_operation, query, keys, values, *arguments))["median"]

@@ -56,7 +56,7 @@ class LoopCase:
         count = self._loop.rows.count(None)
         for _ in range(count):
             self._asked += 1
-            prompt = [(7 * self._asked + 3 * place) % 90 for place in range(PROMPT)]
+            prompt = [(7 * self._asked + 3 * index) % 90 for index in range(PROMPT)]
             self._loop.admit(prompt, self._grammar, self._length - PROMPT)
         return count
 
@@ -67,7 +67,7 @@ def against_hand_written_loop(context: Context) -> Figures:
     Time a step, not tokens: unmasked drafts of random weights are never legal, so the loop's matchers have less to walk than real ones.
     """
     cells = [(1, "1B"), (1, "8B")] if context.rehearsal else [(1, "1B"), (1, "8B"), (16, "8B"), (16, "1B")]
-    for place, (rows, size) in enumerate(cells, 1):
+    for index, (rows, size) in enumerate(cells, 1):
         shape = shape_of(context, size)
         for grammar in ("", "schema"):
             name = f"{size} batch {rows} {grammar or 'free'}"
@@ -76,7 +76,7 @@ def against_hand_written_loop(context: Context) -> Figures:
             with cell(context, name), context.backend() as backend:
                 loop = LoopCase(context, backend, shape, rows, grammar)
                 ours = case_of(context, shape, rows, Variant(grammar or "free", grammar))
-                blocks = _by_turns(context, {"loop": loop.block, "ours": ours.block}, place / len(cells))
+                blocks = _by_turns(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
                 context.found[name] = _told(blocks, "loop", "ours")
     return context.found
 
@@ -119,7 +119,7 @@ def against_transformers(context: Context) -> Figures:
         ("dynamic, xgrammar", "dynamic", True),
         ("assisted", "assisted", False),
     )
-    for place, (name, mode, ruled) in enumerate(modes, 1):
+    for index, (name, mode, ruled) in enumerate(modes, 1):
         if mode == "compiled" and (context.rehearsal or context.quick):
             found[name] = "not run: compiling takes the better part of a minute"
             continue
@@ -127,7 +127,7 @@ def against_transformers(context: Context) -> Figures:
         theirs = partial(_per_token, context, generator, pair, mode, grammar if ruled else None, assistant)
         case: Case = ours["schema" if ruled else "free"]
         try:
-            blocks = _by_turns(context, {"theirs": theirs, "ours": case.block}, share=place / len(modes))
+            blocks = _by_turns(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
         except Exception as error:  # their versions differ in what goes together
             found[name] = f"not available: {type(error).__name__}: {str(error)[:200]}"
             continue
@@ -144,5 +144,5 @@ def _per_token(context: Context, generator: Generator, pair: Pair, mode: str, gr
     """Microseconds a token behind the first, of one text."""
     tokens = 4 if context.rehearsal else 4 * rounds
     with torch.no_grad():
-        timed = generator.generate([7 * place % 90 for place in range(PROMPT)], tokens, grammar, mode, assistant, ends=False)
+        timed = generator.generate([7 * index % 90 for index in range(PROMPT)], tokens, grammar, mode, assistant, ends=False)
     return timed.rest / max(1, len(timed.tokens) - 1) * 1e6

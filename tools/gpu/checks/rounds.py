@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -61,19 +59,6 @@ def replay_equals_eager(context: Context) -> Figures:
     return {"replays_compared": compared, "stages": sorted(steps)}
 
 
-@contextmanager
-def _no_sync(context: Context) -> Iterator[None]:
-    """On a GPU torch raises at every call that waits for the device."""
-    if context.rehearsal:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def _allocations(context: Context) -> int:
     return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocation.all.allocated"])
 
@@ -92,7 +77,7 @@ def no_sync_no_allocation(context: Context) -> Figures:
         for key, graph in recorded.items():
             assert graph.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates at every replay"
             allocated = _allocations(context)
-            with _no_sync(context):
+            with context.no_sync():
                 for _ in range(replays):
                     if key.constrained:
                         bench.host.push_batch([None] * ROWS)
@@ -147,9 +132,9 @@ def _expected(ask: Ask) -> tuple[list[int], str]:
 def _check_against_oracle(ask: Ask, job: Job) -> None:
     tokens, reason = _expected(ask)
     if str(job.finish_reason) == "cancelled":
-        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, want a beginning of {tokens}"
+        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, expected a beginning of {tokens}"
     else:
-        assert outcome(job) == (tokens, reason, ""), f"{ask}: got {outcome(job)}, want {tokens}, {reason}"
+        assert outcome(job) == (tokens, reason, ""), f"{ask}: got {outcome(job)}, expected {tokens}, {reason}"
     grammar = compiled(ask.constraint)
     if grammar is not None:
         assert accepts(grammar, job.tokens, finished=str(job.finish_reason) == "constraint_complete")

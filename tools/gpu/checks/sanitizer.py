@@ -31,9 +31,9 @@ def programs_touch_only_their_own(context: Context) -> Figures:
     assert result.returncode != ERRORS, f"compute-sanitizer: {result.stdout[-2000:]}"
     documents = [line for line in result.stdout.splitlines() if line.startswith('{"interpreted"')]
     assert documents, f"exit code {result.returncode}: {result.stderr[-2000:]}"
-    told: Figures = json.loads(documents[-1])
-    assert result.returncode == 0, f"{told}"
-    return {**told, "sanitizer": sanitizer or f"not run: no compute-sanitizer in PATH, {', '.join(PLACES)}"}
+    document: Figures = json.loads(documents[-1])
+    assert result.returncode == 0, f"{document}"
+    return {**document, "sanitizer": sanitizer or f"not run: no compute-sanitizer in PATH, {', '.join(PLACES)}"}
 
 
 def _find() -> str | None:

@@ -113,5 +113,5 @@ def vocabulary_of(size: int) -> Vocabulary:
     while len(tokens) < text:
         pieces = pick.choices([*_WORDS, *_SIGNS, " "], k=pick.randint(1, 2)) + pick.choices(letters, k=pick.randint(0, 5))
         tokens["".join(pieces).encode()] = None
-    control = [f"<|control {place}|>".encode() for place in range(CONTROL_TOKENS)]
+    control = [f"<|control {index}|>".encode() for index in range(CONTROL_TOKENS)]
     return Vocabulary([*tokens, *control], [text], size, [*range(text + 1, size)])

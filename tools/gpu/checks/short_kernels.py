@@ -39,12 +39,10 @@ from stepgraph.sampling.kernels import rejection as rejecting
 from stepgraph.sampling.kernels.triton import chain, choice, filters, mask_rows, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import spin
-from tools.gpu.checks.filters import SETTINGS, filter_inputs
-from tools.gpu.checks.kernels import choice_inputs
-from tools.gpu.checks.latency import answering
+from tools.gpu.checks.kernels import SETTINGS, choice_inputs, filter_inputs, judgement
 from tools.gpu.checks.llama import PAGE, attention_inputs
 from tools.gpu.checks.masks import make_case, tag_inputs
-from tools.gpu.checks.rejection import judgement
+from tools.gpu.checks.timing import answering
 
 WIDTH = 1_003  # no multiple of anything
 Call = Callable[[list[Tensor]], None]
@@ -62,8 +60,8 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
     outputs = [torch.full((3, 2), 7.5, device=device), _numbers(device, 3, 2)]
     yield _case("masked_argmax", outputs, choice.masked_argmax, choices.masked_argmax_reference, taken)
 
-    weights, place = torch.rand(3, WIDTH, device=device), torch.arange(3, device=device)
-    yield _case("race", [_numbers(device, 3)], choice.race, choices.race_reference, (weights, place, place, Purpose.DRAFT))
+    weights, index = torch.rand(3, WIDTH, device=device), torch.arange(3, device=device)
+    yield _case("race", [_numbers(device, 3)], choice.race, choices.race_reference, (weights, index, index, Purpose.DRAFT))
 
     sampled = torch.tensor([[1, 2, 3], [4, 0, 2]], device=device)
     finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.tensor([[-1, 3], [0, -1]], device=device)
@@ -84,7 +82,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
     outputs = [torch.full((3, 1, WIDTH), 7.5, device=device)]
     yield _case("distribution", outputs, filters.distribution, filtering.distribution_reference, (scores[:, None], params))
     outputs = [torch.full((3, WIDTH), 7.5, device=device), _numbers(device, 3)]
-    taken = (scores, params, place, place, int(Purpose.DRAFT), None)
+    taken = (scores, params, index, index, int(Purpose.DRAFT), None)
     yield _case("draw", outputs, filters.draw, filtering.draw_reference, taken)
 
     inputs = judgement(device, 3, 2, WIDTH)

@@ -31,7 +31,7 @@ def capture_user_step(context: Context) -> Figures:
         buffers.x.copy_(torch.arange(4.0) + shift * shift)
         recorded.replay()
         expected = torch.softmax((torch.arange(4.0) + shift * shift).to(context.device) * 2, 0)
-        assert torch.equal(buffers.y, expected), f"got {buffers.y.tolist()}, want {expected.tolist()}"
+        assert torch.equal(buffers.y, expected), f"got {buffers.y.tolist()}, expected {expected.tolist()}"
     return {"nodes": dict(recorded.report.nodes), "nbytes": recorded.report.nbytes, "seconds": round(recorded.report.seconds, 4)}
 
 
@@ -51,8 +51,8 @@ def capture_leaves_buffers_untouched(context: Context) -> Figures:
 
     with context.backend() as backend:
         buffers = _pair(backend)
-        for place, name in enumerate(buffers):
-            buffers[name].copy_(torch.arange(4.0) + 10 * place)
+        for index, name in enumerate(buffers):
+            buffers[name].copy_(torch.arange(4.0) + 10 * index)
         before, pointers = {name: buffers[name].clone() for name in buffers}, buffers.fingerprint()
         generator = torch.Generator(device=backend.device).manual_seed(5)
         state = generator.get_state()
@@ -218,11 +218,11 @@ def _refused(backend: Backend, step: Callable[[StaticBuffers], None], buffers: S
 
 def _still_works(backend: Backend, buffers: StaticBuffers, kept: Recorded) -> None:
     fresh = backend.capture(_add_one, buffers)
-    for place, recorded in enumerate((kept, fresh)):
-        buffers.x.fill_(10 * place)
+    for index, recorded in enumerate((kept, fresh)):
+        buffers.x.fill_(10 * index)
         recorded.replay()
         backend.synchronize()
-        assert buffers.y.tolist() == [10.0 * place + 1] * 4, "a graph gives other values after a refused capture"
+        assert buffers.y.tolist() == [10.0 * index + 1] * 4, "a graph gives other values after a refused capture"
     torch.rand(3, device=backend.device)  # torch's own generator is out of capture mode again
     backend.run(lambda: torch.rand(3, device=backend.device))
     backend.synchronize()

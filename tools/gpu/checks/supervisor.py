@@ -130,14 +130,14 @@ def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget:
 def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> Iterator[Row]:
     """A row for every entry: none is left out where time runs out or somebody interrupts."""
     deadline, interrupted = time.monotonic() + seconds, False
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         begin = time.monotonic()
         if interrupted:
             yield row_of(entry, "not run", "the run was interrupted")
         elif begin >= deadline:
             yield row_of(entry, "not run", SPENT)
         else:
-            asked = sum(each.budget(supervisor.quick) for each in entries[place:])
+            asked = sum(each.budget(supervisor.quick) for each in entries[index:])
             try:  # where the first ones took longer than they should, the last ones, which are the numbers, share what is left
                 row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / asked))
             except KeyboardInterrupt:

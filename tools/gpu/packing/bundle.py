@@ -27,7 +27,7 @@ def pinned(path: Path) -> list[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.split("#")[0].strip()
         if text and text.count("==") != 1:
-            raise ValueError(f"{path}:{number}: got {text!r}, want name==version")
+            raise ValueError(f"{path}:{number}: got {text!r}, expected name==version")
         found += [text] if text else []
     return found
 
@@ -88,12 +88,12 @@ def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path
     versions = [line.split("==")[1] for line in wanted if line.split("==")[0] == "flashinfer-python"]
     found = sorted(libraries.rglob("*.so"))
     if not found or not versions:
-        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, want some, and one")
-    path, told = folder / f"{PREBUILT}-{versions[0]}-py3-none-linux_x86_64.whl", f"{PREBUILT}-{versions[0]}.dist-info"
+        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, expected some, and one")
+    path, dist_info = folder / f"{PREBUILT}-{versions[0]}-py3-none-linux_x86_64.whl", f"{PREBUILT}-{versions[0]}.dist-info"
     texts = {
         f"{PREBUILT}/__init__.py": PREBUILT_MODULE.format(version=versions[0]),
-        f"{told}/METADATA": f"Metadata-Version: 2.1\nName: {PREBUILT.replace('_', '-')}\nVersion: {versions[0]}\n",
-        f"{told}/WHEEL": "Wheel-Version: 1.0\nGenerator: gpu_pack\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
+        f"{dist_info}/METADATA": f"Metadata-Version: 2.1\nName: {PREBUILT.replace('_', '-')}\nVersion: {versions[0]}\n",
+        f"{dist_info}/WHEEL": "Wheel-Version: 1.0\nGenerator: gpu_pack\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
     }
     files = {f"{PREBUILT}/programs/{library.stem}/{library.name}": library for library in found}
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path
             archive.write(library, name)
         for name, text in texts.items():
             archive.writestr(name, text)
-        archive.writestr(f"{told}/RECORD", "".join(f"{name},,\n" for name in (*files, *texts, f"{told}/RECORD")))
+        archive.writestr(f"{dist_info}/RECORD", "".join(f"{name},,\n" for name in (*files, *texts, f"{dist_info}/RECORD")))
     return path
 
 
@@ -111,14 +111,14 @@ def make(
 ) -> dict[str, Any]:
     """Fills an empty folder, and returns its manifest."""
     if bundle.exists() and any(bundle.iterdir()):
-        raise ValueError(f"--out: got {bundle}, which is not empty, want a new folder")
+        raise ValueError(f"--out: got {bundle}, which is not empty, expected a new folder")
     if libraries is not None:
         prebuilt_wheel(libraries, wanted, bundle / "wheels")
     download(wanted, bundle / "wheels", python, options)
     wheels = sorted((bundle / "wheels").iterdir())
     large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
     if large:
-        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, want such as can be carried whole")
+        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, expected such as can be carried whole")
     joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}

@@ -33,7 +33,7 @@ def digest(path: Path) -> str:
 def read_manifest(bundle: Path) -> dict[str, Any]:
     path = bundle / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{bundle}: got no {MANIFEST}, want the folder that gpu_pack.py wrote")
+        raise ValueError(f"{bundle}: got no {MANIFEST}, expected the folder that gpu_pack.py wrote")
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return manifest
 
@@ -41,26 +41,26 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 def problems(bundle: Path, manifest: dict[str, Any]) -> list[str]:
     """One sentence per file that is missing, short or other than it was."""
     found = []
-    for name, told in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         path = bundle / name
         if not path.is_file():
             found.append(f"{name}: missing")
-        elif path.stat().st_size != told["bytes"]:
-            found.append(f"{name}: got {path.stat().st_size} bytes, want {told['bytes']}")
-        elif digest(path) != told["sha256"]:
+        elif path.stat().st_size != entry["bytes"]:
+            found.append(f"{name}: got {path.stat().st_size} bytes, expected {entry['bytes']}")
+        elif digest(path) != entry["sha256"]:
             found.append(f"{name}: other bytes than were packed")
     return found
 
 
-def join(bundle: Path, name: str, told: dict[str, Any], into: Path) -> Path:
+def join(bundle: Path, name: str, entry: dict[str, Any], into: Path) -> Path:
     """One file from its parts; ValueError where it is not the one that was cut."""
     path = into / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as whole:
-        for part in told["parts"]:
+        for part in entry["parts"]:
             with (bundle / part).open("rb") as file:
                 shutil.copyfileobj(file, whole, CHUNK)
-    if digest(path) != told["sha256"]:
+    if digest(path) != entry["sha256"]:
         raise ValueError(f"{path}: other bytes than were cut")
     return path
 
@@ -76,8 +76,8 @@ def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]
     if wheels:
         subprocess.run([python, "-m", "pip", "install", "--no-index", "--no-deps", "--disable-pip-version-check", *wheels], check=True)
         done.append(f"installed {len(wheels)} wheels")
-    for name, told in manifest["joined"].items():
-        done.append(f"joined {join(bundle, name, told, into)}")
+    for name, entry in manifest["joined"].items():
+        done.append(f"joined {join(bundle, name, entry, into)}")
     return done
 
 

@@ -30,12 +30,12 @@ def main() -> dict[int, Job]:
 
         admitting = threading.Thread(target=admit)
         admitting.start()
-        told = 0
-        while told < len(ASKED):
+        ended = 0
+        while ended < len(ASKED):
             engine.wait()
             for event in engine.step():
                 print(f"job {event.job_id}: {vocabulary.decode(event.tokens)!r} {event.finish_reason or ''}")
-                told += event.finish_reason is not None
+                ended += event.finish_reason is not None
         admitting.join()
     return jobs
 

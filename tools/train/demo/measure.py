@@ -75,7 +75,7 @@ def held(jobs: list[list[StepEvent]]) -> dict[str, Any]:
     tokens, rounds = sum(len(event.tokens) for events in jobs for event in events), sum(len(events) for events in jobs)
     return {
         "tokens_per_round": round(tokens / max(1, rounds), 3),
-        "held": [round(sum(number >= place for number in accepted) / counted, 3) for place in range(1, DRAFTS + 1)],
+        "held": [round(sum(number >= index for number in accepted) / counted, 3) for index in range(1, DRAFTS + 1)],
     }
 
 

@@ -53,8 +53,8 @@ def _extraction(fill: Callable[[Words], str]) -> Callable[[Words, str], DemoProm
 def _tool_call(drawn: Words, kind: str) -> DemoPrompt:
     offered = drawn.generator.sample(TOOLS, drawn.number(2, 3))
     asked = drawn.generator.choice(offered)["name"]
-    told = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
-    system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{told}'
+    descriptions = "\n".join(f"- {each['name']}({', '.join(each['parameters']['properties'])}): {each['description']}" for each in offered)
+    system = f'You call tools. Answer with JSON: {{"name": tool, "arguments": {{...}}}}. Tools:\n{descriptions}'
     return DemoPrompt(kind, _asked(("system", system), ("user", texts.wish(asked, drawn))), tool_schema(offered))
 
 

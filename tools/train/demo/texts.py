@@ -53,13 +53,13 @@ def order_text(drawn: Words) -> str:
 
 
 def event_text(drawn: Words) -> str:
-    title, place = drawn.of(words.EVENTS), f"{drawn.of(words.STREETS)} {drawn.number(1, 90)}, {drawn.of(words.CITIES)}"
+    title, index = drawn.of(words.EVENTS), f"{drawn.of(words.STREETS)} {drawn.number(1, 90)}, {drawn.of(words.CITIES)}"
     people = " and ".join(a_name(drawn) for _ in range(drawn.number(1, 3)))
     return drawn.any(
         [
-            f"The {title} is on {a_date(drawn)} at {a_time(drawn)}, {place}. {people} will be there.",
-            f"Reminder: {title}, {a_date(drawn)}, starting {a_time(drawn)}. Where: {place}. Invited: {people}.",
-            f"Let us meet for the {title} at {place} on {a_date(drawn)}. We begin at {a_time(drawn)}. I asked {people} to come.",
+            f"The {title} is on {a_date(drawn)} at {a_time(drawn)}, {index}. {people} will be there.",
+            f"Reminder: {title}, {a_date(drawn)}, starting {a_time(drawn)}. Where: {index}. Invited: {people}.",
+            f"Let us meet for the {title} at {index} on {a_date(drawn)}. We begin at {a_time(drawn)}. I asked {people} to come.",
         ]
     )
 

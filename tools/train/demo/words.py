@@ -54,7 +54,7 @@ class Words:
         self.generator, self._held_out = generator, held_out
 
     def of(self, words: Sequence[str]) -> str:
-        kept = [word for place, word in enumerate(words) if (place % 5 == 0) is self._held_out]
+        kept = [word for index, word in enumerate(words) if (index % 5 == 0) is self._held_out]
         return self.generator.choice(kept)
 
     def any(self, words: Sequence[str]) -> str:

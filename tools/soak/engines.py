@@ -1,4 +1,4 @@
-"""The engines of a soak: every way to draft, for a toy target and a tiny Llama; their pools are small, so that requests must wait."""
+"""Engine kinds: every drafter, for a toy target and a tiny Llama. Page pools are small, so that requests have to wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.proposers import parrot, told
 VOCABULARY = Vocabulary.printable(logits_width=128)
 STOP = VOCABULARY.stop_token_ids[0]
 MAX_LENGTH, MAX_ROWS, MAX_QUEUED = 160, 4, 12
-CACHE_BYTES = 1 << 18  # of grammars: a few dozens, so that most are dropped sooner or later
+CACHE_BYTES = 1 << 18  # a few dozen grammars, so that most are evicted
 FEATURE_LAYERS = (0, 1, 2)
 _LLAMA = LlamaConfig(VOCABULARY.logits_width, 32, 48, 4, 2, 8, (None, None), max_positions=MAX_LENGTH)
 _LAYER = replace(_LLAMA, windows=(None,))
@@ -30,7 +30,7 @@ _SIZES = EngineConfig(
     max_rows=MAX_ROWS,
     max_length=MAX_LENGTH,
     page_size=8,
-    num_pages=34,  # of the 80 that all rows together may come to want
+    num_pages=34,  # all rows together could use 80
     prefill_chunk=16,
     max_queued=MAX_QUEUED,
     buckets=(MAX_ROWS,),
@@ -42,12 +42,12 @@ Law = Literal["toy", "llama"]
 
 
 class Models:
-    """What all engines of a soak share, on one device. The Llamas have the same weights: one law, whatever they hand to a draft."""
+    """Models that all engines share, on one device. Both Llamas have the same weights and so the same output distribution."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.toy = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0}).to(device)
-        self.llama, self.telling = (
+        self.llama, self.llama_with_features = (
             Llama(_LLAMA, feature_layers=layers, device=device).randomise(1).eval() for layers in ((), FEATURE_LAYERS)
         )
 
@@ -69,43 +69,45 @@ class Models:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """Engines of one kind."""
+class EngineKind:
+    """How to make an engine."""
 
     name: str
     draft: Callable[[Models], Drafter | str | None]
     k: int
     law: Law = "toy"
-    reads_text: bool = False  # takes draft_ids
+    reads_text: bool = False  # accepts draft_ids
     grammars: Literal["auto", "llguidance"] = "auto"
-    eager: bool = False  # all of a kind alike: engines that record have more threads
+    eager: bool = False  # the same for all engines of a kind: capture adds threads
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, models: Models) -> Engine:
-        """Captured."""
+        """A captured engine."""
         config = replace(_SIZES, num_speculative_tokens=self.k, grammar_backend=self.grammars, eager=self.eager, **self.changes)
         fed = self.name == "EAGLE-3"
-        target = models.toy if self.law == "toy" else models.telling if fed else models.llama
+        target = models.toy if self.law == "toy" else models.llama_with_features if fed else models.llama
         engine = Engine(target, self.draft(models), vocabulary=VOCABULARY, config=config)
         engine.capture()
         return engine
 
 
 KINDS = (
-    Kind("toy pair", lambda models: models.toy_draft(0.8), 4, changes={"compile_isolation": "process", "max_compiles": 1}),
-    Kind(
+    EngineKind("toy pair", lambda models: models.toy_draft(0.8), 4, changes={"compile_isolation": "process", "max_compiles": 1}),
+    EngineKind(
         "toy pair, not masked", lambda models: models.toy_draft(1.0), 3, eager=True, changes={"draft_masks": False, "rounds_in_flight": 3}
     ),
-    Kind("toy pair and look-up", lambda models: models.toy_draft(0.7), 3, reads_text=True, changes={"look_up": 2, "forced_drafts": True}),
-    Kind("toy pair, matchers in Python", lambda models: models.toy_draft(0.9), 2, eager=True, changes={"host_link": "python"}),
-    Kind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
-    Kind("forced", lambda _: "forced", 4, grammars="llguidance"),
-    Kind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
-    Kind("function", lambda _: told, 2, reads_text=True, changes={"rounds_in_flight": 1}),
-    Kind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
-    Kind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
-    Kind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
-    Kind("nobody", lambda _: None, 0, eager=True, changes={"compile_isolation": "process", "rounds_in_flight": 3}),
+    EngineKind(
+        "toy pair and look-up", lambda models: models.toy_draft(0.7), 3, reads_text=True, changes={"look_up": 2, "forced_drafts": True}
+    ),
+    EngineKind("toy pair, matchers in Python", lambda models: models.toy_draft(0.9), 2, eager=True, changes={"host_link": "python"}),
+    EngineKind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
+    EngineKind("forced", lambda _: "forced", 4, grammars="llguidance"),
+    EngineKind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
+    EngineKind("function", lambda _: told, 2, reads_text=True, changes={"rounds_in_flight": 1}),
+    EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
+    EngineKind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
+    EngineKind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
+    EngineKind("no drafter", lambda _: None, 0, eager=True, changes={"compile_isolation": "process", "rounds_in_flight": 3}),
 )
 _ALONE = {"max_rows": 1, "rounds_in_flight": 1, "prefix_reuse": False, "buckets": (1,)}
-PLAIN = {law: Kind(f"plain {law}", lambda _: None, 0, law, eager=True, changes=_ALONE) for law in get_args(Law)}
+PLAIN = {law: EngineKind(f"plain {law}", lambda _: None, 0, law, eager=True, changes=_ALONE) for law in get_args(Law)}

@@ -1,4 +1,4 @@
-"""What a soak measures of its own process: memory, threads, files, children, live objects by type. None where a system does not tell."""
+"""Samples of this process: memory, threads, files, child processes, live objects by type. None where the system does not report it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,41 @@ from stepgraph import Engine
 from stepgraph.runtime.stats import EngineStats
 
 PROCESS = Path("/proc/self")
-OF_A_CHILD = 2  # files that this process has open for it
-COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # whose objects are counted
+OF_A_CHILD = 2  # open files of this process per child
+COUNTED = ("stepgraph", "xgrammar", "llguidance", "asyncio", "threading")  # packages whose objects are counted
 
 
 @dataclass(frozen=True)
 class Sample:
-    """At one moment. `settled`: every engine was idle, and what could be given back was."""
+    """One moment. `settled`: every engine was idle, and unused memory was released before."""
 
     seconds: float
     settled: bool
-    resident_bytes: int | None  # of heaps and stacks; not of mapped files, which come and go
-    device_bytes: int | None  # that torch has from the device
-    threads: int | None  # the system's, also those that Python does not know
+    resident_bytes: int | None  # heaps and stacks, without mapped files
+    device_bytes: int | None  # reserved by torch
+    threads: int | None  # of the system, including those unknown to Python
     python_threads: int
-    files: int | None  # open; but for the socket and the file of every child
+    files: int | None  # open files, without the socket and the file of every child
     children: int | None  # processes: compile workers
-    strays: int | None  # children that no engine has
+    strays: int | None  # children that belong to no engine
     engines: int
     rows: int
     waiting: int
-    pages: int  # that somebody holds
-    cached_pages: int  # kept for their prefix
-    grammars: int  # compiled, in the engines' caches
+    pages: int  # in use
+    cached_pages: int  # in the prefix cache
+    grammars: int  # in the caches of the engines
     grammar_bytes: int
-    compiles: int  # under way or waiting
-    objects: int = 0  # that the collector knows, if settled
+    compiles: int  # running or waiting
+    objects: int = 0  # tracked by the garbage collector, if settled
     tensors: int = 0
-    matchers: int = 0  # the last rounds of an engine keep theirs
+    matchers: int = 0  # the last rounds of an engine keep some
     types: dict[str, int] = field(default_factory=dict, repr=False)
 
 
 def sample(seconds: float, engines: Iterable[Engine], settled: bool) -> Sample:
-    """Of this process and these engines. `settled` collects garbage first and counts what is left: for the thread that drives, between
-    two acts."""
+    """A sample of this process and these engines. `settled` collects garbage first and counts objects; call it between two acts."""
     if settled:
-        give_back()
+        release_memory()
     engines = list(engines)
     stats = [engine.stats() for engine in engines]
     processes, files = children(), _entries("fd")
@@ -78,7 +77,7 @@ def sample(seconds: float, engines: Iterable[Engine], settled: bool) -> Sample:
     )
 
 
-def give_back() -> None:
+def release_memory() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):  # a C library without it
         ctypes.CDLL(None).malloc_trim(0)
@@ -95,17 +94,17 @@ def resident_bytes() -> int | None:
 
 
 def children() -> int | None:
-    """Processes that this one started and that are not gone, zombies too."""
-    found, told = 0, False
+    """Child processes, including zombies."""
+    found, readable = 0, False
     for path in PROCESS.glob("task/*/children"):
-        with contextlib.suppress(OSError):  # of a thread that ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             found += len(path.read_text().split())
-            told = True
-    return found if told else None
+            readable = True
+    return found if readable else None
 
 
 def live_objects() -> tuple[dict[str, int], int, int]:
-    """By type, of this library and of those beneath it; all that the collector knows; tensors."""
+    """Counts by type for the packages in COUNTED; number of all tracked objects; number of tensors."""
     known, tensors = collections.Counter[type](), 0
     everything = gc.get_objects()
     for item in everything:
@@ -114,7 +113,7 @@ def live_objects() -> tuple[dict[str, int], int, int]:
         tensors += count if issubclass(kind, torch.Tensor) else 0
     types = collections.Counter[str]()
     for kind, count in known.items():
-        if str(kind.__module__).startswith(COUNTED):  # of some metaclasses it is a descriptor
+        if str(kind.__module__).startswith(COUNTED):  # for some metaclasses it is a descriptor
             types[sys.intern(f"{kind.__module__}.{kind.__qualname__}")] += count
     return dict(types), len(everything), tensors
 
