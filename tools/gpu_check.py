@@ -1,13 +1,13 @@
 """Checks stepgraph on the GPU of this machine: one command, nothing to install, no network, at most eight minutes.
 
-Where the C library that drives grammars was not built, the C compiler of this machine builds it, into this tree. Prints a table as it
-goes and one JSON document last, and keeps the document in tools/results/. Never stops at a failure: a check that crashes or hangs is
-ended and told of, and so is an interruption. Exits with 0 only if nothing failed.
+Compiles the C library of the host link into this tree if it is missing. Prints a table row per check and one JSON document last, and
+saves the document in tools/results/. Continues after failures: a check that crashes or hangs is ended and reported, an interruption is
+reported as well. Exits with 0 only if no check failed.
 
     python tools/gpu_check.py                      everything, on the GPU
     python tools/gpu_check.py --quick              a quarter of the time for everything
     python tools/gpu_check.py --only figures       one check; may be given more than once
-    python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: proves the checks, says nothing of a GPU
+    python tools/gpu_check.py --rehearse --quick   the same code on the CPU tape: tests the checks, not a GPU
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.checks and tests.oracles
 if __name__ == "__main__":
-    for package in ("tools", "tests"):  # a host may have others of these names installed, and ours, without an __init__.py, come second
+    for package in ("tools", "tests"):  # other packages of these names may be installed; ours have no __init__.py
         sys.modules[package] = types.ModuleType(package)
         sys.modules[package].__path__ = [f"{sys.path[-1]}/{package}"]
 
@@ -42,7 +42,7 @@ WORKER = (sys.executable, str(Path(__file__).resolve()), "--worker")
 
 
 def find_stepgraph() -> None:
-    """Make `import stepgraph` mean this tree, whether or not it is installed."""
+    """Make `import stepgraph` import this tree, installed or not."""
     spec = importlib.util.spec_from_file_location("stepgraph", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -57,9 +57,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     length.add_argument("--quick", action="store_true", help="about two minutes")
     length.add_argument("--full", action="store_true", help="at most eight minutes (default)")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this check only; may be repeated")
-    parser.add_argument("--list", action="store_true", help="list the checks, and their budgets in seconds, and end")
-    parser.add_argument("--save", action="store_true", help="keep a rehearsal's document, too")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the document there (default: tools/results/)")
+    parser.add_argument("--list", action="store_true", help="list the checks and their budgets in seconds, and exit")
+    parser.add_argument("--save", action="store_true", help="save the document of a rehearsal as well")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="save the document in this folder (default: tools/results/)")
     parser.add_argument("--worker", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -89,8 +89,8 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
     supervisor = Supervisor(worker, options.rehearse, options.quick, str(folder.resolve()) if folder else "")
     missing = compile_link()
     if missing:
-        print(f"gpu_check: grammars are driven from Python here, and every figure with one says so little: {missing}", file=sys.stderr)
-    with _heed_endings():
+        print(f"gpu_check: no native host link, so figures with grammars are those of the Python link: {missing}", file=sys.stderr)
+    with _interruptible():
         try:
             facts = supervisor.describe()
             if "refusal" in facts:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
                 found.append(row)
                 print(f"[{index:>2}/{len(entries)}] {_line(row)}", flush=True)
                 document = compose(facts, found, options.quick, not options.only, time.monotonic() - begin)
-                if folder:  # each time: what ends this process leaves what was found until then
+                if folder:  # after every check, so that a killed run leaves its results
                     save(document, folder)
         except Lost as lost:
             print(f"gpu_check: no worker: {lost}", file=sys.stderr)
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
 
 
 @contextlib.contextmanager
-def _heed_endings() -> Iterator[None]:
-    """Whoever ends this process gets the document first."""
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM end the run with its document."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -93,11 +93,11 @@ class RequestSource:
 
     def _constraint(self) -> tuple[Constraint, Validator | None, bool]:
         rng, number = self.random, next(self._numbers)
-        names = ("schema", "regex", "choice", "lark", "tag", "after", "object", "fixed", "ebnf", "doomed")
+        names = ("schema", "regex", "choice", "lark", "tag", "after", "object", "fixed", "ebnf", "uncompilable")
         of_xgrammar = self.kind.grammars == "auto"  # the last two use its notation
         kind = rng.choices(names, (8, 4, 3, 2, 1, 1, 1, 2, 2 * of_xgrammar, of_xgrammar))[0]
         made: tuple[Constraint, Validator | None] = getattr(self, f"_{kind}")(number)
-        return (*made, kind == "doomed")
+        return (*made, kind == "uncompilable")
 
     def _schema(self, number: int) -> tuple[Constraint, Validator]:
         values = ({"type": "integer"}, {"type": "boolean"}, {"enum": [f"v{number}", "w"]}, {"type": "array", "items": {"type": "null"}})

@@ -1,4 +1,4 @@
-"""Engines that always have all rows busy, and rounds of theirs by the clock, taking turns."""
+"""Engines with all rows busy, and interleaved timing of their rounds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROW = {
     "required": ["name", "age", "active", "tags", "address"],
     "additionalProperties": False,
 }
-# Texts that go on for as long as they are measured. What allows anything costs a round the same device work, and matchers next to nothing.
+# Grammars whose texts last for the whole measurement. "anything" needs the same device work per round and almost no matcher time.
 GRAMMARS = {
     "schema": Constraint.json_schema({"type": "array", "items": ROW, "minItems": 60}),
     "recursive": Constraint.ebnf(
@@ -41,14 +41,14 @@ GRAMMARS = {
     ),
     "anything": Constraint.regex("[ -~]+"),
 }
-HELD = 0.7  # how often a draft holds: random weights would agree on none
+ACCEPTANCE = 0.7  # forced acceptance: with random weights no draft would be accepted
 PROMPT = 32
-KEPT = 8  # cases that stay open for the checks to come
+MAX_OPEN = 8  # open cases, reused by later checks
 
 
 @dataclass(frozen=True)
 class Variant:
-    """`name` tells two cases apart that are otherwise the same."""
+    """`name` separates two cases that are otherwise equal."""
 
     name: str
     grammar: str = ""
@@ -72,26 +72,26 @@ class Case:
             buckets=(rows,),
             greedy_only=True,
             prefill_chunk=256,
-            forced_acceptance=(HELD,) * variant.drafts if variant.drafts else None,
+            forced_acceptance=(ACCEPTANCE,) * variant.drafts if variant.drafts else None,
             draft_masks=variant.draft_masks,
             host_link=variant.host_link,
             eager=variant.eager,
             compile_isolation="none",
             prefix_reuse=False,
-            attention="auto" if context.rehearsal else "triton",  # which builds nothing: FlashInfer takes minutes where it is not built
+            attention="auto" if context.rehearsal else "triton",  # needs no build; compiling FlashInfer takes minutes
         )
         self.engine = Engine(self.pair.target, self.pair.draft if variant.drafts else None, vocabulary=self.pair.vocabulary, config=config)
         self.engine.capture()
         self.constraint = GRAMMARS[variant.grammar] if variant.grammar else None
         if self.constraint:
             self.engine.compile(self.constraint)
-        self._asked = 0
+        self._submitted = 0
         self.seconds: list[float] = []
 
     def block(self, rounds: int) -> float:
-        """Times so many rounds in which nothing else happened, with a round always on its way. Their median, in microseconds."""
+        """Time `rounds` rounds without a prompt, always with one round in flight. Returns the median in microseconds."""
         self.engine.backend.synchronize()
-        self._step()  # the first one has none before it
+        self._step()  # the first round has no predecessor in flight
         times: list[float] = []
         for _ in range(4 * rounds):
             before = self._fill()
@@ -103,12 +103,12 @@ class Case:
             if len(times) == rounds:
                 break
         self.engine.backend.synchronize()
-        assert times, f"{self.variant}: no round without a prompt beside it"
+        assert times, f"{self.variant}: no round without a prompt"
         self.seconds += times
         return statistics.median(times) * 1e6
 
     def _step(self) -> None:
-        """Until all rows are decoding."""
+        """Step until all rows are decoding."""
         self._fill()
         while True:
             self.engine.step()
@@ -118,11 +118,11 @@ class Case:
                 return
 
     def _fill(self) -> int:
-        """Whatever ends is followed by another request. Returns how many prompt tokens were computed."""
+        """Submit a request for every free row. Returns the number of prompt tokens computed so far."""
         stats = self.engine.stats()
         for _ in range(self.rows - stats.running - stats.waiting):
-            self._asked += 1
-            prompt = [(7 * self._asked + 3 * index) % 90 for index in range(PROMPT)]
+            self._submitted += 1
+            prompt = [(7 * self._submitted + 3 * index) % 90 for index in range(PROMPT)]
             self.engine.submit(prompt, constraint=self.constraint, max_new_tokens=self.length - PROMPT)
         return stats.prompt_tokens
 
@@ -145,10 +145,10 @@ _open: OrderedDict[tuple[Shape, int, Variant], Case] = OrderedDict()
 
 
 def case_of(context: Context, shape: Shape, rows: int, variant: Variant) -> Case:
-    """An open one with no times yet: capturing takes longer than measuring."""
+    """An open case, with its times cleared. Cases stay open because capture takes longer than a measurement."""
     key = (shape, rows, variant)
     if key not in _open:
-        while len(_open) >= KEPT:
+        while len(_open) >= MAX_OPEN:
             _open.popitem(last=False)[1].engine.close()
         _open[key] = Case(context, shape, rows, variant)
     _open.move_to_end(key)
@@ -165,7 +165,7 @@ def close_all() -> None:
 
 @contextlib.contextmanager
 def cell(context: Context, name: str) -> Iterator[None]:
-    """A part of a check whose engines are not used again where it fails."""
+    """A part of a check. On failure all engines are closed."""
     with context.part(name):
         try:
             yield
@@ -175,10 +175,10 @@ def cell(context: Context, name: str) -> Iterator[None]:
 
 
 def take_turns(context: Context, cases: Sequence[Case], turns: int, share: float = 1.0) -> dict[str, list[float]]:
-    """Blocks of every case by turns, in an order that rotates. The median of each block, in microseconds."""
+    """Interleaved blocks of every case, in rotating order. Returns the median of each block in microseconds."""
     found: dict[str, list[float]] = {case.variant.name: [] for case in cases}
     for case in cases:
-        case.block(2)  # what is loaded at first use
+        case.block(2)  # warm up
         case.seconds.clear()
     for turn in context.turns(2 if context.rehearsal else turns, share=share):
         start = turn % len(cases)
@@ -188,7 +188,7 @@ def take_turns(context: Context, cases: Sequence[Case], turns: int, share: float
 
 
 def ratio(blocks: Mapping[str, Sequence[float]], above: str, below: str) -> dict[str, float]:
-    """Of blocks that took the same turn: the median, and the quartiles for its spread."""
+    """Median and quartiles of the ratios of blocks that ran in the same turn."""
     found = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
     low, high = found[len(found) // 4], found[(3 * len(found)) // 4]
     return {"median": round(statistics.median(found), 4), "p25": round(low, 4), "p75": round(high, 4), "turns": len(found)}

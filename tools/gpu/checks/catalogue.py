@@ -1,4 +1,4 @@
-"""Every check, in the order of a run: where it is, and how long it may take. Knows no torch: who supervises reads this."""
+"""All checks in order, with module and time budget. Does not import torch: the supervising process reads it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 FULL_SECONDS, QUICK_SECONDS = 480.0, 120.0  # of a whole run on a GPU
-BUILDS = 150.0  # patience with compilers
-QUICK_SHARE = 0.25  # of its budget, for a check in a quick run
+BUILDS = 150.0  # for checks that compile kernels
+QUICK_SHARE = 0.25  # share of a check's budget in a quick run
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One check. `seconds` is its budget in a full run on an H200: what repeats, repeats less often to stay within it."""
+    """One check. `seconds` is its budget in a full run on an H200; repeated measurements repeat less often to stay within it."""
 
     name: str
     module: str
     seconds: float
-    patience: float = 45.0  # for what is loaded, or made, at first use
+    patience: float = 45.0  # for one-time loading and compilation
 
     def budget(self, quick: bool) -> float:
         return self.seconds * QUICK_SHARE if quick else self.seconds
 
     def limit(self, quick: bool, rehearsal: bool) -> float:
-        """Seconds after which it hangs. A budget is for repeats, not for what a check cannot do without, such as loading kernels."""
+        """Seconds after which the check is ended. Above the budget, which does not cover one-time work such as loading kernels."""
         return 600.0 if rehearsal else self.patience + 2 * self.budget(quick)
 
     @property
     def sentence(self) -> str:
-        """What it says of itself; read, not imported, for that would take torch and seconds."""
+        """First line of its docstring; parsed, since importing the module would import torch."""
         tree = ast.parse((ROOT / Path(*self.module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
         (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == self.name)
         return (ast.get_docstring(found) or "").splitlines()[0]
@@ -64,7 +64,7 @@ CATALOGUE = (
     *_entries("timing", gil_hold=3, figures=5),
     *_entries("timing", host_node_latency=3, conditional_node_cost=2),
     *_entries("numbers", kernels_against_floor=10),
-    # what decides a goal comes first; the last one lets a compiler run for as long as it needs
+    # checks that decide a goal come first; the last one waits for a compiler
     *_entries("numbers", idle_between_rounds=12, weights_per_second=15, captured_against_eager=20, mask_time_is_hidden=16),
     *_entries("numbers", constrained_rounds=60),
     *_entries("others", against_hand_written_loop=20),

@@ -1,4 +1,4 @@
-"""What every check is given: the device to run on, how much to run, and makers for backends, engines and jobs."""
+"""The context of a check: device, size of the run, time budget; factories for backends, engines and jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Check = Callable[["Context"], Figures]
 
 VOCABULARY = Vocabulary.printable(logits_width=160)
 STOP = VOCABULARY.stop_token_ids[0]
-ORACLE_TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # stays on the CPU
+ORACLE_TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # on the CPU
 CONSTRAINTS = (
     None,
     Constraint.json_schema(
@@ -45,14 +45,14 @@ CONSTRAINTS = (
 
 
 class Skipped(Exception):
-    """A check cannot be made here; the text says why."""
+    """The check cannot run here; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """`rehearsal` runs the same code on the tape. `budget`: seconds that the check may take. `folder`: for pictures, if any.
+    """`rehearsal` runs the same code on the tape. `budget`: seconds for this check. `folder`: where to save pictures, if any.
 
-    What a check puts into `found` is told even where it fails in the end; what goes wrong in a `part` of it stops no other part.
+    Figures in `found` are reported even if the check fails later. An error inside a `part` does not stop the other parts.
     """
 
     rehearsal: bool
@@ -72,7 +72,7 @@ class Context:
         return quick if self.quick else full
 
     def turns(self, most: int, least: int = 1, share: float = 1.0) -> Iterator[int]:
-        """0, 1, 2, ...: `most` times, or until so much of the budget is spent; `least` times whatever that takes."""
+        """0, 1, 2, ...: at least `least` times, then up to `most` times while less than `share` of the budget is spent."""
         for turn in range(most):
             if turn >= least and self.spent > share:
                 return
@@ -80,11 +80,11 @@ class Context:
 
     @property
     def spent(self) -> float:
-        """Of the budget."""
+        """Share of the budget that is spent."""
         return (time.monotonic() - self.begun) / self.budget
 
     def fits(self, name: str) -> bool:
-        """Whether a part of a check may begin; one for which no budget is left is told of as cut."""
+        """True if the budget allows another part; otherwise the part is reported as cut."""
         if self.rehearsal or self.spent <= 1:
             return True
         self.cut.append(name)
@@ -92,7 +92,7 @@ class Context:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """An error in here fails the check at its end."""
+        """Record an error inside, which fails the check at its end."""
         try:
             yield
         except Skipped:
@@ -132,7 +132,7 @@ class Context:
         library: BackendChoice = "auto",
         buckets: bool = False,
     ) -> Iterator[Engine]:
-        """A captured engine over the toy pair, for the largest batch only unless `buckets` asks for all: captures are what takes long."""
+        """A captured engine over the toy pair; captures the largest batch only, unless `buckets` is set, since captures are slow."""
         with self.backend(asynchronous=True) as backend:
             engine = Engine(
                 toy_target(self.device),
@@ -148,7 +148,7 @@ class Context:
                     draft_masks=draft_masks,
                     eager=eager,
                     grammar_backend=library,
-                    filters="auto" if self.rehearsal else "triton",  # FlashInfer has a check of its own, and may have to be built
+                    filters="auto" if self.rehearsal else "triton",  # FlashInfer has its own check and may have to be compiled
                     buckets=None if buckets else (rows,),
                     compile_isolation="process" if library == "auto" else "none",
                 ),
@@ -205,7 +205,7 @@ def random_asks(seed: int, count: int, k: int, constraints: Sequence[Constraint 
 
 
 def serve(engine: Engine, asks: Sequence[Ask]) -> list[Job]:
-    """Submit, cancel and step until all of it has ended."""
+    """Submit, cancel and step until all requests have ended."""
     jobs: list[tuple[Ask, Job, int]] = []
     steps = 0
 
@@ -219,7 +219,7 @@ def serve(engine: Engine, asks: Sequence[Ask]) -> list[Job]:
 
     for ask in asks:
         if ask.constraint:
-            engine.compile(ask.constraint)  # in front of the rounds that are counted
+            engine.compile(ask.constraint)  # before the rounds that are counted
         job = engine.submit(ask.prompt, constraint=ask.constraint, max_new_tokens=ask.max_new_tokens, num_speculative_tokens=ask.drafts)
         jobs.append((ask, job, steps))
         for _ in range(ask.pause):

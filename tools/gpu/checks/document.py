@@ -15,7 +15,7 @@ BAD = ("failed", "crashed", "timed out", "interrupted")
 
 
 def compose(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], quick: bool, whole: bool, seconds: float) -> dict[str, Any]:
-    """`whole`: every check was asked for."""
+    """`whole`: all checks were selected."""
     rehearsal = facts["mode"] == "rehearsal"
     return {
         "format": FORMAT,
@@ -30,14 +30,14 @@ def compose(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], quick: 
 
 
 def file_name(document: Mapping[str, Any]) -> str:
-    """By device and date; what is not all of a full run says so."""
+    """Device and date; also rehearsal, quick or part."""
     device = re.sub(r"[^a-z0-9]+", "-", str(document["device"]).lower()).strip("-")
     kinds = {"rehearsal": document["mode"] == "rehearsal", "quick": document["quick"], "part": not document["whole"]}
     return "-".join([device, str(document["date"])[:10], *(kind for kind, applies in kinds.items() if applies)]) + ".json"
 
 
 def save(document: Mapping[str, Any], folder: Path) -> Path:
-    """Whole or not at all: an interruption leaves what was there before."""
+    """Atomic: an interruption leaves the previous file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(document)
     unfinished = path.with_suffix(".unfinished")
@@ -48,7 +48,7 @@ def save(document: Mapping[str, Any], folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Goal:
-    """`at_most` or at least `bound`; where `noise` names a figure, missing by that much is no miss."""
+    """`figure` must be at most or at least `bound`; a miss within the `noise` figure counts as met."""
 
     name: str
     check: str
@@ -84,18 +84,18 @@ GOALS = (
 
 
 def judge(goal: Goal, rows: Sequence[Mapping[str, Any]], rehearsal: bool) -> dict[str, Any]:
-    """Met, missed, or not run, and why. A rehearsal measures the same figures and decides nothing."""
+    """Met, missed or not run, with the reason. A rehearsal decides no goal."""
     row = next((row for row in rows if row["name"] == goal.check), None)
     found, noise = (_figure(row["figures"], path) if row else None for path in (goal.figure, goal.noise))
     noise = noise if goal.noise and noise is not None else 0.0
     verdict, reason = "not run", ""
     if row is None:
-        reason = "its check was not asked for"
+        reason = "its check was not selected"
     elif found is None:
         reason = row["error"] or f"its check has no such figure: {row['verdict']}"
     elif rehearsal:
-        reason = "a rehearsal says nothing of a GPU"
-    elif row["verdict"] != "passed" and goal.met(found, noise):  # what it did not come to measure may be worse
+        reason = "a rehearsal measures no GPU"
+    elif row["verdict"] != "passed" and goal.met(found, noise):  # parts that did not run may be worse
         reason = f"its check {row['verdict']}: {row['error']}"
     else:
         verdict = "met" if goal.met(found, noise) else "missed"

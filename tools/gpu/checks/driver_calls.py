@@ -1,4 +1,4 @@
-"""Driver calls that only experiments need: waits for a value in memory, and conditional nodes. Written after CUDA's header."""
+"""Driver calls for experiments: stream waits on memory values, and conditional nodes. Declarations follow cuda.h."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class DriverCalls:
-    """RuntimeError names the call that the driver has not, or that failed."""
+    """Raises a RuntimeError with the name of a missing or failed call."""
 
     def __init__(self) -> None:
         try:
@@ -78,7 +78,7 @@ class DriverCalls:
             raise RuntimeError(f"{name} failed with {code}")
 
     def device_address(self, host: int) -> int:
-        """Of pinned memory."""
+        """Device address of pinned memory."""
         found = c_uint64()
         self.do("cuMemHostGetDevicePointer_v2", byref(found), host, 0)
         return found.value

@@ -56,7 +56,7 @@ def _engine(context: Context, target: object, drafter: Drafter | str | None, k: 
 
 
 def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
-    """Name, target, drafter, changes of the config: everything that can draft."""
+    """Name, target, drafter, config changes, for every kind of drafter."""
     pair, toy, device = pair_of(TINY, context.device), toy_target(context.device), context.device
     yield "EAGLE-3", pair.target, pair.draft, {}
     plain = Llama(TINY.target, device=device)
@@ -74,16 +74,16 @@ def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, di
     yield "n-gram", toy, NgramLookup(), {}
     yield "n-gram, nothing forced", toy, NgramLookup(), {"forced_drafts": False}
     yield "forced", toy, "forced", {}
-    yield "function", toy, _says_it_again, {"rounds_in_flight": 1}
+    yield "function", toy, _repeat_prompt, {"rounds_in_flight": 1}
 
 
-def _says_it_again(job: Job) -> list[int]:
-    """On the host: the prompt's own tokens, over and over."""
+def _repeat_prompt(job: Job) -> list[int]:
+    """Host drafter: repeats the tokens of the prompt."""
     return [job.prompt_ids[(len(job.tokens) + index) % len(job.prompt_ids)] for index in range(3)]
 
 
 def every_drafter_replays_as_eager(context: Context) -> Figures:
-    """Captured engines say what eager ones do, token for token, and leave the same caches: EAGLE-3, MTP, models, look-up, functions."""
+    """Captured engines emit the tokens of eager ones and leave equal caches: EAGLE-3, MTP, models, look-up, functions."""
     found = context.found
     kinds = (False,) if context.rehearsal else (False, True)
     for sampled, (name, target, drafter, changes) in itertools.product(kinds, list(_drafters(context))):
@@ -99,7 +99,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
                 outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
                 accepted = engine.stats().accepted_drafts
         (ours, kept), (theirs, wanted) = outcomes
-        assert ours == theirs, f"{name}: a captured engine says {ours}, an eager one {theirs}"
+        assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
         different = [key for key in kept if not torch.equal(kept[key], wanted[key])]
         assert not different, f"{name}: {different} differ"
@@ -108,12 +108,12 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
 
 
 def _without_scratch(cache: torch.Tensor, page: int) -> torch.Tensor:
-    """Inert positions collide in the first page of a layer's slots."""
+    """Without the first page of slots, where padding positions collide."""
     return (cache[page:] if cache.dim() == 1 else cache[:, page:]).cpu().nan_to_num()
 
 
 def hundreds_of_rounds_replay_as_eager(context: Context) -> Figures:
-    """Two engines in step, one captured, one eager, under random admissions and cancels: their rows are the same after every step."""
+    """A captured and an eager engine under the same random requests and cancels have equal rows after every step."""
     steps = 0
     for k, draft_masks in ((4, True), (2, False))[: 1 if context.rehearsal else 2]:
         with (
@@ -155,7 +155,7 @@ def _in_step(captured: Engine, eager: Engine, seed: int, count: int, k: int) -> 
 
 
 def both_libraries_match_oracle(context: Context) -> Figures:
-    """Engines that know one library each say what plain greedy decoding under that library's masks says; texts behind markers, too."""
+    """Engines with one grammar library each equal plain greedy decoding under its masks, also for constraints after markers."""
     found: Figures = {}
     libraries: tuple[BackendChoice, ...] = ("xgrammar", "llguidance")
     for library in libraries:
@@ -181,7 +181,7 @@ def both_libraries_match_oracle(context: Context) -> Figures:
 
 
 def steps_wait_for_nothing(context: Context) -> Figures:
-    """Whole steps of an engine with torch's sync debug mode on "error": no wait, no allocation beside prompts, no buffer moved."""
+    """Engine steps under torch's sync debug mode "error": no wait, no allocation in steps without a prompt, no buffer moved."""
     rounds = 40 if context.rehearsal else 200
     with context.engine(4) as engine:
         for constraint in filter(None, CONSTRAINTS):
@@ -209,14 +209,14 @@ def steps_wait_for_nothing(context: Context) -> Figures:
 
 
 def _allocated(context: Context) -> int:
-    """Bytes that torch's allocator has handed out so far, given back or not."""
+    """Bytes allocated by torch so far, including freed ones."""
     return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
 
 
 def closing_gives_everything_back(context: Context) -> Figures:
-    """Engines are made, used and closed: their buffers and threads go, and the driver has its memory again."""
+    """Closed engines release their buffers, threads and device memory."""
     turns = 1 if context.rehearsal else context.count(6, 3)
-    _use_one(context)  # what torch and its libraries keep for good is there now
+    _use_one(context)  # allocates what torch and its libraries keep
     threads, free = threading.active_count(), _free(context)
     kept = [_use_one(context) for _ in range(turns)]
     gc.collect()
@@ -224,7 +224,7 @@ def closing_gives_everything_back(context: Context) -> Figures:
     assert alive == 0, f"the buffers of {alive} of {turns} closed engines are alive"
     assert threading.active_count() <= threads, f"{threading.active_count()} threads, {threads} before"
     lost = free - _free(context)
-    assert lost <= 4 << 20, f"{lost} bytes less are free on the device"  # the driver hands memory out in such pieces
+    assert lost <= 4 << 20, f"{lost} bytes less are free on the device"  # the allocation unit of the driver
     return {"engines": turns, "bytes_less_free": lost}
 
 

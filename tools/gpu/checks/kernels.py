@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def kernels_equal_references(context: Context) -> Figures:
-    """Every kernel against plain torch on the same inputs: choices at odd widths, races, chains; microseconds of both."""
+    """Every kernel against plain torch on the same inputs: masked choices, races, chains; time of both."""
     found: Figures = {"implementation": kernels.implementation(context.device)}
     for batch, k in itertools.product((1, 64), (0, 4, 8)):
         found[f"chain_accept B={batch} K={k}"] = _check_chain(context, batch, k)
@@ -39,7 +39,7 @@ def kernels_equal_references(context: Context) -> Figures:
 
 
 def random_numbers_equal_the_cpus(context: Context) -> Figures:
-    """Uniform numbers are the CPU's bit for bit, also for extreme seeds; exponential ones but for the last bits of a logarithm."""
+    """Uniform numbers equal the CPU's bit for bit, also for extreme seeds; exponential ones up to the last bits of a logarithm."""
     made = torch.Generator().manual_seed(3)
     seed = torch.cat([torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]), torch.randint(-(2**62), 2**62, (11,), generator=made)])[:, None]
     position, index = torch.arange(0, 16)[:, None], torch.arange(0, 262_144, 7)
@@ -55,7 +55,7 @@ def random_numbers_equal_the_cpus(context: Context) -> Figures:
 
 
 def choice_inputs(device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Logits (padded, with ties and a NaN), masks of many densities, rows in any order, every second row free."""
+    """Logits (padded, with ties and a NaN), masks of many densities, permuted rows, every second row without a grammar."""
     made = torch.Generator().manual_seed(width)
     logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
     logits[0, 0, width // 2] = float("nan")
@@ -166,9 +166,9 @@ SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95,
 
 
 def filters_equal_references(context: Context) -> Figures:
-    """Distributions bit for bit those of the CPU, draws but for near ties, for torch, triton and flashinfer; microseconds of each."""
+    """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
     found = context.found
-    for name in WISHES[:0:-1]:  # flashinfer last: it may have to be built
+    for name in WISHES[:0:-1]:  # flashinfer last: it may have to be compiled
         try:
             kernels.choose_filters(context.device, name)
         except ValueError as refusal:
@@ -183,7 +183,7 @@ def filters_equal_references(context: Context) -> Figures:
 
 
 def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] with ties in every second row and a dead row, and settings of every kind, on the CPU."""
+    """Logits [N, V] with ties in every second row and one row of -inf, and sampling settings of every kind, on the CPU."""
     logits = torch.randn(batch, width, generator=torch.Generator().manual_seed(batch + width)) * 3
     logits[::2].round_()
     if batch > 1:
@@ -193,7 +193,7 @@ def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _expected_draw(batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """The CPU's distribution and draw: seconds at the largest sizes, and the same for everything that is compared with them."""
+    """Distribution and draw on the CPU. Cached, since the largest sizes take seconds."""
     logits, params = filter_inputs(batch, width)
     seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
     filters.draw_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
@@ -201,7 +201,7 @@ def _expected_draw(batch: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_filters(context: Context, name: str, batch: int, width: int) -> Figures:
-    """flashinfer sums in float32: a row where that changes a set is counted, of the others none may differ."""
+    """flashinfer sums in float32: rows where this changes the kept set are counted; no other row may differ."""
     expected, wanted = _expected_draw(batch, width)
     here, asked = (tensor.to(context.device) for tensor in filter_inputs(batch, width))
     seeds = torch.arange(batch, device=context.device)
@@ -233,7 +233,7 @@ class Judgement(NamedTuple):
 
 
 def rejection_equals_reference(context: Context) -> Figures:
-    """Exact rejection against plain torch on the same inputs, at odd widths and every length of chain; microseconds of both."""
+    """Exact rejection against plain torch on the same inputs, for several widths and chain lengths; time of both."""
     found: Figures = {"implementation": kernels.implementation(context.device)}
     for batch, k, width in itertools.product((1, 8, 64), (0, 1, 4, 8), (1_000, 151_669)):
         if not context.rehearsal or batch * (k + 1) * width <= 160_000:
@@ -244,8 +244,8 @@ def rejection_equals_reference(context: Context) -> Figures:
 
 
 def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement:
-    """Rows in any order, each fourth greedy, drafts from distributions near the target's; a few are certain, or end their chain."""
-    here: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # a CPU takes a minute over the largest
+    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or end their chain."""
+    here: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # the largest takes a minute on a CPU
     kinds = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [1.6, 0, 1, 0]], device=device)
     settings = kinds.repeat(-(-batch // 4), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, **here) * 3
@@ -270,7 +270,7 @@ def judgement(device: torch.device, batch: int, k: int, width: int) -> Judgement
 
 
 def _check_rejection(context: Context, batch: int, k: int, width: int) -> Figures:
-    """How many drafts hold is the same to the last one. A logarithm's last bit may turn a race: at most once in a thousand."""
+    """Accepted counts must be equal. The last bit of a logarithm may change a race: at most one row in a thousand."""
     inputs = judgement(context.device, batch, k, width)
     tokens = torch.empty(batch, k + 1, dtype=torch.int64, device=context.device)
     accepted = torch.empty(batch, dtype=torch.int64, device=context.device)
@@ -279,7 +279,7 @@ def _check_rejection(context: Context, batch: int, k: int, width: int) -> Figure
         moved = inputs._replace(length=inputs.length + 10 * step)
         rejection.reject_sample_reference(*moved, tokens, accepted)
         found, held = kernels.reject_sample(*moved)
-        assert torch.equal(held, accepted), f"B={batch} K={k} V={width}: {held.tolist()} drafts hold, want {accepted.tolist()}"
+        assert torch.equal(held, accepted), f"B={batch} K={k} V={width}: {held.tolist()} drafts accepted, expected {accepted.tolist()}"
         different += int((found != tokens).any(1).sum())
     assert different <= repeats * batch // 1000, f"B={batch} K={k} V={width}: {different} of {repeats * batch} rows differ"
     return {

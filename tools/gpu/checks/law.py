@@ -1,4 +1,4 @@
-"""The check of sampling under speculation and a grammar: whole texts come as often as the target's own masked law says."""
+"""Check of sampling with speculation and a grammar: frequencies of whole texts match the target's masked distribution."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNLIKELY = 1e-6
 
 
 def law_of_texts(grammar: CompiledConstraint, temperature: float) -> dict[tuple[int, ...], float]:
-    """Every text that may come, with its probability in float64: the product of its tokens', each under its own mask."""
+    """Every possible text with its probability in float64: the product of its masked token probabilities."""
     found: dict[tuple[int, ...], float] = {}
     masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
 
@@ -45,7 +45,7 @@ def law_of_texts(grammar: CompiledConstraint, temperature: float) -> dict[tuple[
 
 
 def sampled_texts_have_the_targets_law(context: Context) -> Figures:
-    """Hundreds of seeds, K = 3, masked drafts and not: chi-square against float64, and against another temperature, which must fail."""
+    """Hundreds of seeds, K = 3, masked drafts and not: chi-square test against float64; a control with another temperature must fail."""
     grammar = compiled(CHOICE)
     assert grammar is not None
     law, wrong = (law_of_texts(grammar, temperature) for temperature in (TEMPERATURE, OTHER))
@@ -53,22 +53,22 @@ def sampled_texts_have_the_targets_law(context: Context) -> Figures:
     found: Figures = {"texts": len(texts), "seeds": count}
     for draft_masks in (True,) if context.rehearsal else (True, False):
         with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8) as engine:
-            observed = _told(engine, count)
+            observed = _observed(engine, count)
             accepted = engine.stats().accepted_drafts
         strange = set(observed) - set(texts)
         assert not strange, f"texts of no probability: {strange}"
-        assert accepted > 0, "no draft held: nothing was speculated about"
+        assert accepted > 0, "no draft was accepted"
         counts = torch.tensor([observed[text] for text in texts])
         fits, control = (
             chi_square_p(counts, torch.tensor([shares.get(text, 0.0) for text in texts], dtype=torch.float64)) for shares in (law, wrong)
         )
         assert fits > UNLIKELY, f"draft_masks={draft_masks}: p = {fits:.1e}; {observed}"
-        assert control < UNLIKELY, f"the control was not refused: p = {control:.1e}"
+        assert control < UNLIKELY, f"the control was not rejected: p = {control:.1e}"
         found[f"p, draft_masks={draft_masks}"] = fits
     return found
 
 
-def _told(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
+def _observed(engine: Engine, count: int) -> Counter[tuple[int, ...]]:
     engine.compile(CHOICE)
     jobs = [
         engine.submit(

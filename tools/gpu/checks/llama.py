@@ -27,7 +27,7 @@ PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90,
 
 
 def attention_equals_reference(context: Context) -> Figures:
-    """Rounds and prompts over heads of all sizes, with inert positions and windows; a row alone has the bits it has in company."""
+    """Rounds and prompts for all head sizes, with padding positions and windows; the output of a row is independent of the batch."""
     found: Figures = {}
     lengths, batches = ((60, 200), (2,)) if context.rehearsal else ((100, 1000, 8000), (1, 8, 64))
     for length, batch, size in itertools.product(lengths, batches, HEAD_SIZES):
@@ -41,8 +41,8 @@ def attention_equals_reference(context: Context) -> Figures:
 
 
 def attention_inputs(device: torch.device, batch: int, count: int, length: int, size: int) -> tuple[Tensor, Tensor, Tensor, ModelInput]:
-    """Rows of up to `length` entries whose last position is inert in every second row; NaN where no row has an entry."""
-    here: Any = {"generator": torch.Generator(device).manual_seed(length + count), "device": device}  # a CPU takes seconds
+    """Rows of up to `length` entries; the last position is padding in every second row; unused entries are NaN."""
+    here: Any = {"generator": torch.Generator(device).manual_seed(length + count), "device": device}  # faster than on the CPU
     pages = -(-(length + 1) // PAGE)
     tables, rows = (torch.randperm(pages * batch, **here) + 1).view(batch, pages), torch.arange(batch, device=device)
     ends = length - rows * 13 % (length // 2)
@@ -69,14 +69,14 @@ def _check_attention(context: Context, batch: int, count: int, length: int, size
     torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=0.02, atol=0.02)
     one = ModelInput(inputs.positions[-1:], inputs.positions[-1:], inputs.slots[-1:], inputs.block_tables[-1:], PAGE)
     alone = attention(query[-1:], keys, values, one, window or None)
-    assert torch.equal(alone[0][live[-1]], found[-1][live[-1]]), "a row alone has other bits than in company"
+    assert torch.equal(alone[0][live[-1]], found[-1][live[-1]]), "the output of a row depends on the batch"
     kernel = partial(attention_operation, query, keys, values, *arguments, output)
     reference = partial(attention_reference, query, keys, values, *arguments, output)
     return times_of(context, kernel, reference)
 
 
 def llama_decodes_alike(context: Context) -> Figures:
-    """A random model: replays leave what eager rounds leave, float32 tokens are those of the CPU, company changes none."""
+    """A random model: replays equal eager rounds, float32 tokens equal the CPU's and do not depend on the batch."""
     found: Figures = {}
     for dtype in (torch.float32, torch.bfloat16):
         config = LlamaConfig(160, 256, 384, 4, 2, 64, (None, 40, None), dtype=dtype)
@@ -90,25 +90,25 @@ def llama_decodes_alike(context: Context) -> Figures:
         if dtype is torch.float32:
             _, on_cpu = _decode(Llama(config).randomise(), PROMPTS, eager=False)
             assert together == on_cpu, "other tokens than on the CPU"
-            assert alone == together[: len(few)], "other tokens alone than in company"
-        found[f"{str(dtype)[6:]} texts that company changed"] = sum(a != b for a, b in zip(alone, together, strict=False))
+            assert alone == together[: len(few)], "tokens depend on the batch"
+        found[f"{str(dtype)[6:]} texts changed by the batch"] = sum(a != b for a, b in zip(alone, together, strict=False))
     return found
 
 
 def _decode(target: Llama, prompts: Sequence[list[int]], eager: bool) -> tuple[Tensor, list[list[int]]]:
-    """The keys that are left, but for the scratch page, and the tokens."""
+    """The key cache without the scratch page, and the tokens."""
     config = EngineConfig(max_rows=4, num_speculative_tokens=0, max_length=64, prefill_chunk=5, greedy_only=True, eager=eager)
     with Engine(target, config=config) as engine:
         engine.capture()
         jobs = [engine.submit(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=24) for prompt in prompts]
         for _ in engine.stream():
             pass
-        engine.backend.synchronize()  # a round that was launched before the last end was known may still write
+        engine.backend.synchronize()  # a round that is still in flight may write
         return engine.buffers.target_keys[:, PAGE:].clone(), [job.tokens for job in jobs]
 
 
 def attention_choices_equal_reference(context: Context) -> Figures:
-    """Rounds recorded once and replayed with other lengths, prompts in chunks; FlashInfer, which is built here, at one size only."""
+    """Every attention kernel equals the reference: captured rounds replayed at other lengths, prompts in chunks; FlashInfer at one size."""
     found = context.found
     sizes = HEAD_SIZES[:1] if context.rehearsal else HEAD_SIZES
     for name, dtype, size in itertools.product(WISHES[:0:-1], (torch.bfloat16, torch.float16), sizes):
@@ -125,14 +125,14 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        _check_turning(context, dtype)
+        _check_rope(context, dtype)
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
     return found
 
 
-def _check_turning(context: Context, dtype: torch.dtype) -> None:
-    """Turned queries and keys, and what the cache holds, have the bits of plain torch on the same device."""
+def _check_rope(context: Context, dtype: torch.dtype) -> None:
+    """Rotated queries and keys and the cache equal plain torch bit for bit on the same device."""
     made = torch.Generator().manual_seed(1)
     query, key, value = torch.randn(40, 12, 128, generator=made).to(context.device, dtype).split([8, 2, 2], 1)
     cosines, sines = (torch.randn(40, 1, 128, generator=made).to(context.device, dtype) for _ in range(2))
@@ -141,12 +141,12 @@ def _check_turning(context: Context, dtype: torch.dtype) -> None:
     expected = torch.empty_like(query, memory_format=torch.contiguous_format)
     found = rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1])
     rope_and_write_kv_reference(query, key, value, cosines, sines, slots, expected, cache[2], cache[3])
-    assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} turned numbers differ"
+    assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} rotated values differ"
     assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 
 
 def _times(context: Context, chosen: AttentionChoice, size: int) -> Figures:
-    """Of a round of eight rows, in a graph, and of a chunk of a prompt with its plan; bfloat16."""
+    """Time of a round of eight rows in a graph and of a prompt chunk with its plan; bfloat16."""
     length, chunk = (60, 20) if context.rehearsal else (4000, 512)
     query, keys, values, inputs = attention_inputs(context.device, 8, 5, length, size)
     round_us = device_us(context, partial(attention, query, keys, values, inputs._replace(attend=chosen.round_call())))["median"]

@@ -1,4 +1,4 @@
-"""The check of masks, tags and processors: each operation equals its reference bit for bit, and what both cost in a graph."""
+"""Checks of masks, tags and processors: each operation equals its reference bit for bit, and the time of both in a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.kernels import times_of
 
 MAX_BIASES, MAX_STOPS = 32, 4
-KINDS = 4  # of rows: nothing asked for, biases and bans, penalties, all of it and stop tokens too early
+KINDS = 4  # of rows: defaults; biases and bans; penalties; all of these and early stop tokens
 
 
 class Case(NamedTuple):
@@ -42,13 +42,13 @@ class Case(NamedTuple):
         return Case(*(moved(value) for value in self))._replace(ruling=ruling, settings=settings)
 
     def arguments(self, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Of the operation."""
+        """Arguments of the operation."""
         *tables, generated = self.settings
         ruling = self.ruling or (None, None, None, None)
         return (self.logits, *ruling, self.ids, self.rows, *tables, generated, self.before, self.first, *outputs)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory full of garbage."""
+        """Output tensors with arbitrary content."""
         shape, device = self.logits.shape, self.logits.device
         numbers = torch.full(shape[:2], -9, device=device)
         return torch.full(shape, 7.5, device=device), numbers == -9, numbers
@@ -65,9 +65,9 @@ def make_case(
     first: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Every kind of row, in any order among more, with masks of many densities: some without a bit, some that do not count.
+    """Rows of every kind in permuted order, with masks of many densities: some empty, some not in use.
 
-    Logits have ties, infinities, a NaN, and a rest that must not be seen. own: the size of a draft's own vocabulary, 0: none.
+    Logits have ties, infinities, a NaN, and padding that must not be read. own: size of the draft's own vocabulary, 0 for none.
     """
     made = torch.Generator().manual_seed(seed + vocabulary)
     tables, width, drafts = batch + 2, own or vocabulary, first + positions - 1
@@ -76,7 +76,7 @@ def make_case(
     logits[0, 0, width // 2], logits[-1, -1, width // 3], logits[..., width:] = math.nan, math.inf, math.nan
     rows = torch.randperm(tables, generator=made)[:batch]
     ids = torch.randperm(vocabulary, generator=made)[:own].sort().values if own else None
-    before = torch.randint(0, vocabulary, (drafts, batch), generator=made).T  # as batch_drafts has them
+    before = torch.randint(0, vocabulary, (drafts, batch), generator=made).T  # strided like batch_drafts
     before[torch.arange(batch) % 3 == 2, drafts // 2 :] = -1
     settings = make_settings(tables, vocabulary, rows, before, made)
     ruling = _ruling(batch, positions, vocabulary, made) if ruled else None
@@ -84,7 +84,7 @@ def make_case(
 
 
 def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, made: torch.Generator) -> RowSettings:
-    """Settings whose kinds take turns along `rows`; what the drafts say was partly said before."""
+    """Settings whose kinds alternate along `rows`; some draft tokens already occurred in the output."""
     kind = torch.zeros(tables, dtype=torch.int64)
     kind[rows] = torch.arange(len(rows)) % KINDS
     penalised, biased = kind >= 2, (kind == 1) | (kind == 3)
@@ -115,12 +115,12 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
         stop_ids=stop_ids,
         prompt_seen=torch.rand(tables, vocabulary, generator=made) < 0.3,
         output_counts=counts,
-        generated=torch.randint(0, 9, (len(rows), 3), generator=made)[:, 1],  # a column, as the round has it
+        generated=torch.randint(0, 9, (len(rows), 3), generator=made)[:, 1],  # a column, as in the round
     )
 
 
 def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
-    """Bits beyond the vocabulary are set: they must not matter."""
+    """Bits beyond the vocabulary are set and must be ignored."""
     density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
     allowed = torch.rand(batch, positions, -(-vocabulary // bitmask.WORD) * bitmask.WORD, generator=made) < density
     allowed[..., vocabulary:] = True
@@ -133,7 +133,7 @@ def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) 
 
 
 def masks_and_processors_equal_references(context: Context) -> Figures:
-    """Tags, masks, penalties, biases and stop tokens, at every place, with and without a vocabulary of the draft's own."""
+    """Tags, masks, penalties, biases and stop tokens at every position, with and without a draft vocabulary."""
     found: Figures = {"implementation": kernels.implementation(context.device)}
     for batch, places in itertools.product((1, 64), (1, 5, 9)):
         found[f"mask_status B={batch} N={places}"] = _check_tags(context, batch, places)
@@ -149,7 +149,7 @@ def masks_and_processors_equal_references(context: Context) -> Figures:
 
 
 def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tags [R, N, 4] of rows in any order, of which every field is sometimes another's; owner, generated, constrained, rows."""
+    """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained, rows."""
     made = torch.Generator().manual_seed(batch + places)
     rows = torch.randperm(batch + 2, generator=made)[:batch]
     state = torch.randint(0, 50, (batch, 7), generator=made)

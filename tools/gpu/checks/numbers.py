@@ -21,7 +21,7 @@ from tools.gpu.checks.llama import PAGE, attention_inputs
 from tools.gpu.checks.shapes import shape_of
 
 SIZES = ("1B", "8B")
-MOST_NOISE = 0.05  # of a share: a larger one is no excuse
+MOST_NOISE = 0.05  # limit of the noise allowance of a share
 FREE, AGAIN = Variant("free"), Variant("free again")
 SCHEMA, RECURSIVE = Variant("schema", "schema"), Variant("recursive", "recursive")
 PYTHON = Variant("schema, Python callbacks", "schema", host_link="python")
@@ -30,14 +30,14 @@ UNMASKED = Variant("schema, drafts not masked", "schema", draft_masks=False)
 
 
 def _cells(context: Context) -> list[tuple[int, int, str]]:
-    """Rows, drafts, size, what matters most in front: a budget that ends leaves the rest out."""
+    """Rows, drafts, size; the most important first, because the budget may not suffice for all."""
     if context.rehearsal:
         return [(1, 3, size) for size in SIZES]
     return [(rows, drafts, size) for drafts in (3, 5) for rows in (1, 16, 64, 4) for size in SIZES]
 
 
 def constrained_rounds(context: Context) -> Figures:
-    """A round under a schema, or a recursive grammar, against one without; native host nodes against Python, masked drafts or not."""
+    """Rounds with a schema or a recursive grammar over rounds without; native and Python host nodes, masked and unmasked drafts."""
     cells = _cells(context)
     figures: dict[str, list[Excess]] = {size: [] for size in SIZES}
     for index, (rows, drafts, size) in enumerate(cells, 1):
@@ -56,7 +56,7 @@ def constrained_rounds(context: Context) -> Figures:
 
 
 class Excess(NamedTuple):
-    """By how much a cell's grammars make a round longer, and how far two engines without any are apart there."""
+    """Ratio of constrained to unconstrained rounds in one cell, and the difference of two equal unconstrained engines."""
 
     p50: float
     noise: float
@@ -77,7 +77,7 @@ def _over_free(cases: dict[str, Case], blocks: dict[str, list[float]]) -> tuple[
 
 
 def worst_of(cells: Sequence[Excess]) -> Figures:
-    """Each cell is held against its own noise: the noise of another one excuses nothing."""
+    """The worst cell, each judged by its own noise."""
     middle, tail = max(cells, key=lambda cell: cell.p50 - cell.noise), max(cells, key=lambda cell: cell.p99 - cell.noise_p99)
     return {"p50": middle.p50, "noise": middle.noise, "p99": tail.p99, "noise_p99": tail.noise_p99}
 
@@ -87,7 +87,7 @@ def _drafting(variant: Variant, drafts: int) -> Variant:
 
 
 def captured_against_eager(context: Context) -> Figures:
-    """Tokens a second of recorded rounds against the same rounds run op by op, at K = 3."""
+    """Tokens per second of captured over eager rounds, K = 3."""
     batches = (1,) if context.rehearsal else (1, 16)
     for index, (rows, size) in enumerate(itertools.product(batches, SIZES), 1):
         variants = (FREE, Variant("eager", eager=True), SCHEMA, Variant("schema, eager", "schema", eager=True))
@@ -105,7 +105,7 @@ def captured_against_eager(context: Context) -> Figures:
 
 
 def mask_time_is_hidden(context: Context) -> Figures:
-    """How much of the matchers' time a round is not longer for: both over those of a grammar that allows everything, at once."""
+    """Share of matcher time hidden behind device work, relative to a grammar that allows everything."""
     for rows, size in itertools.product((1,) if context.rehearsal else (1, 16), SIZES):
         with cell(context, f"{size} batch {rows}"):
             cases = [case_of(context, shape_of(context, size), rows, variant) for variant in (ANYTHING, SCHEMA, RECURSIVE)]
@@ -122,7 +122,7 @@ def mask_time_is_hidden(context: Context) -> Figures:
 
 
 def hidden(ruled: Sequence[float], loose: Sequence[float], host_us: float) -> Figures:
-    """Blocks that took the same turn, with the same device work; `host_us`: by how much longer the host nodes of the first ones take."""
+    """Compare blocks of the same turn with equal device work; `host_us`: additional host-node time of the first ones."""
     longer = sorted(one - other for one, other in zip(ruled, loose, strict=True))
     low, high = longer[len(longer) // 4], longer[(3 * len(longer)) // 4]
     exposed, host_us = max(0.0, statistics.median(longer)), max(host_us, 0.1)
@@ -131,20 +131,20 @@ def hidden(ruled: Sequence[float], loose: Sequence[float], host_us: float) -> Fi
 
 
 def _host_us(case: Case, before: tuple[float, int]) -> float:
-    """Of host nodes, per round since then."""
+    """Host-node time per round since `before`, in microseconds."""
     total, rounds = (now - then for now, then in zip(_host(case), before, strict=True))
     assert total > 0, "no host node was timed"
     return total / rounds * 1e6
 
 
 def _host(case: Case) -> tuple[float, int]:
-    """Seconds of host nodes, and rounds, so far."""
+    """Host-node seconds and rounds so far."""
     stats = case.engine.stats()
     return stats.host_nodes.total, stats.rounds
 
 
 def idle_between_rounds(context: Context) -> Figures:
-    """What the device rests between the last that one round does and the first of the next, by the profiler's clock."""
+    """Idle time of the device between consecutive rounds, by the profiler's clock."""
     gaps: list[float] = []
     for size, variant in itertools.product(SIZES, (FREE, SCHEMA)):
         with cell(context, f"{size} {variant.name}"):
@@ -162,7 +162,7 @@ def idle_between_rounds(context: Context) -> Figures:
 
 
 def gaps_between_rounds(timeline: Timeline) -> list[float]:
-    """Microseconds in which no stream does anything for either round."""
+    """Microseconds between the end of a round on all streams and the start of the next."""
     extents: dict[int, tuple[int, int]] = {}
     for span in timeline.spans:
         if span.kind != "launch" and span.round != OUTSIDE:
@@ -172,7 +172,7 @@ def gaps_between_rounds(timeline: Timeline) -> list[float]:
 
 
 def copy_bandwidth(context: Context) -> float:
-    """Bytes read and written per second by a copy in device memory; the best of a few."""
+    """Bytes read and written per second by a device copy; best of five."""
     source = torch.empty(1 << (20 if context.rehearsal else 30), dtype=torch.uint8, device=context.device)
     other = torch.empty_like(source)
     watch = stopwatch(context, partial(other.copy_, source))
@@ -180,7 +180,7 @@ def copy_bandwidth(context: Context) -> float:
 
 
 def weights_per_second(context: Context) -> Figures:
-    """Weights that a round of one row has to read, per second, over what a copy moves per second."""
+    """Weight bytes read per second by a round of one row, over copy bandwidth."""
     found, bandwidth = context.found, copy_bandwidth(context)
     found["copy_gigabytes_per_second"] = round(bandwidth / 1e9, 1)
     for size, drafts in itertools.product(SIZES, (3,) if context.rehearsal else (5, 3, 0)):
@@ -197,7 +197,7 @@ def weights_per_second(context: Context) -> Figures:
 
 
 def kernels_against_floor(context: Context) -> Figures:
-    """Attention, masks, samplers and acceptance at 128k tokens: time, the floor of their bytes, and how many times the floor that is."""
+    """Attention, masks, samplers and acceptance at 128k tokens: time, time floor of the bytes moved, and their ratio."""
     bandwidth = copy_bandwidth(context)
     found: Figures = {"copy_gigabytes_per_second": round(bandwidth / 1e9, 1)}
     cut: list[str] = []
@@ -212,7 +212,7 @@ def kernels_against_floor(context: Context) -> Figures:
 
 
 def _measured(context: Context) -> Iterator[tuple[str, Any]]:
-    """Names, and what measures each: least bytes and microseconds."""
+    """Name and measurement (least bytes, microseconds) of every kernel."""
     width = 1_000 if context.rehearsal else 128_256
     batches = (1,) if context.rehearsal else (1, 16, 64)
     for batch in batches:
@@ -234,7 +234,7 @@ def _of_bench(measure: Any, context: Context, *sizes: Any) -> tuple[int, float]:
 
 
 def _attention(context: Context, batch: int, count: int, length: int, size: int) -> tuple[int, float]:
-    """Every key and value of a row once, queries once, results once."""
+    """Least bytes: every key and value of a row, queries and results, once each."""
     query, keys, values, inputs = attention_inputs(context.device, batch, count, length, size)
     held = int((length - torch.arange(batch) * 13 % (length // 2)).sum())
     least = 2 * held * keys[0].nbytes + 2 * query.nbytes

@@ -1,4 +1,4 @@
-"""The checks against what a user would run instead, on the same weights: a loop written by hand, and `transformers`. Ratios, no verdict."""
+"""Comparison with a hand-written loop and `transformers` on the same weights. Ratios without a verdict."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAFTS = 3
 
 
 class LoopCase:
-    """The loop with all rows busy, timed as a Case is."""
+    """The hand-written loop with all rows busy, timed like a Case."""
 
     def __init__(self, context: Context, backend: Backend, shape: Shape, rows: int, grammar: str) -> None:
         self.pair, self._backend = pair_of(shape, context.device), backend
@@ -39,12 +39,12 @@ class LoopCase:
         self._asked = 0
 
     def block(self, rounds: int) -> float:
-        """The median of so many steps in which nobody was admitted, in microseconds."""
+        """Median of `rounds` steps without an admission, in microseconds."""
         times: list[float] = []
         for _ in range(4 * rounds):
             admitted = self._fill()
             start = time.perf_counter()
-            self._backend.run(self._loop.step)  # on the stream of its graphs, as a user would: from another one each would be waited for
+            self._backend.run(self._loop.step)  # on the stream of its graphs: another stream would have to wait for each
             if not admitted:
                 times.append(time.perf_counter() - start)
             if len(times) == rounds:
@@ -62,9 +62,9 @@ class LoopCase:
 
 
 def against_hand_written_loop(context: Context) -> Figures:
-    """A step of a loop with three graphs and the masks on the host between them, over a round of ours: same kernels, same drafts a round.
+    """Step time of a loop with three graphs and host masks, over a round of this engine: same kernels, same drafts per round.
 
-    Time a step, not tokens: unmasked drafts of random weights are never legal, so the loop's matchers have less to walk than real ones.
+    Compares time per step: unmasked drafts of random weights are never legal, so the loop's matchers do less work than in practice.
     """
     cells = [(1, "1B"), (1, "8B")] if context.rehearsal else [(1, "1B"), (1, "8B"), (16, "8B"), (16, "1B")]
     for index, (rows, size) in enumerate(cells, 1):
@@ -76,22 +76,22 @@ def against_hand_written_loop(context: Context) -> Figures:
             with cell(context, name), context.backend() as backend:
                 loop = LoopCase(context, backend, shape, rows, grammar)
                 ours = case_of(context, shape, rows, Variant(grammar or "free", grammar))
-                blocks = _by_turns(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
-                context.found[name] = _told(blocks, "loop", "ours")
+                blocks = _alternate(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
+                context.found[name] = _ratios(blocks, "loop", "ours")
     return context.found
 
 
-def _by_turns(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
+def _alternate(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in blocks}
     for block in blocks.values():
-        block(2)  # what is loaded at first use
+        block(2)  # warm up
     for _ in context.turns(2 if context.rehearsal else 12, least=2, share=share):
         for name, block in blocks.items():
             found[name].append(block(2 if context.rehearsal else 12))
     return found
 
 
-def _told(blocks: dict[str, list[float]], above: str, below: str) -> Figures:
+def _ratios(blocks: dict[str, list[float]], above: str, below: str) -> Figures:
     ratios = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
     return {
         "ratio": round(statistics.median(ratios), 3),
@@ -102,7 +102,7 @@ def _told(blocks: dict[str, list[float]], above: str, below: str) -> Figures:
 
 
 def against_transformers(context: Context) -> Figures:
-    """Microseconds a token of transformers' generate over a round without drafts of ours: every cache, compiled, assisted, xgrammar."""
+    """Microseconds per token of transformers' generate, over a round without drafts: every cache, compiled, assisted, xgrammar."""
     missing = not_available()
     if missing:
         raise Skipped(missing)
@@ -112,7 +112,7 @@ def against_transformers(context: Context) -> Figures:
     ours = {name: case_of(context, shape, 1, Variant(name, name if name == "schema" else "", drafts=0)) for name in ("free", "schema")}
     found, grammar = context.found, generator.compile(_schema())
     modes = (
-        ("compiled", "compiled", False),  # the one to beat, so that it is there whatever time the others take
+        ("compiled", "compiled", False),  # the strongest baseline first
         ("compiled, xgrammar", "compiled", True),
         ("static", "static", False),
         ("dynamic", "dynamic", False),
@@ -121,17 +121,17 @@ def against_transformers(context: Context) -> Figures:
     )
     for index, (name, mode, ruled) in enumerate(modes, 1):
         if mode == "compiled" and (context.rehearsal or context.quick):
-            found[name] = "not run: compiling takes the better part of a minute"
+            found[name] = "not run: compilation takes most of a minute"
             continue
         assistant = small_assistant(pair.target, pair.vocabulary) if mode == "assisted" else None
         theirs = partial(_per_token, context, generator, pair, mode, grammar if ruled else None, assistant)
         case: Case = ours["schema" if ruled else "free"]
         try:
-            blocks = _by_turns(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
-        except Exception as error:  # their versions differ in what goes together
+            blocks = _alternate(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
+        except Exception as error:  # library versions may be incompatible
             found[name] = f"not available: {type(error).__name__}: {str(error)[:200]}"
             continue
-        found[name] = _told(blocks, "theirs", "ours")
+        found[name] = _ratios(blocks, "theirs", "ours")
     close_all()
     return found
 
@@ -141,7 +141,7 @@ def _schema() -> str:
 
 
 def _per_token(context: Context, generator: Generator, pair: Pair, mode: str, grammar: Any, assistant: Any, rounds: int) -> float:
-    """Microseconds a token behind the first, of one text."""
+    """Microseconds per token after the first, of one text."""
     tokens = 4 if context.rehearsal else 4 * rounds
     with torch.no_grad():
         timed = generator.generate([7 * index % 90 for index in range(PROMPT)], tokens, grammar, mode, assistant, ends=False)

@@ -26,13 +26,13 @@ PICTURE = "profile-of-the-bench"
 
 
 def profile_of_the_bench(context: Context) -> Figures:
-    """Where the time of the bench's rounds goes: the report of nsys_report.py, and a picture beside the document."""
+    """Where the time of the bench's rounds goes: the report of nsys_report.py and a picture."""
     rounds = (20, 40) if not context.quick else (4, 9)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench"
         with_nsys = not context.rehearsal and nsys_profile.uses_nsys("auto", "nsys")
         profile = _under_nsys(out, rounds) if with_nsys else _by_itself(out, rounds)
-    # told even where stages could not be named, and that is all that would say why
+    # reported even if the stages have no names, to explain why
     context.found["spans"] = dict(Counter(f"{span.stream}: {span.name}" for span in profile.spans if span.kind != "launch"))
     report = figures.document(profile)
     context.found.update(report)
@@ -48,7 +48,7 @@ def profile_of_the_bench(context: Context) -> Figures:
 
 
 def _under_nsys(out: Path, rounds: tuple[int, int]) -> Profile:
-    """The child finds stepgraph whether or not it is installed, as this process does."""
+    """The child process imports stepgraph from this tree, installed or not."""
     package = out.parent / "path" / "stepgraph"
     package.parent.mkdir()
     package.symlink_to(ROOT, target_is_directory=True)
@@ -79,7 +79,7 @@ TRACED = 8
 
 
 def _recorded(context: Context, nvtx: bool = False) -> dict[GraphKey, RecordedReport]:
-    """One round per kind of key, captured."""
+    """Reports of one captured round per kind of key."""
     backend = make_backend("tape" if context.rehearsal else "cuda", nvtx=nvtx)
     try:
         bench = RoundBench(backend, 3)
@@ -90,7 +90,7 @@ def _recorded(context: Context, nvtx: bool = False) -> dict[GraphKey, RecordedRe
 
 
 def stages_are_told(context: Context) -> Figures:
-    """Every node has a stage, and the stages of each stream are in the order that the tape records; with ranges for nsys as without."""
+    """Every node has a stage, and the stages of each stream have the order of the tape, with and without NVTX ranges."""
     captured = {nvtx: _recorded(context, nvtx) for nvtx in ((False,) if context.rehearsal else (False, True))}
     tape = captured[False] if context.rehearsal else _recorded(Context(rehearsal=True, quick=context.quick))
     for recorded in captured.values():
@@ -108,13 +108,13 @@ def stages_are_told(context: Context) -> Figures:
 
 
 def timeline_tells_every_round(context: Context) -> Figures:
-    """As many launches as rounds, and device work under the names of its stages; how much has none is a figure."""
+    """One launch per round, device work under stage names; unnamed work is counted."""
     with context.engine(3) as engine:
         serve(engine, random_asks(0, 2, 3))
         first = engine.stats().rounds
         with engine.trace(rounds=TRACED) as trace:
             serve(engine, random_asks(1, 12, 3))
-        assert engine.stats().rounds >= first + TRACED, "the jobs last for as many rounds as are traced"
+        assert engine.stats().rounds >= first + TRACED, "the jobs end before the traced rounds do"
     timeline, summary = trace.timeline, trace.timeline.summary()
     launches = [span.round for span in timeline.spans if span.kind == "launch"]
     assert launches == list(range(first, first + TRACED)), f"launches {launches}"

@@ -1,4 +1,4 @@
-"""Checks of the decode round and of the engine, with the toy pair: what it says, what it costs in launches, what it leaves behind."""
+"""Checks of the decode round and the engine with the toy pair: tokens, launches, memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tools.gpu.checks.states import ROWS, RoundBench
 
 
 def replay_equals_eager(context: Context) -> Figures:
-    """Every stage as a step of its own, and the whole round for every key, from random states: bit for bit."""
+    """Replays equal eager runs bit for bit: every stage by itself and the whole round for every key, from random states."""
     states, compared = 2 if context.rehearsal else context.count(4, 2), 0
     with context.backend() as backend:
         bench = RoundBench(backend, 3)
@@ -90,7 +90,7 @@ def no_sync_no_allocation(context: Context) -> Figures:
 
 
 def one_replay_per_round(context: Context) -> Figures:
-    """The launching thread launches one graph per round and never waits for the whole device, by the backend's own counts."""
+    """One graph launch per round and no wait for the whole device, by the backend's counters."""
     with context.engine(4) as engine:
         serve(engine, random_asks(0, 2, 4))
         before = engine.stats()
@@ -99,13 +99,13 @@ def one_replay_per_round(context: Context) -> Figures:
     rounds, waits = after.rounds - before.rounds, after.event_waits - before.event_waits
     assert after.replays - before.replays == rounds > 0
     assert after.host_syncs == before.host_syncs
-    unread = engine.limits.rounds_in_flight  # rounds that everybody had left before they were read
-    assert waits >= rounds - unread, "a round's results were read without waiting for them"
+    unread = engine.limits.rounds_in_flight  # rounds without a live row, whose results are not read
+    assert waits >= rounds - unread, "results of a round were read without waiting"
     return {"rounds": rounds, "event_waits": waits, "tokens": after.tokens - before.tokens}
 
 
 def profiler_counts_one_launch_per_round(context: Context) -> Figures:
-    """The same, as torch's profiler sees it: as many cudaGraphLaunch as rounds; on the tape, which launches none, as many replays."""
+    """One cudaGraphLaunch per round in torch's profiler; on the tape, one replay per round."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not context.rehearsal)
     with context.engine(4) as engine:
         serve(engine, random_asks(0, 2, 4))
@@ -132,7 +132,7 @@ def _expected(ask: Ask) -> tuple[list[int], str]:
 def _check_against_oracle(ask: Ask, job: Job) -> None:
     tokens, reason = _expected(ask)
     if str(job.finish_reason) == "cancelled":
-        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, expected a beginning of {tokens}"
+        assert job.tokens == tokens[: len(job.tokens)], f"{ask}: got {job.tokens}, expected a prefix of {tokens}"
     else:
         assert outcome(job) == (tokens, reason, ""), f"{ask}: got {outcome(job)}, expected {tokens}, {reason}"
     grammar = compiled(ask.constraint)
@@ -141,9 +141,9 @@ def _check_against_oracle(ask: Ask, job: Job) -> None:
 
 
 def engine_matches_oracle(context: Context) -> Figures:
-    """Random admissions and cancels, K 0 to 4, masked drafts and not: every job equals plain greedy decoding, token for token."""
+    """Random requests and cancels, K 0 to 4, masked drafts and not: every job equals plain greedy decoding."""
     jobs = tokens = drafts = 0
-    kinds = [(4, True), (3, False), (1, True), (0, True)]  # what has to be; of all others as many as the budget allows
+    kinds = [(4, True), (3, False), (1, True), (0, True)]  # required; of the others as many as the budget allows
     others = [kind for kind in itertools.product(range(4, -1, -1), (True, False)) if kind not in kinds]
     for k, draft_masks in kinds if context.rehearsal else kinds + others:
         if (k, draft_masks) not in kinds and not context.fits(f"K={k}, draft_masks={draft_masks}"):
@@ -161,7 +161,7 @@ def engine_matches_oracle(context: Context) -> Figures:
 
 
 def devices_agree(context: Context) -> Figures:
-    """The same jobs on another device: a GPU against the tape, in rehearsal the tape against an eager engine."""
+    """The same jobs on two devices: GPU and tape; in rehearsal, tape and eager engine."""
     other = Context(rehearsal=True, quick=context.quick)
     jobs = 0
     for k in (0, 4):
@@ -176,7 +176,7 @@ def devices_agree(context: Context) -> Figures:
 
 
 def unconstrained_graph_has_no_host_nodes(context: Context) -> Figures:
-    """A batch without grammars replays a graph without host nodes; one with grammars has K + 1, or one where drafts are not masked."""
+    """Graphs of batches without grammars have no host nodes; with grammars K + 1, or one if drafts are not masked."""
     figures: Figures = {}
     for k, draft_masks, expected in ((0, True, 1), (1, True, 2), (4, True, 5), (4, False, 1)):
         with context.backend() as backend:
@@ -212,8 +212,8 @@ def _two_engines(context: Context) -> int:
 
 
 def several_engines(context: Context) -> Figures:
-    """Two engines take turns in one process; closing them gives all device memory back."""
-    jobs = _two_engines(context)  # what torch and its libraries keep for good is there now
+    """Two engines alternate in one process; closing them frees all device memory."""
+    jobs = _two_engines(context)  # allocates what torch and its libraries keep
     gc.collect()
     if context.rehearsal:
         return {"jobs": jobs}

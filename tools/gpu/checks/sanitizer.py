@@ -1,4 +1,4 @@
-"""The check of the Triton programs in a process of their own: under compute-sanitizer where there is one, interpreted in rehearsal."""
+"""Check of the Triton kernels in a separate process: under compute-sanitizer if available, interpreted in rehearsal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tools.gpu.checks.context import Context, Figures, Skipped
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
-ERRORS = 9  # the exit code for what the sanitizer found
+ERRORS = 9  # exit code for errors found by the sanitizer
 
 
 def programs_touch_only_their_own(context: Context) -> Figures:
-    """Every Triton program over little, against its reference; compute-sanitizer, where it is found, sees no access that is wrong."""
+    """Every Triton kernel on small inputs equals its reference; compute-sanitizer, if found, reports no invalid access."""
     if importlib.util.find_spec("triton") is None:
         raise Skipped("triton is not installed")
     sanitizer = None if context.rehearsal else _find()
     watched = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERRORS)] if sanitizer else []
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    # the caching allocator would hide what runs over the end of a tensor in the rest of its block
+    # the caching allocator would hide accesses beyond the end of a tensor
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if context.rehearsal else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [*watched, sys.executable, "-m", "tools.gpu.checks.short_kernels"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT, check=False)

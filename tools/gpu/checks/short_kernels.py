@@ -104,7 +104,7 @@ def compare_all(device: torch.device) -> dict[str, str]:
         reference(theirs)
         same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ours, theirs, strict=True))
         found[name] = "equal" if same else "differs"
-    return {**found, "attention": _attention(device), "rope_and_write_kv": _turning(device), "ask_and_spin": _spinning(device)}
+    return {**found, "attention": _attention(device), "rope_and_write_kv": _turning(device), "signal_and_spin": _spinning(device)}
 
 
 def _spinning(device: torch.device) -> str:

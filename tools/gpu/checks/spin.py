@@ -1,4 +1,4 @@
-"""A kernel that asks the host and waits for its answer, over two words of pinned memory. Imported only where Triton is."""
+"""A kernel that signals the host and waits for its reply in two words of pinned memory. Import only with Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @triton.jit
-def ask_and_spin(flags):  # type: ignore[no-untyped-def]
+def signal_and_spin(flags):  # type: ignore[no-untyped-def]
     tl.store(flags, 1)
     answered = tl.load(flags + 1, volatile=True)
     while answered == 0:
@@ -17,4 +17,4 @@ def ask_and_spin(flags):  # type: ignore[no-untyped-def]
 
 
 def launch(flags: Tensor) -> None:
-    ask_and_spin[(1,)](flags, num_warps=1)
+    signal_and_spin[(1,)](flags, num_warps=1)

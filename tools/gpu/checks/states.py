@@ -1,4 +1,4 @@
-"""A round and its stages over buffers of their own, random states to run them from, and the comparison of replay with eager."""
+"""A round and its stages over separate buffers, random states to run them from, and the comparison of replay with eager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRAMMAR = Constraint.regex("[a-f]{0,12}(x|yy)")
 
 
 class RoundBench:
-    """All that the stages of a round need, on any device."""
+    """Buffers, models and host link of one round, on any device."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RoundBench:
         self.round = Round(self.limits, self.models, self.host, draft_masks)
 
     def randomise(self, seed: int) -> None:
-        """A state that rounds could have left. At most one slot is padding: two would race for the dummy row, harmlessly."""
+        """A random valid state. At most one slot is padding: two would race for the dummy row, which is harmless but not reproducible."""
         pick, made, b = random.Random(seed), torch.Generator().manual_seed(seed), self.buffers
         k, vocab = self.limits.num_speculative_tokens, self.limits.vocab_size
 
@@ -119,7 +119,7 @@ class RoundBench:
         b.batch_rows.copy_(torch.tensor(order[:ROWS]))
 
     def _randomise_sampling(self, made: torch.Generator) -> None:
-        """Settings, counts and draft distributions of every row, the dummy's too."""
+        """Settings, counts and draft distributions of every row, including the dummy row."""
         b, rows, width = self.buffers, self.limits.rows, self.limits.num_tokens
 
         def choice(*values: float) -> Tensor:
@@ -150,7 +150,7 @@ class RoundBench:
         b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < (0.3 if self.models.proposer is None else 2))
 
     def push_batch(self, size: int) -> None:
-        """Fresh matchers that stand where the random rows say."""
+        """Push new matchers for the constrained rows."""
         rows: list[MatcherRow | None] = []
         states = self.buffers.row_state.cpu()
         for row in self.buffers.batch_rows[:size].tolist():
@@ -210,7 +210,7 @@ class RoundBench:
             recorded.replay()
             self.backend.synchronize()
             replayed = self.contents()
-            assert any(not torch.equal(start[name], eager[name]) for name in eager), "the step did nothing at this state"
+            assert any(not torch.equal(start[name], eager[name]) for name in eager), "the step changed nothing at this state"
             for name in eager:
                 ours, theirs = self.defined(name, eager[name]), self.defined(name, replayed[name])
                 assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"{name} differs from eager at state {seed}"
@@ -224,7 +224,7 @@ class RoundBench:
             self.buffers[name].copy_(tensor)
 
     def defined(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a buffer that has one right value: inert positions collide on the scratch page, which padding reads."""
+        """The part of a buffer with a defined value: padding positions collide on the scratch page, which padding reads."""
         if name.endswith("_cache"):
             return tensor[self.limits.page_size :].contiguous()
         if name == "row_draft_probs":

@@ -1,4 +1,4 @@
-"""Checks of the capture API with steps of a user's own: no models, no requests."""
+"""Checks of the capture API with user steps, without models or requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def capture_user_step(context: Context) -> Figures:
 
 
 def capture_leaves_buffers_untouched(context: Context) -> Figures:
-    """A capture changes no buffer, calls no host node and moves no random generator."""
+    """A capture changes no buffer, calls no host node and advances no generator."""
     calls = [0]
 
     def node() -> None:
@@ -70,7 +70,7 @@ def capture_leaves_buffers_untouched(context: Context) -> Figures:
 
 
 def host_nodes(context: Context) -> Figures:
-    """Order; an error surfaces with its node's name, once, and the next replay works; none is lost; they survive a collection."""
+    """Host nodes run in order and survive garbage collection; an error is raised once, with the node's name, and later replays work."""
     log: list[str] = []
     count, fail = [0], [False]
 
@@ -115,7 +115,7 @@ def host_nodes(context: Context) -> Figures:
 def _expect_host_error(backend: Backend, recorded: Recorded, fail: list[bool]) -> None:
     fail[0] = True
     try:
-        recorded.replay()  # the tape raises here, a GPU at the next call that waits
+        recorded.replay()  # the tape raises here, CUDA at the next synchronisation
         backend.synchronize()
     except HostNodeError as error:
         assert error.node == "failing" and isinstance(error.__cause__, ValueError), repr(error)
@@ -123,11 +123,11 @@ def _expect_host_error(backend: Backend, recorded: Recorded, fail: list[bool]) -
         raise AssertionError("the error of a host node did not surface")
     finally:
         fail[0] = False
-    backend.synchronize()  # once
+    backend.synchronize()  # raises no second time
 
 
 def streams_overlap_correct(context: Context) -> Figures:
-    """A slow host node on a side stream: what waits for it sees its values, what does not may run under it."""
+    """A slow host node on a side stream: work that waits for it sees its values, other work may overlap."""
     delay = [0.0]
 
     def slow() -> None:
@@ -162,7 +162,7 @@ def streams_overlap_correct(context: Context) -> Figures:
 
 
 def illegal_step_raises(context: Context) -> Figures:
-    """Steps that a graph cannot hold are refused with the line that is wrong, and the backend works afterwards."""
+    """Steps that a graph cannot hold are refused with the offending line, and the backend works afterwards."""
 
     def reads_value(b: StaticBuffers) -> None:
         b.y.copy_(b.x * 2)
@@ -223,6 +223,6 @@ def _still_works(backend: Backend, buffers: StaticBuffers, kept: Recorded) -> No
         recorded.replay()
         backend.synchronize()
         assert buffers.y.tolist() == [10.0 * index + 1] * 4, "a graph gives other values after a refused capture"
-    torch.rand(3, device=backend.device)  # torch's own generator is out of capture mode again
+    torch.rand(3, device=backend.device)  # torch's generator has left capture mode
     backend.run(lambda: torch.rand(3, device=backend.device))
     backend.synchronize()

@@ -1,4 +1,4 @@
-"""Runs checks in a worker process, so that one that crashes or hangs takes neither the others nor the document with it."""
+"""Runs checks in a worker process, so that a crash or a hang affects one check only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 from tools.gpu.checks.catalogue import Entry
 
 Row = dict[str, Any]
-SPENT = "the time of the run was used up"
-START_SECONDS = 180.0  # for torch to be imported, and for a context on the device
+SPENT = "the time limit of the run was reached"
+START_SECONDS = 180.0  # to import torch and create a device context
 
 
 class Lost(Exception):
-    """The worker is gone, or was ended because it did not answer."""
+    """The worker crashed, or was ended because it did not answer."""
 
     def __init__(self, verdict: str, why: str) -> None:
         super().__init__(why)
@@ -30,11 +30,11 @@ class Lost(Exception):
 
 
 class Worker:
-    """A process that answers requests, one line of JSON each. It and all that it started are ended together."""
+    """A process that answers requests with one line of JSON each. Ended together with its children."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._answers, writing = os.pipe()
-        # stdout is for the table and the document alone; what checks print goes where their errors go
+        # stdout has the table and the document only; output of checks goes to stderr
         self._process = subprocess.Popen(
             [*command, str(writing)], stdin=subprocess.PIPE, stdout=2, pass_fds=(writing,), start_new_session=True, text=True
         )
@@ -42,9 +42,9 @@ class Worker:
         self._read = b""
 
     def ask(self, request: Mapping[str, object], seconds: float) -> Row:
-        """The answer; Lost where there is none in time."""
+        """The answer. Raises Lost if there is none in time."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        with contextlib.suppress(BrokenPipeError):  # reported below, as a missing answer
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         deadline = time.monotonic() + seconds
@@ -75,22 +75,22 @@ def _ending(code: int) -> str:
 
 @dataclass
 class Supervisor:
-    """One worker at a time; the next one is started when it is needed."""
+    """One worker at a time, started on demand."""
 
     command: Sequence[str]
     rehearsal: bool
     quick: bool
-    folder: str = ""  # for what checks draw
+    folder: str = ""  # for pictures
     worker: Worker | None = None
 
     def describe(self, seconds: float = START_SECONDS) -> Row:
-        """Where and with what the checks run. Starts the worker."""
+        """Start the worker; facts about device and versions."""
         assert self.worker is None
         self.worker = Worker(self.command)
         return self.worker.ask({"rehearsal": self.rehearsal}, seconds)
 
     def run(self, entry: Entry, deadline: float = math.inf, share: float = 1.0) -> Row:
-        """One row of the report, whatever becomes of the worker. `share`: of the budget; at `deadline` the run ends, and this with it."""
+        """The report row of one check, also if the worker is lost. `share`: of the budget. Ends at `deadline` at the latest."""
         budget = entry.budget(self.quick) * share
         request = {"name": entry.name, "module": entry.module, "budget": budget, "folder": self.folder}
         begin = time.monotonic()
@@ -107,7 +107,7 @@ class Supervisor:
                 return row_of(entry, "not run", f"{SPENT} before it ended", time.monotonic() - begin, budget)
             return row_of(entry, lost.verdict, str(lost), time.monotonic() - begin, budget)
         if row.pop("device_lost"):
-            self.end()  # a context that had a fault on the device does nothing more
+            self.end()  # a device context is unusable after a fault
         return row
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ def row_of(entry: Entry, verdict: str, error: str, seconds: float = 0.0, budget:
 
 
 def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> Iterator[Row]:
-    """A row for every entry: none is left out where time runs out or somebody interrupts."""
+    """A row for every entry, including those that do not run."""
     deadline, interrupted = time.monotonic() + seconds, False
     for index, entry in enumerate(entries):
         begin = time.monotonic()
@@ -137,9 +137,9 @@ def rows(supervisor: Supervisor, entries: Sequence[Entry], seconds: float) -> It
         elif begin >= deadline:
             yield row_of(entry, "not run", SPENT)
         else:
-            asked = sum(each.budget(supervisor.quick) for each in entries[index:])
-            try:  # where the first ones took longer than they should, the last ones, which are the numbers, share what is left
-                row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / asked))
+            remaining = sum(each.budget(supervisor.quick) for each in entries[index:])
+            try:  # after slow checks the remaining ones share the remaining time
+                row = supervisor.run(entry, deadline, min(1.0, (deadline - begin) / remaining))
             except KeyboardInterrupt:
                 interrupted = True
                 supervisor.end()

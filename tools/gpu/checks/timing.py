@@ -33,7 +33,7 @@ def _finished(backend: Backend, recorded: Recorded) -> None:
 
 
 def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded, list[float]]:
-    """A graph of one kernel, the same with host nodes behind it, and the times at which these ran."""
+    """A graph of one kernel, the same graph with host nodes after it, and the times when these ran."""
     buffers = StaticBuffers([BufferSpec("x", (32,), torch.float32)], backend.device)
     times: list[float] = []
 
@@ -49,7 +49,7 @@ def _host_node_graphs(backend: Backend, nodes: int) -> tuple[Recorded, Recorded,
 
 
 class Stamp:
-    """A native host node that notes when it has run, in seconds of `time.monotonic`; without the interpreter."""
+    """A native host node that records when it ran, in seconds of `time.monotonic`, without the interpreter."""
 
     def __init__(self) -> None:
         library = load()
@@ -67,7 +67,7 @@ class Stamp:
 
 
 def gil_hold(context: Context) -> Figures:
-    """Launch to host node, in microseconds, alone and beside a thread that runs Python: a node in Python, and a native one."""
+    """Microseconds from launch to host node, Python and native, alone and beside a busy Python thread."""
     repeats, figures = context.count(300, 40), dict[str, object]()
     with context.backend(asynchronous=True) as backend:
         _, recorded, times = _host_node_graphs(backend, 1)
@@ -128,7 +128,7 @@ def _burn(stop: threading.Event) -> None:
 
 
 def figures(context: Context) -> Figures:
-    """Medians: launch and host-node cost, and a round's replay against the same round run eagerly, interleaved."""
+    """Medians of launch and host-node cost, and of replayed and eager rounds, interleaved."""
     repeats = context.count(200, 20)
     found: Figures = {}
     with context.backend(asynchronous=True) as backend:
@@ -184,7 +184,7 @@ HOLD_SECONDS = 0.2
 
 
 def native_nodes_need_no_gil(context: Context) -> Figures:
-    """A launched round ends while another thread holds the GIL; one with Python host nodes does not. On the tape: its host nodes."""
+    """A round with native host nodes ends while another thread holds the GIL; with Python host nodes it does not."""
     try:
         load()
     except Unavailable as missing:
@@ -212,7 +212,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         recorded.replay()
         backend.synchronize()
         bench.push_batch(ROWS)
-        keeping = ctypes.PyDLL(None)  # which keeps the GIL across its calls
+        keeping = ctypes.PyDLL(None)  # PyDLL keeps the GIL during calls
         recorded.replay()
         held_until = time.monotonic() + HOLD_SECONDS
         keeping.usleep(int(HOLD_SECONDS * 1e6))
@@ -221,7 +221,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
 
 def _nodes_end(host: HostLink) -> bool:
-    """The same for a round's host nodes alone, in a thread of C's own: the tape's threads are Python's."""
+    """The same for the host nodes alone, in a native thread, since the tape uses Python threads."""
     node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
     calls, thread = (CallStruct * 2)(), ctypes.c_ulong()
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000

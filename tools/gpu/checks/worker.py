@@ -28,7 +28,7 @@ PACKAGES = ("torch", "triton", "xgrammar", "llguidance", "apache-tvm-ffi", "flas
 
 
 def serve(answers: int) -> int:
-    """Until stdin ends: with whoever asks."""
+    """Answer requests until stdin ends."""
     faulthandler.enable()
     torch.set_num_threads(1)
     with os.fdopen(answers, "w", encoding="utf-8") as out:
@@ -44,17 +44,17 @@ def _as_json(answer: dict[str, Any]) -> str:
     try:
         return json.dumps(answer, allow_nan=False)
     except (TypeError, ValueError) as error:
-        return json.dumps({**answer, "verdict": "failed", "figures": {}, "error": f"figures that are no JSON: {error}"})
+        return json.dumps({**answer, "verdict": "failed", "figures": {}, "error": f"figures are not valid JSON: {error}"})
 
 
 def run_check(request: dict[str, Any]) -> dict[str, Any]:
-    """An assertion or any other exception is a failure of this check alone."""
+    """Run one check; an exception is its verdict."""
     begin, name = time.perf_counter(), request["name"]
     folder = Path(request["folder"]) if request["folder"] else None
     context = Context(request["rehearsal"], request["quick"], request["budget"], folder)
     figures = context.found
     verdict, error = "passed", ""
-    faulthandler.dump_traceback_later(request["limit"] * 0.9)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(request["limit"] * 0.9)  # shows where a check hangs
     try:
         check = getattr(importlib.import_module(request["module"]), name)
         figures = check(context) | ({"cut": context.cut} if context.cut else {})
@@ -79,7 +79,7 @@ def run_check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device_is_well() -> bool:
-    """A check must not leave work for the next one, nor memory."""
+    """Wait for the device and free its memory; False after a device fault."""
     gc.collect()
     try:
         torch.cuda.synchronize()
@@ -90,7 +90,7 @@ def _device_is_well() -> bool:
 
 
 def describe(rehearsal: bool) -> dict[str, Any]:
-    """Where and with what this runs."""
+    """Device, versions and commit of this run."""
     if not rehearsal and not torch.cuda.is_available():
         return {"refusal": f"torch {torch.__version__} sees no GPU here; --rehearse runs the same checks on the CPU"}
     versions = {}
@@ -102,20 +102,20 @@ def describe(rehearsal: bool) -> dict[str, Any]:
         "mode": "rehearsal" if rehearsal else "gpu",
         "device": platform.processor() or platform.machine() if rehearsal else torch.cuda.get_device_name(),
         "device_bytes": 0 if rehearsal else torch.cuda.get_device_properties(0).total_memory,
-        "driver": "" if rehearsal else _told("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": "" if rehearsal else _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda or "",
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count() or 0,
         "host_link": _host_link(),
         "versions": versions,
-        "commit": _told("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
+        "commit": _output_of("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
 
 def _host_link() -> str:
-    """Why rounds are measured with host nodes in Python, or native: that they are not."""
+    """`native`, or `python: ` and the reason."""
     try:
         load()
     except Unavailable as missing:
@@ -123,7 +123,7 @@ def _host_link() -> str:
     return "native"
 
 
-def _told(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
