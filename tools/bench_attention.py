@@ -1,8 +1,8 @@
-"""What the attention kernel moves: bytes that it loads and stores against the least possible, counted while it runs interpreted.
+"""Bytes that the attention kernel loads and stores, over the least possible, counted in Triton's interpreter.
 
-What one instruction asks of one address counts once, since a warp reads it once; nothing is taken for cached between
-instructions. The least is each entry that some query sees, once for its cache head, and queries, outputs, places and pages.
-`expected` is computed from the tiles alone, and has to be what was counted. TRITON_INTERPRET=1 must be set.
+An address counts once per instruction, since a warp reads it once; no caching between instructions is assumed. The least is
+each cache entry that a query sees, once per cache head, plus queries, outputs, positions and pages. `expected` is computed from
+the tile sizes and must equal the count. TRITON_INTERPRET=1 must be set.
 
     TRITON_INTERPRET=1 python -m tools.bench_attention
 """
@@ -25,7 +25,7 @@ from stepgraph.graphs.model import ModelInput
 
 
 class Shape(NamedTuple):
-    """One call. Every row has so many live queries at its end."""
+    """One call. Every row has `queries` live queries at its end."""
 
     lengths: tuple[int, ...]
     queries: int
@@ -49,11 +49,11 @@ SHAPES = (
     Shape((1000, 30, 200), 1, 8, 2, 64),
     Shape((100,), 5, 8, 2, 64, max_length=128),
 )
-ITEM, INDEX, SUM = 2, 8, 4  # bytes: of an entry's number, a position or page, a running sum
+ITEM, INDEX, SUM = 2, 8, 4  # bytes of a slot number, of a position or page, of a running sum
 
 
 class Moved:
-    """Bytes that programs loaded and stored."""
+    """Bytes loaded and stored."""
 
     def __init__(self) -> None:
         self.loaded = self.stored = 0
@@ -61,14 +61,14 @@ class Moved:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Moved]:
-    """Look over the interpreter's shoulder."""
+    """Count accesses by wrapping the interpreter's loads and stores."""
     builder: Any = triton.runtime.interpreter.InterpreterBuilder
     load, store, moved = builder.create_masked_load, builder.create_masked_store, Moved()
 
     def bytes_of(pointers: Any, mask: Any) -> int:
         width: int = pointers.get_element_ty().primitive_bitwidth
-        asked = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))[mask.data.astype(bool)]
-        return len(np.unique(asked)) * width // 8
+        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))[mask.data.astype(bool)]
+        return len(np.unique(addresses)) * width // 8
 
     def counted_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         moved.loaded += bytes_of(pointers, mask)
@@ -98,7 +98,7 @@ def run(shape: Shape) -> None:
 
 
 def least(shape: Shape) -> int:
-    """Bytes that any way of computing it has to move."""
+    """Least bytes that any implementation must move."""
     total = 0
     for length in shape.lengths:
         seen = length if not shape.window else min(length, shape.window + shape.queries - 1)
@@ -108,7 +108,7 @@ def least(shape: Shape) -> int:
 
 
 def expected(shape: Shape) -> int:
-    """Bytes that the programs move, from the tiles that they work in."""
+    """Bytes that the kernel moves, computed from its tiles."""
     groups = shape.heads // shape.kv_heads
     keys = -(-shape.max_length // shape.page) * shape.page
     tile, (part, parts) = paged_triton.tile_for(groups * shape.queries, shape.size), paged_triton.parts_of(keys)
@@ -125,7 +125,7 @@ def _blocks(rows: int, most: int) -> list[range]:
 
 
 def _part(shape: Shape, tile: paged_triton.Tile, length: int, rows: range, places: range, parts: int) -> int:
-    """One program: the row's end, its queries, the keys and values of its part, and what it leaves."""
+    """One kernel instance: row length, queries, keys and values of its part, and its results."""
     groups = shape.heads // shape.kv_heads
     total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX
     latest, earliest = (length - shape.queries + row // groups for row in (rows[-1], rows[0]))
@@ -149,7 +149,7 @@ def _sees(shape: Shape, length: int, query: int, places: range) -> bool:
 
 
 def _join(shape: Shape, length: int, part: int, parts: int) -> int:
-    """The joining of one query and head, on average over the queries."""
+    """Combining the parts of one query and head, averaged over the queries."""
     seen = [
         sum(_sees(shape, length, query, range(index, index + part)) for index in range(0, part * parts, part))
         for query in range(shape.queries)

@@ -1,9 +1,9 @@
-"""The demonstration's pair, measured: variants take turns on the same held-out prompts, beside `transformers`; then legality.
+"""Benchmark of the demonstration's model pair: interleaved variants on held-out prompts, and `transformers`; then legality.
 
-    python tools/bench_demo.py                   the table, 500 answers held against their schemas, one JSON document last
+    python tools/bench_demo.py                   the table, 500 answers validated against their schemas, one JSON document last
     python tools/bench_demo.py --prompts 4 --legal 5
 
-Tokens a second count from a request's first token on: the prompt costs every variant the same. Everything is greedy.
+Tokens per second count from a request's first token on, since prefill costs all variants the same. Greedy decoding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
 
-FIRST_SEED = 1000  # beyond those that the card was measured on
+FIRST_SEED = 1000  # after those of the model card
 NEW_TOKENS = 160
 BASELINE = "transformers + grammar"
 
 
 def compared(drafts: int) -> list[Variant]:
-    """The demonstration's four, and the head alone."""
+    """The demonstration's four variants, and the head alone."""
     return [
         *variants(drafts),
         Variant("head alone, masked", drafts, True, {"forced_drafts": False}),
@@ -50,8 +50,10 @@ def spread(values: list[float]) -> list[float]:
 
 
 def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
-    """Every prompt by every variant in turn, again and again."""
-    asked = list(encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED)))
+    """Run every prompt with every variant in turn, `repeats` times."""
+    encoded_prompts = list(
+        encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(prompts) for kind in MEASURED))
+    )
     cases = [Case(variant, pair, LONGEST_PROMPT + NEW_TOKENS) for variant in compared(drafts)]
     for case in cases:
         case.engine.capture()
@@ -63,7 +65,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         grammars = {kind: other.compile(json.dumps(SCHEMAS[kind])) for kind in MEASURED}
     times: list[tuple[int, float]] = []
     same = checked = 0
-    for ids, each in tqdm(asked * repeats, desc="throughput", unit="prompt", disable=not sys.stderr.isatty()):
+    for ids, each in tqdm(encoded_prompts * repeats, desc="throughput", unit="prompt", disable=not sys.stderr.isatty()):
         wanted = Constraint.json_schema(each.schema) if each.schema else None
         texts = {case.variant.name: case.run(ids, wanted, NEW_TOKENS).tokens for case in cases}
         checked += 1
@@ -84,7 +86,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
             "spread": spread(rates),
         }
     return {
-        "prompts": len(asked),
+        "prompts": len(encoded_prompts),
         "repeats": repeats,
         "threads": threads,
         "drafts": drafts,
@@ -94,7 +96,7 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, float]:
-    """What the project promises of this pair."""
+    """The published targets of this pair."""
     rate = {name: figures["tokens_per_second"] for name, figures in found.items()}
     length = {name: figures.get("tokens_per_round", 0.0) for name, figures in found.items()}
     result = {
@@ -108,7 +110,7 @@ def ratios(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
-    """`count` held-out prompts of every schema: what came out, held against the schema by an independent validator."""
+    """Answers to `count` held-out prompts of every schema, validated with jsonschema."""
     config = EngineConfig(
         max_rows=8,
         num_speculative_tokens=drafts,
@@ -122,9 +124,9 @@ def legality(pair: Pair, drafts: int, count: int) -> dict[str, Any]:
         engine.capture()
         bar = tqdm(total=count * len(MEASURED), desc="legality", unit="answer", disable=not sys.stderr.isatty())
         for kind in MEASURED:
-            asked = encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(count)))
+            encoded_prompts = encoded(target_path(), (prompt(FIRST_SEED + seed, kind, held_out=True) for seed in range(count)))
             constraint = Constraint.json_schema(SCHEMAS[kind])
-            jobs = [engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS) for ids, _ in asked]
+            jobs = [engine.submit(ids, constraint=constraint, max_new_tokens=NEW_TOKENS) for ids, _ in encoded_prompts]
             for event in engine.stream():
                 bar.update(event.finish_reason is not None)
             done = [job for job in jobs if job.finish_reason in (FinishReason.STOP, FinishReason.CONSTRAINT_COMPLETE)]
@@ -190,10 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-k", "--drafts", type=int, default=DRAFTS, help="drafts per round (default: %(default)s)")
-    add("--prompts", type=int, default=4, metavar="N", help="prompts of each of five schemas to time (default: %(default)s)")
-    add("--repeats", type=int, default=2, metavar="N", help="how often (default: %(default)s)")
-    add("--legal", type=int, default=100, metavar="N", help="prompts of each schema to check answers of, 0 for none (default: %(default)s)")
-    add("--threads", type=int, default=1, metavar="N", help="of torch, for every variant (default: %(default)s)")
+    add("--prompts", type=int, default=4, metavar="N", help="timed prompts of each of five schemas (default: %(default)s)")
+    add("--repeats", type=int, default=2, metavar="N", help="repeats (default: %(default)s)")
+    add("--legal", type=int, default=100, metavar="N", help="validated prompts of each schema, 0 for none (default: %(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="torch threads, for every variant (default: %(default)s)")
     add("--no-baseline", action="store_true", help="leave transformers out")
     options = parser.parse_args(arguments)
     try:

@@ -1,8 +1,7 @@
-"""What grammars cost the host per round: the native link against a serial Python loop and the library's own batch calls; and what
-compiling one costs (bench_compile.py).
+"""Host cost of grammars per round: the native link, a serial Python loop and the library's batch calls; and compile cost.
 
-Every variant walks the same documents through the same rounds, in turns: accept what the target added (after taking back the
-drafts that it refused), fill, then accept and fill for each draft. The masks of all variants are compared outside the clock.
+All variants process the same documents in the same rounds, interleaved: roll back rejected drafts, accept the target's tokens,
+fill, then accept and fill for each draft. The masks of all variants are compared, untimed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tools.bench.grammar_documents import TEXTS, Reader, StepLock, encode, vocab
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 
 BATCHES = (1, 8, 32, 64)
-FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both from C
+FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both called from C
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Figures:
 
 
 class Bench:
-    """One batch size: every variant has matchers and masks of its own."""
+    """One batch size. Every variant has its own matchers and masks."""
 
     def __init__(
         self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]], backend: str
@@ -70,7 +69,7 @@ class Bench:
         return [*self.loops, *self.links]
 
     def turns(self) -> list[StepLock]:
-        """Every row's next round; a row whose document has ended begins another."""
+        """The next round of every row; after the end of a document the row starts another."""
         result = []
         for slot in range(self.rows):
             reader = self.readers[slot]
@@ -100,10 +99,10 @@ class Bench:
         if compare:
             expected = self.loops[0].masks & self.legal
             for variant in self.variants:
-                assert torch.equal(expected, variant.masks & self.legal), f"{variant.name}: another mask than the library's"
+                assert torch.equal(expected, variant.masks & self.legal), f"{variant.name}: a mask differs from the library's"
 
     def bytecodes(self) -> dict[str, int]:
-        """How many bytecodes run inside one round's host node."""
+        """Number of Python bytecodes in the host node of one round."""
         counts = {}
         for variant in self.links:
             if variant.name in ("python link", "native link"):
@@ -119,7 +118,7 @@ class Bench:
 
 
 def library_loops(backend: str) -> tuple[type[Any], type[Any]]:
-    """The library's own ways, without a link."""
+    """Variants with the library's own calls, without a host link."""
     if backend == "xgrammar":
         return PythonLoop, LibraryBatch
     from tools.bench.llguidance_variants import LLGuidanceBatch, LLGuidanceLoop  # of an optional library
@@ -136,7 +135,7 @@ def count_bytecodes(call: Callable[[], object]) -> int:
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()  # whoever measures coverage goes on afterwards
+    before = sys.gettrace()  # restore the tracer of coverage measurements
     sys.settrace(trace)
     call()
     sys.settrace(before)
@@ -149,7 +148,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios of rounds that took turns."""
+    """Median of the ratios of interleaved rounds."""
     ratios = sorted(over / under for over, under in zip(above, below, strict=True))
     return round(ratios[len(ratios) // 2], 3)
 
@@ -202,7 +201,7 @@ def report(batches: Sequence[int] = BATCHES, rounds: int = 400, drafts: int = 4,
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
+    """Lines of the printed report."""
     yield from bench_compile.lines(found["compile"])
     for batch in found["batches"]:
         yield (
@@ -222,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(BATCHES), help="batch sizes (default: 1 8 32 64)")
     parser.add_argument("--rounds", type=int, default=4000, help="rounds of the small batches; large ones get fewer (default: 4000)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
-    parser.add_argument("--library", choices=BACKENDS, default="xgrammar", help="whose grammars (default: xgrammar)")
+    parser.add_argument("--library", choices=BACKENDS, default="xgrammar", help="grammar library (default: xgrammar)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = report(options.rows, options.rounds, options.drafts, options.library)

@@ -1,12 +1,12 @@
-"""What sampling costs: each operation of a sampled round by the call and by the row, and the accept stage against plain torch.
+"""Sampling cost: each operation of a sampled round per call and per row, and the accept stage over plain torch.
 
-The plain pipeline is what a decoding loop has without this library: at every place it unpacks the mask, fills, divides by the
-temperature, sorts for top-k and top-p, and draws with torch.multinomial or tests the ratio of a draft. The stage does that and
-also penalties, biases, log-probabilities, finish reasons and the rows' next state.
+The plain pipeline is that of a decoding loop without this library: at every position it unpacks the mask, fills, divides by the
+temperature, sorts for top-k and top-p, and draws with torch.multinomial or tests the ratio of a draft. The stage also computes
+penalties, biases, log-probabilities, finish reasons and the next state of the rows.
 
-All variants take turns; a ratio is of turns that followed each other. Times on a shared machine are noise: what can be trusted
-are the counts, of operations that would each be at least one launch on a GPU. On a CPU every operation of ours runs as its
-plain torch reference. Prints a table and, last, one JSON document.
+All variants are interleaved; a ratio is of consecutive turns. Times on a shared machine are noise; compare the counts of
+operations, each of which is at least one launch on a GPU. On a CPU every operation runs as its plain torch reference. Prints a
+table and one JSON document last.
 
     python tools/bench_sampling.py --rows 1 8 --drafts 4 --vocabulary 32000
 """
@@ -46,14 +46,14 @@ from tools.gpu.checks.kernels import stopwatch
 
 SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
 ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
-SECONDS = 8.0  # for the turns of one shape
+SECONDS = 8.0  # time for the turns of one shape
 LEGAL = 0.3  # share of the vocabulary that a mask allows
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 Call = Callable[[], object]
 
 
 class Operations(TorchDispatchMode):
-    """What is called that would do work on a device: no views, no allocations."""
+    """Counts operations that do device work: no views, no allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def ours(self) -> Iterator[tuple[str, Call]]:
-        """Name of each operation of the library that was called, and the same call again."""
+        """Names of the library operations in a call, with a function that repeats each."""
         for func, args, kwargs in self.calls:
             if func.namespace == "stepgraph":
                 yield func._schema.name.removeprefix("stepgraph::"), partial(func, *args, **kwargs)
@@ -79,7 +79,7 @@ def seen(call: Call) -> Operations:
 
 
 class Scene:
-    """Rows in the middle of their texts, each with a grammar, settings and drafts near what the target wants."""
+    """Rows in mid-generation, each with a grammar, sampling settings and drafts near the target's distribution."""
 
     def __init__(self, device: torch.device, rows: int, k: int, width: int) -> None:
         made = torch.Generator().manual_seed(width + k)
@@ -107,7 +107,7 @@ class Scene:
         b.batch_tags.copy_(b.row_tags[:rows].transpose(0, 1))
         b.batch_drafts.copy_(b.row_drafts[:rows].T)
         self.logits = logits.to(device=device, dtype=torch.bfloat16)
-        self.batch = read_batch(b, rows)  # a copy: however often a stage runs, it finds the rows as they are now
+        self.batch = read_batch(b, rows)  # a copy: every run of a stage starts from the current state
 
     def accept(self, sampled: bool) -> Call:
         return partial(stages.accept, self.buffers, self.batch, self.logits, constrained=True, sampled=sampled)
@@ -118,7 +118,7 @@ class Scene:
         return partial(drafting.choose_draft, self.buffers, self.batch, self.k, self.logits[:, 0], alive, masked=True, sampled=sampled)
 
     def plain(self) -> Call:
-        """A decoding loop's own sampling over the same logits, masks and drafts."""
+        """The plain pipeline on the same logits, masks and drafts."""
         b, size = self.buffers, self.rows
         temperature, top_k, top_p = (b.row_params[:size, column, None] for column in (Param.TEMPERATURE, Param.TOP_K, Param.TOP_P))
         offered = b.row_drafts[:size], b.row_draft_probs[:size]
@@ -132,13 +132,13 @@ class Entry(NamedTuple):
     name: str
     call: Call
     operations: int  # as it runs here
-    plain_operations: int  # of its plain torch version
-    reference: Call | None = None  # timed beside it, where it is not the same code
+    plain_operations: int  # in its plain torch version
+    reference: Call | None = None  # timed too, if it is other code
 
 
 @torch.no_grad()
 def measure_shape(context: Context, rows: int, k: int, width: int, seconds: float) -> dict[str, object]:
-    """Everything at one shape, in turns."""
+    """All variants at one shape, interleaved."""
     scene = Scene(context.device, rows, k, width)
     steps = {"accept sampled": scene.accept(True), "accept greedy": scene.accept(False)}
     if k:
@@ -151,7 +151,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
         entries += [Entry(stage, "whole stage", call, total, total - len(inner) + sum(each.plain_operations for each in inner)), *inner]
     plain = scene.plain()
     count = len(seen(plain).calls)
-    # multinomial asks the host whether its weights are sound: no graph can hold it, so it runs as such a loop runs it
+    # multinomial waits for the host, so it cannot be captured; it runs eagerly, as in such a loop
     watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(_until_done, context, plain)}
     for index, entry in enumerate(entries):
         watches[f"{index}"] = stopwatch(context, entry.call)
@@ -170,7 +170,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
 
 
 def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
-    """An operation of ours beside its reference, which takes the same arguments."""
+    """An operation and its reference with the same arguments."""
     assert isinstance(call, partial)
     modules = [
         drafting,
@@ -194,7 +194,7 @@ def _until_done(context: Context, call: Call) -> float:
 
 
 def take_turns(watches: Mapping[str, Callable[[], float]], seconds: float, title: str) -> dict[str, list[float]]:
-    """Every variant once per turn, three turns at least; one before them warms up."""
+    """Run every variant once per turn, at least three turns after one for warm-up."""
     times: dict[str, list[float]] = {name: [] for name in watches}
     for watch in watches.values():
         watch()
@@ -237,7 +237,7 @@ def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: fl
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Lines of the printed report."""
     lines = []
     for shape in found["shapes"]:
         plain, ratio = shape["plain_pipeline"], shape["accept_over_plain"]
@@ -252,7 +252,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", help="batch sizes (default: a few shapes that tell the most)")
+    parser.add_argument("--rows", type=int, nargs="+", help="batch sizes (default: a few typical shapes)")
     parser.add_argument("-k", "--drafts", type=int, nargs="+", default=[4], help="drafts per round, with --rows (default: 4)")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000], help="tokens, with --rows (default: 32000)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for the turns of one shape (default: {SECONDS:g})")

@@ -1,8 +1,8 @@
-"""What each stage of a round costs by the call, and how many operations it has: toy pair and a small Llama with an EAGLE-3 head.
+"""Time and operation count of each stage of a round: toy pair, and a small Llama with an EAGLE-3 head.
 
-Every stage runs by itself over rows that an engine left in the middle of their texts, free and constrained, greedily and
-sampled; host nodes run in whole rounds, where their matchers are. On a GPU a stage is timed in a graph of its own, elsewhere by
-the clock. Times on a shared machine are noise: the counts, of operations and of the nodes of a whole round, are what to compare.
+Every stage runs alone on rows in mid-generation, with and without grammars, greedy and sampled; host nodes run in whole rounds.
+On a GPU a stage is timed in its own graph, otherwise by the wall clock. Times on a shared machine are noise: compare the counts
+of operations and of the nodes of a round.
 
     python tools/bench_stages.py --rows 4 --drafts 4
 """
@@ -42,14 +42,14 @@ from tools.gpu.checks.kernels import stopwatch
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
-CONSTRAINT = Constraint.regex("[ -~]{400}")  # rows that do not end meanwhile
+CONSTRAINT = Constraint.regex("[ -~]{400}")  # keeps rows from ending
 ASKED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 PROMPT = 32  # tokens of the chunk that is measured
 VOCABULARY = Vocabulary.printable()
 
 
 class Pair(NamedTuple):
-    """Models to measure."""
+    """A model pair to measure."""
 
     name: str
     target: Any
@@ -73,7 +73,7 @@ MODELS = {"toy": toy, "llama": llama}
 
 
 class TimedContext(EagerContext):
-    """Notes what each host node takes."""
+    """Records the time of each host node."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         super().__init__(synchronize)
@@ -87,7 +87,7 @@ class TimedContext(EagerContext):
 
 
 class Scene:
-    """An engine whose rows are in the middle of their texts, and the stages of their next round."""
+    """An engine with rows in mid-generation, and the stages of its next round."""
 
     def __init__(self, pair: Pair, rows: int, drafts: int, constrained: bool, sampled: bool) -> None:
         self.pair, self.rows, self.key = pair, rows, GraphKey(rows, constrained, sampled)
@@ -102,21 +102,21 @@ class Scene:
         self.engine = Engine(pair.target, pair.draft if drafts else None, vocabulary=VOCABULARY, config=config)
         self.report = dict(self.engine.capture().keys)[self.key]
         for row in range(rows):
-            asked = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT has no early end
+            sampling = replace(ASKED if sampled else GREEDY, ignore_eos=not constrained)  # CONSTRAINT does not end early
             prompt = [(row + index) % 90 for index in range(PROMPT + 1)]
-            self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=asked, max_new_tokens=400)
-        while self.engine.stats().running < rows:  # their grammar may be made in a process of its own meanwhile
-            assert self.engine.has_work, "every row goes on"
+            self.engine.submit(prompt, constraint=CONSTRAINT if constrained else None, sampling=sampling, max_new_tokens=400)
+        while self.engine.stats().running < rows:  # the grammar may still be compiling in a worker
+            assert self.engine.has_work, "every row is still running"
             self.engine.step()
         for _ in range(6):
             self.engine.step()
         self.engine.backend.synchronize()
-        assert self.engine.stats().running == rows, "every row goes on"
+        assert self.engine.stats().running == rows, "every row is still running"
         self.batch = read_batch(self.engine.buffers, rows, self.engine._attention)
 
     @torch.no_grad()
     def calls(self) -> dict[str, Call]:
-        """Each stage over the same state, however often it runs: a stage computes the state behind it from that in front."""
+        """Functions that run each stage from the same state any number of times."""
         buffers, limits, batch, key = self.engine.buffers, self.engine.limits, self.batch, self.key
         target, draft = self.pair.target, self.pair.draft
         verify = partial(stages.target_verify, buffers, batch, target, limits)
@@ -135,7 +135,7 @@ class Scene:
         return {**found, "prompt": self.prompt}
 
     def prompt(self) -> object:
-        """The target's part of a chunk of one row's prompt."""
+        """The target's prefill of one prompt chunk."""
         engine, table = self.engine, self.batch.block_tables[:1]
         positions = torch.arange(PROMPT, device=table.device)[None]
         attend = engine._attention.prompt_call(0, PROMPT)
@@ -144,7 +144,7 @@ class Scene:
         return self.pair.target.forward(inputs, engine.buffers)
 
     def host_nodes(self, rounds: int) -> dict[str, list[float]]:
-        """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
+        """Microseconds of each node in eager whole rounds. Changes the state, so it runs last."""
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [seat.matcher for seat in engine._desk.rows]
@@ -166,7 +166,7 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         calls = scene.calls()
         counts = {name: len(seen(call).calls) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
-        watches["prompt"] = partial(_until_done, context, calls["prompt"])  # planned on the host, where it is planned: no graph holds it
+        watches["prompt"] = partial(_until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
         times: dict[str, list[float]] = {name: [] for name in watches}
         for _ in range(turns + 1):
             for name, watch in watches.items():
@@ -196,19 +196,19 @@ def _until_done(context: Context, call: Call) -> float:
 
 def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = tuple(MODELS)) -> dict[str, object]:
     found = []
-    wanted = list(itertools.product((MODELS[name](context.device) for name in models), KINDS))
-    for pair, kind in tqdm(wanted, desc="stages", disable=not sys.stderr.isatty(), leave=False):
+    combinations = list(itertools.product((MODELS[name](context.device) for name in models), KINDS))
+    for pair, kind in tqdm(combinations, desc="stages", disable=not sys.stderr.isatty(), leave=False):
         found.append(measure(context, pair, rows, drafts, kind, turns))
     backend = "tape" if context.rehearsal else "cuda"
     return {"backend": backend, "torch": torch.__version__, "rows": rows, "drafts": drafts, "prompt_tokens": PROMPT, "rounds": found}
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """The report for people: microseconds, and operations, of every stage."""
+    """Lines of the printed report: microseconds and operations of every stage."""
     for entry in found["rounds"]:
         kind = f"{'constrained' if entry['constrained'] else 'free'} {'sampled' if entry['sampled'] else 'greedy'}"
         nodes, host_nodes = sum(entry["round_nodes"].values()), len(entry["round_host_nodes"])
-        yield f"{entry['models']}, {kind}: {nodes} nodes a round, {host_nodes} of them the host's"
+        yield f"{entry['models']}, {kind}: {nodes} nodes per round, {host_nodes} of them host nodes"
         for name, figures in (*entry["stages"].items(), *entry["host_nodes"].items()):
             yield f"  {name:<16}{figures['us']['median']:>10} us{figures.get('operations', ''):>8}"
 
@@ -217,8 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4, help="rows of a round (default: 4)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
-    parser.add_argument("--turns", type=int, default=20, help="times that each stage is timed (default: 20)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which pairs (default: all)")
+    parser.add_argument("--turns", type=int, default=20, help="measurements of each stage (default: 20)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="model pairs (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)

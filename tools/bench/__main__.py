@@ -1,6 +1,9 @@
-"""Measure rounds, drafts, stages, grammars, sampling, kernels and a real pair: variants take turns, JSON last. Never fails on time.
+"""Benchmark rounds, drafts, stages, grammars, sampling, kernels and a real model pair. Variants are interleaved; JSON last.
 
-Times on a shared machine are noise; the ratios of variants that took turns, and the counts, are what to read.
+Times on a shared machine are noise: compare the ratios of interleaved variants, and the counts. No time is a failure.
+
+    python -m tools.bench                          all parts
+    python -m tools.bench --only round stages --rows 1 4
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Variant:
 
 
 class Case:
-    """One engine that always has `rows` requests running."""
+    """One engine with `rows` running requests at all times."""
 
     def __init__(self, variant: Variant, rows: int, backend: str) -> None:
         self.variant, self.rows = variant, rows
@@ -70,12 +73,12 @@ class Case:
         self.engine = Engine(target, ToyDraft(target, 0.8) if variant.drafts else None, vocabulary=self.vocabulary, config=config)
         self.engine.capture()
         if variant.constrained:
-            self.engine.compile(Constraint.json_schema(SCHEMA))  # outside the clock
+            self.engine.compile(Constraint.json_schema(SCHEMA))  # not timed
         self.prompt = 0
         self.seconds: list[float] = []
 
     def round(self) -> None:
-        """Time one step with every row busy; admission stays outside the clock."""
+        """Time of one step with every row busy, without admission."""
         stats = self.engine.stats()
         for _ in range(self.rows - stats.running - stats.waiting):
             self.prompt += 1
@@ -87,7 +90,7 @@ class Case:
 
     def figures(self) -> dict[str, object]:
         stats = self.engine.stats()
-        micros = sorted(second * 1e6 for second in self.seconds[len(self.seconds) // 5 :])  # the first fifth warms up
+        micros = sorted(second * 1e6 for second in self.seconds[len(self.seconds) // 5 :])  # the first fifth is warm-up
         return {
             "variant": self.variant.name,
             "rows": self.rows,
@@ -109,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--backend", default="auto", choices=("auto", "tape", "cuda"))
-    parser.add_argument("--only", choices=PARTS, help="one of the parts (default: all)")
+    parser.add_argument("--only", choices=PARTS, help="run only these parts (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def demonstration() -> dict[str, Any]:
-    """The real pair of `stepgraph demo`, where it is installed."""
+    """The model pair of `stepgraph demo`, if it is installed."""
     try:
         return bench_demo.report(DRAFTS, prompts=4, repeats=2, legal=100, threads=1)
     except ValueError as error:
@@ -147,7 +150,7 @@ def demonstration() -> dict[str, Any]:
 
 
 def measure_rounds(options: argparse.Namespace) -> dict[str, object]:
-    """Whole rounds of the toy pair: grammars, eager, unmasked drafts and no drafts against each other."""
+    """Rounds of the toy pair: with grammars, eager, with unmasked drafts and without drafts."""
     variants = [
         Variant("free", False, options.drafts),
         Variant("constrained", True, options.drafts),

@@ -1,6 +1,6 @@
-"""What a compile costs: in this process, through the worker, and where it is cached.
+"""Compile cost: in this process, in the worker process, and from the cache.
 
-Compiles take turns, so that whatever else the machine does falls on both; what is compared are medians of ratios.
+Compiles are interleaved, so that other load affects both; medians of ratios are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def worker_memory(compiler: GrammarCompiler) -> int:
-    """Resident bytes of the compiler's worker; 0 where the system does not tell."""
+    """Resident bytes of the compile worker; 0 if the system does not report them."""
     (worker,) = compiler._idle_workers
     try:
         with open(f"/proc/{worker.pid}/status") as file:
@@ -41,10 +41,10 @@ def worker_memory(compiler: GrammarCompiler) -> int:
 
 
 def measure(name: str, constraint: Constraint, turns: int, compilers: Mapping[str, GrammarCompiler], table: Vocabulary) -> dict[str, Any]:
-    """One grammar, compiled anew each time under a marker of its own, then found in the cache."""
+    """One grammar, compiled each time with a new marker, then read from the cache."""
     seconds: dict[str, list[float]] = {"in_process": [], "worker": [], "cached": []}
     for turn in range(turns):
-        asked = constraint.after(f"turn {turn}")  # another constraint, of the same grammar
+        asked = constraint.after(f"turn {turn}")  # a new cache key for the same grammar
         for index in ("in_process", "worker"):
             seconds[index].append(timed(partial(compilers[index].compile, asked)))
         seconds["cached"].append(timed(partial(compilers["worker"].compile, asked)))
@@ -79,8 +79,8 @@ def report(table: Vocabulary, turns: int = 15) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
-    yield f"compile: a worker is there, with a first schema compiled, in {found['worker_starts_in_ms']} ms; {found['worker_mib']} MiB"
+    """Lines of the printed report."""
+    yield f"compile: worker start and first schema in {found['worker_starts_in_ms']} ms; {found['worker_mib']} MiB"
     yield f"  {'ms':<24}{'in process':>12}{'worker':>10}{'cached':>10}{'worker/in process':>20}{'KiB':>8}{'KiB sent':>10}{'read in ms':>12}"
     for row in found["grammars"]:
         spent, sent = row["ms"], row.get("travels_as_bytes")

@@ -1,6 +1,6 @@
-"""What forced drafts are worth: rounds per token with and without them, for drafters that know nothing, something and nearly everything.
+"""Gain of forced drafts: rounds per token with and without them, for drafters of low, medium and high accuracy.
 
-The target is a toy that writes as tokenizers do: it likes a token the better the longer it is. Counts, not times.
+The target is a toy model that prefers long tokens, as tokenizers do. Counts, not times.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def report(drafts: int = 4) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people."""
-    yield f"rounds per token, {found['drafts']} drafts: forced drafts off, on; of each round's forced drafts, how many there are and hold"
+    """Lines of the printed report."""
+    yield f"rounds per token, {found['drafts']} drafts; forced drafts off and on; forced and accepted forced drafts per round"
     for drafter, variants in found["drafters"].items():
         for name, figures in variants["forced"].items():
             off = variants["not forced"][name]["rounds_per_token"] if "not forced" in variants else ""

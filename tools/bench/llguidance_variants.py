@@ -1,4 +1,4 @@
-"""llguidance's own ways to drive the matchers of a batch, side by side with those of grammar_variants.py. Where it is installed only."""
+"""Variants with llguidance's own calls, beside those of grammar_variants.py. Needs llguidance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.grammar_variants import PythonLoop
 
 
 class LLGuidanceLoop(PythonLoop):
-    """(a) One row after another, with the library's Python calls and nothing else: its wrong masks behind a rollback stay wrong."""
+    """(a) Row by row with the library's Python calls only; its wrong masks after a rollback are not corrected."""
 
     def seat(self, slot: int, grammar: CompiledConstraint) -> None:
         self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.matcher.deep_copy()]
@@ -37,7 +37,7 @@ class LLGuidanceLoop(PythonLoop):
 
 
 class LLGuidanceBatch(LLGuidanceLoop):
-    """(b) The library's own call for a whole batch and all its drafts, over its threads; matchers stay in front of the drafts."""
+    """(b) The library's own call for a whole batch and its drafts, in its threads; matchers are not advanced."""
 
     name = "library batch"
 

@@ -1,4 +1,4 @@
-"""Sampling as a decoding loop without this library writes it, in plain torch: what the benchmark compares the accept stage with."""
+"""Sampling in plain torch, as in a decoding loop without this library: the baseline of the accept stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ WORD = 32
 def plain_sampling(
     logits: Tensor, masks: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, drafts: Tensor, draft_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, K + 1] and how many drafts hold [B], place by place.
+    """Tokens [B, K + 1] and accepted drafts [B], position by position.
 
-    logits [B, K + 1, V]; masks [B, K + 1, ceil(V / 32)] int32; temperature, top_k, top_p [B, 1]; drafts [B, K] and what they
-    were drawn from, draft_probs [B, K, V].
+    logits [B, K + 1, V]; masks [B, K + 1, ceil(V / 32)] int32; temperature, top_k, top_p [B, 1]; drafts [B, K] and
+    their distributions draft_probs [B, K, V].
     """
     rows, places, width = logits.shape
     bits = torch.arange(WORD, device=logits.device)
@@ -39,7 +39,7 @@ def plain_sampling(
 
 
 def plain_filters(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities [B, V] of what top-k and top-p leave, by sorting."""
+    """Probabilities [B, V] after top-k and top-p, by sorting."""
     ordered, ids = scores.sort(dim=-1, descending=True)
     ordered = ordered.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= top_k, float("-inf"))
     probs = ordered.softmax(-1)

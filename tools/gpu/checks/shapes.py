@@ -1,4 +1,4 @@
-"""Models of the sizes that are asked about, with random weights made on the device, and a vocabulary of their size. None is trained."""
+"""Models of public sizes with random weights, created on the device, and vocabularies of matching size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNS = ['"', '": ', '", "', '": "', "{", '{"', "}", "}]", '"}', "},", "[", "]"
 
 @dataclass(frozen=True)
 class Shape:
-    """A target, and the head of EAGLE-3 that public checkpoints of its size have."""
+    """A target and an EAGLE-3 head, with the sizes of public checkpoints."""
 
     target: LlamaConfig
     feature_layers: tuple[int, ...]
@@ -65,14 +65,14 @@ class Pair(NamedTuple):
     vocabulary: Vocabulary
 
     def round_bytes(self, drafts: int) -> int:
-        """Of weights that a round reads: the target's once, the head's once per draft. Looking tokens up reads next to nothing."""
+        """Bytes of weights that a round reads: the target once, the head once per draft. Embedding look-ups are negligible."""
         target = sum(weight.nbytes for name, weight in self.target.named_parameters() if name != "embedding" or self.target.config.tied)
         head = {name: weight.nbytes for name, weight in self.draft.named_parameters() if name != "embedding"}
         return target + drafts * sum(head.values()) - max(0, drafts - 1) * head["fuse"]
 
 
 def shape_of(context: Context, size: str) -> Shape:
-    """A rehearsal has one for all sizes, so that what one check made serves the next."""
+    """A rehearsal uses one shape for all sizes, so that checks share its models."""
     return TINY if context.rehearsal else SHAPES[size]
 
 
@@ -92,7 +92,7 @@ def pair_of(shape: Shape, device: torch.device) -> Pair:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int, spare: nn.Parameter | None = None) -> None:
-    """As `randomise`, but on the device: billions of numbers take a CPU minutes."""
+    """Like `randomise`, but on the device: billions of values take minutes on a CPU."""
     weights = [weight for weight in model.parameters() if weight is not spare]
     made = torch.Generator(device=weights[0].device).manual_seed(seed)
     for weight in weights:
@@ -104,7 +104,7 @@ def fill(model: nn.Module, seed: int, spare: nn.Parameter | None = None) -> None
 
 @functools.cache
 def vocabulary_of(size: int) -> Vocabulary:
-    """All bytes, then runs of words, signs and letters, then control tokens, of which the first ends a text."""
+    """All bytes, then sequences of words, signs and letters, then control tokens, the first of which is the stop token."""
     if size < 1000:
         return Vocabulary.printable(logits_width=size)
     pick, tokens = random.Random(0), {bytes([code]): None for code in range(256)} | {sign.encode(): None for sign in _SIGNS}

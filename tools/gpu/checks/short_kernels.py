@@ -1,6 +1,6 @@
-"""Every Triton program once, over little, against its reference: short enough for compute-sanitizer, or for Triton's interpreter.
+"""Every Triton kernel once on small inputs against its reference; short enough for compute-sanitizer or Triton's interpreter.
 
-Programs are either interpreted or compiled in a process: TRITON_INTERPRET=1 says which. One JSON document last.
+TRITON_INTERPRET=1 selects interpretation for the whole process. Prints one JSON document last.
 
     TRITON_INTERPRET=1 python -m tools.gpu.checks.short_kernels
     compute-sanitizer python -m tools.gpu.checks.short_kernels
@@ -44,7 +44,7 @@ from tools.gpu.checks.llama import PAGE, attention_inputs
 from tools.gpu.checks.masks import make_case, tag_inputs
 from tools.gpu.checks.timing import answering
 
-WIDTH = 1_003  # no multiple of anything
+WIDTH = 1_003  # a prime
 Call = Callable[[list[Tensor]], None]
 
 
@@ -53,7 +53,7 @@ def _numbers(device: torch.device, *shape: int) -> Tensor:
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]]:
-    """Name, outputs full of garbage, the program, the reference: both write the outputs they are given."""
+    """Name, output tensors, kernel, reference. Kernel and reference write to outputs that are passed in."""
     logits, words, rows, ruled = choice_inputs(device, 3, 2, WIDTH, torch.bfloat16)
     status = torch.full((3, 2), int(MaskStatus.OK), device=device)
     taken: Any = (logits, words, rows, ruled, None, status)
@@ -73,10 +73,10 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
     taken = (tags, home, owner, generated, under, 2)
     yield _case("mask_status", [_numbers(device, 5, 3)], mask_rows.mask_status, tagging.mask_status_reference, taken)
 
-    asked = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
-    wanted = list(asked.outputs())
-    taken = asked.arguments(())
-    yield _case("process", wanted, processors.process, processing.process_reference, taken)
+    case = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
+    outputs = list(case.outputs())
+    taken = case.arguments(())
+    yield _case("process", outputs, processors.process, processing.process_reference, taken)
 
     scores, params = filter_inputs(3, WIDTH)[0].to(device), torch.tensor(SETTINGS[:3], device=device)
     outputs = [torch.full((3, 1, WIDTH), 7.5, device=device)]
@@ -96,7 +96,7 @@ def _case(name: str, outputs: list[Tensor], program: Any, reference: Any, taken:
 
 
 def compare_all(device: torch.device) -> dict[str, str]:
-    """How each program's outputs compare with the reference's. The interpreter cuts off the last bits of bfloat16: turning is float32."""
+    """Kernel name to `equal` or `differs`. RoPE runs in float32, since the interpreter truncates bfloat16."""
     found = {}
     for name, outputs, program, reference in cases(device):
         ours, theirs = ([output.clone() for output in outputs] for _ in range(2))
@@ -104,11 +104,11 @@ def compare_all(device: torch.device) -> dict[str, str]:
         reference(theirs)
         same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(ours, theirs, strict=True))
         found[name] = "equal" if same else "differs"
-    return {**found, "attention": _attention(device), "rope_and_write_kv": _turning(device), "signal_and_spin": _spinning(device)}
+    return {**found, "attention": _attention(device), "rope_and_write_kv": _rope(device), "signal_and_spin": _spin(device)}
 
 
-def _spinning(device: torch.device) -> str:
-    """A question is answered once, and the answer taken away."""
+def _spin(device: torch.device) -> str:
+    """The reply is read once and cleared."""
     flags = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
     with answering(flags):
         for _ in range(3):
@@ -128,7 +128,7 @@ def _attention(device: torch.device) -> str:
     return "equal" if torch.allclose(ours[live].float(), theirs[live].float(), rtol=0.02, atol=0.02) else "differs"
 
 
-def _turning(device: torch.device) -> str:
+def _rope(device: torch.device) -> str:
     made = torch.Generator().manual_seed(1)
     query, key, value = torch.randn(6, 12, 64, generator=made).to(device).split([8, 2, 2], 1)
     cosines, sines = (torch.randn(6, 1, 64, generator=made).to(device) for _ in range(2))
@@ -141,7 +141,7 @@ def _turning(device: torch.device) -> str:
 
 
 def main() -> int:
-    warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)  # numpy's, in the interpreter
+    warnings.filterwarnings("ignore", message="overflow encountered", category=RuntimeWarning)  # from numpy, in the interpreter
     interpreted = bool(triton.knobs.runtime.interpret)
     found = compare_all(torch.device("cpu" if interpreted else "cuda"))
     print(json.dumps({"interpreted": interpreted, "programs": found}))
