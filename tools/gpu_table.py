@@ -1,8 +1,8 @@
-"""README's section about GPUs, written from the documents of gpu_check.py in tools/results/, and from nothing else.
+"""Generates README's section about GPUs from the documents of gpu_check.py in tools/results/.
 
 python tools/gpu_table.py            prints the section
-python tools/gpu_table.py --write    puts it into README.md
-python tools/gpu_table.py --check    exit code 1 where README.md has another
+python tools/gpu_table.py --write    writes it into README.md
+python tools/gpu_table.py --check    exit code 1 if README.md differs
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMED = ("torch", "triton", "xgrammar", "llguidance", "flashinfer-python")
 
 
 def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The latest whole, full run on each device, by file name."""
+    """The latest complete full run on each device, by file name."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def section(folder: Path) -> str:
-    """From the heading to the last line."""
+    """The whole section with its heading."""
     lines = [line for name, document in documents(folder) for line in _device(name, document)]
     return "\n".join([HEADING, "", *(lines or [NONE])]).rstrip() + "\n"
 
@@ -96,10 +96,10 @@ def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple
 
 
 def put(text: str, written: str) -> str:
-    """README with this section in place of the one that it has."""
+    """README with its section replaced by this one."""
     found = re.search(rf"^{re.escape(HEADING)}\n.*?(?=^##? |^### |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise ValueError(f"README.md: got no line {HEADING!r}, expected one where the section belongs")
+        raise ValueError(f"README.md: got no line {HEADING!r}, expected one before the section")
     rest = text[found.end() :]
     return text[: found.start()] + written + ("\n" + rest if rest else "")
 
@@ -107,7 +107,7 @@ def put(text: str, written: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="put it into README.md")
+    what.add_argument("--write", action="store_true", help="write it into README.md")
     what.add_argument("--check", action="store_true", help="compare it with README.md")
     options = parser.parse_args(arguments)
     text, written = README.read_text(encoding="utf-8"), section(RESULTS)
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         README.write_text(put(text, written), encoding="utf-8")
     elif options.check:
         if put(text, written) != text:
-            print("README.md: its section about GPUs is another; python tools/gpu_table.py --write", file=sys.stderr)
+            print("README.md: the section about GPUs is outdated; run python tools/gpu_table.py --write", file=sys.stderr)
             return 1
     else:
         print(written, end="")

@@ -1,9 +1,9 @@
-"""Profiles rounds of a script with an engine, as it is: under nsys where there is one and a GPU, else with the engine's own timeline.
+"""Profiles rounds of an unchanged script with an engine: under nsys on a GPU, otherwise with the engine's own timeline.
 
-Everything behind -- is the script, a .py file or a command. Of the first engine that it makes, the rounds of --rounds are recorded;
-loading, capture and warm-up stay out of the figures. Then the report is printed, as nsys_report.py does, and kept as OUT.report.json.
-The variables that are set (they are printed) can as well be set by hand, for a server that somebody else starts.
-Exit codes: 0 done, 1 the script failed or never came to these rounds, 2 bad input, 130 Ctrl-C.
+Everything after -- is the script, a .py file or a command. Records the rounds of --rounds of the first engine that it creates,
+without loading, capture and warm-up. Prints the report of nsys_report.py and saves it as OUT.report.json. The environment variables
+that it sets are printed; set them by hand to profile a server that is started in another way.
+Exit codes: 0 done, 1 the script failed or did not reach these rounds, 2 bad input, 130 Ctrl-C.
 
     python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench
     python tools/nsys_profile.py --bench --print
@@ -37,16 +37,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rounds", default="20-40", metavar="FIRST-LAST", help="which rounds, counted from 0, both included (default: %(default)s)")
-    add("--out", type=Path, default=Path("profile"), metavar="PATH", help="what the files' names begin with (default: ./%(default)s)")
-    add("--with", dest="tool", choices=("auto", "nsys", "trace"), default="auto", help="who records: nsys, or the engine (default: auto)")
-    add("--nsys", default="nsys", metavar="PATH", help="which nsys (default: the one on the path)")
-    add("--print", dest="only_print", action="store_true", help="print the command and why each flag is there, and run nothing")
+    add("--out", type=Path, default=Path("profile"), metavar="PATH", help="prefix of the output files (default: ./%(default)s)")
+    add(
+        "--with",
+        dest="tool",
+        choices=("auto", "nsys", "trace"),
+        default="auto",
+        help="recorder: nsys, or the engine's trace (default: auto)",
+    )
+    add("--nsys", default="nsys", metavar="PATH", help="nsys executable (default: the one on the path)")
+    add("--print", dest="only_print", action="store_true", help="print the command with the reason for each flag, and run nothing")
     add("--json", action="store_true", help="print the report as one JSON document instead of a table")
     add("--bench", action="store_true", help="profile the built-in bench: requests for JSON over the toy pair, or over --model")
-    add("--model", metavar="PATH", help="of the bench: a model's folder or .gguf file")
-    add("--draft", metavar="DRAFT", help="of the bench, with --model: what Engine.from_pretrained takes (default: ngram)")
-    add("--rows", type=int, default=4, metavar="N", help="of the bench: requests at once (default: %(default)s)")
-    add("-k", "--drafts", type=int, default=4, metavar="K", help="of the bench: drafts per round (default: %(default)s)")
+    add("--model", metavar="PATH", help="for --bench: a model folder or .gguf file (default: the toy pair)")
+    add("--draft", metavar="DRAFT", help="for --bench with --model: draft of Engine.from_pretrained (default: ngram)")
+    add("--rows", type=int, default=4, metavar="N", help="for --bench: concurrent requests (default: %(default)s)")
+    add("-k", "--drafts", type=int, default=4, metavar="K", help="for --bench: drafts per round (default: %(default)s)")
     options = parser.parse_args(arguments[:here])
     options.script = arguments[here + 1 :]
     return options
@@ -60,11 +66,20 @@ def script_of(options: argparse.Namespace, rounds: tuple[int, int]) -> list[str]
     if options.draft and not options.model:
         raise ValueError("--draft: got one without --model, expected both: the toy pair has a draft of its own")
     model = ["--model", options.model, "--draft", options.draft or "ngram"] if options.model else []
-    return [str(WORKLOAD), "--rounds", str(rounds[1] + 1 + command.BEHIND), "--rows", str(options.rows), "-k", str(options.drafts), *model]
+    return [
+        str(WORKLOAD),
+        "--rounds",
+        str(rounds[1] + 1 + command.EXTRA_ROUNDS),
+        "--rows",
+        str(options.rows),
+        "-k",
+        str(options.drafts),
+        *model,
+    ]
 
 
 def uses_nsys(tool: str, nsys: str) -> bool:
-    """nsys sees CUDA only; without a driver there is none. ValueError where it was asked for and is not there."""
+    """True if nsys should record. nsys needs CUDA and a driver; ValueError if it was requested and is missing."""
     if tool == "nsys" and shutil.which(nsys) is None:
         raise ValueError(f"--with nsys: found no {nsys!r} here; expected it on the path, --nsys PATH, or --with trace, which needs none")
     return tool == "nsys" or (tool == "auto" and shutil.which(nsys) is not None and has_driver())
@@ -99,21 +114,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def profile(options: argparse.Namespace, line: list[str], variables: dict[str, str], with_nsys: bool) -> int:
-    """Run it and report. The script's own output goes to stderr, so that a pipe carries the report alone."""
+    """Run the script and report. The script's output goes to stderr, so that stdout has the report only."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     written, report_file = command.rounds_file(options.out), options.out.with_name(options.out.name + ".report.json")
-    written.unlink(missing_ok=True)  # an older run's would be taken for this one's
+    written.unlink(missing_ok=True)  # left by an earlier run
     print(f"nsys_profile: {command.clip_repr(line, variables)}", file=sys.stderr)
     done = subprocess.run(line, env={**os.environ, **variables}, stdout=STDERR, check=False)
     if not written.is_file():
-        why = f"the script ended with {done.returncode}" if done.returncode else "no engine came to these rounds"
+        why = f"the script ended with {done.returncode}" if done.returncode else "no engine reached these rounds"
         print(f"nsys_profile: {why}; nothing was recorded of rounds {options.rounds}", file=sys.stderr)
         return FAILED
     source = options.out.with_name(options.out.name + ".2.nsys-rep") if with_nsys else written
     report = figures.document(sources.read_profile([source], written, options.nsys))
     report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2) if options.json else tables.text(report))
-    print(f"nsys_profile: kept {report_file}; times are in {source}", file=sys.stderr)
+    print(f"nsys_profile: saved {report_file}; times are in {source}", file=sys.stderr)
     if done.returncode:
         print(f"nsys_profile: the script ended with {done.returncode}", file=sys.stderr)
     return FAILED if done.returncode else 0

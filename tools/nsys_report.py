@@ -1,10 +1,10 @@
-"""Where the time of profiled rounds went: stages, idle gaps, host nodes and what hides them, waits, acceptance.
+"""Report of profiled rounds: stages, idle gaps, host nodes and how far they are hidden, waits, acceptance.
 
-Takes what nsys_profile.py made: a report of nsys (.nsys-rep, exported by the nsys on the path; or the .sqlite that
-`nsys export --type sqlite` writes), the engine's own timeline (.rounds.json), a trace of torch's profiler over the same rounds
-(.json, with --sidecar), or a report that was made before.
-Beside NAME.2.nsys-rep, of the rounds, NAME.1.nsys-rep of the capture and NAME.rounds.json are found by themselves.
-Exit codes: 0 done, 2 a file will not do, which is told on stderr.
+Reads the files of nsys_profile.py: a report of nsys (.nsys-rep, exported with the nsys on the path; or the .sqlite of
+`nsys export --type sqlite`), the engine's own timeline (.rounds.json), a torch profiler trace of the same rounds (.json, with
+--sidecar), or an earlier report. Given NAME.2.nsys-rep of the rounds, it finds NAME.1.nsys-rep of the capture and
+NAME.rounds.json by itself.
+Exit codes: 0 done, 2 unusable file, with a message on stderr.
 
     python tools/nsys_report.py profile.2.nsys-rep
     python tools/nsys_report.py profile.rounds.json --png timeline.png
@@ -31,8 +31,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("files", nargs="+", type=Path, metavar="FILE", help="a .nsys-rep, a .sqlite, a .json; see above")
     add("--json", action="store_true", help="print the report as one JSON document instead of a table")
     add("--png", type=Path, metavar="PATH", help="also draw some rounds from the middle (needs matplotlib)")
-    add("--sidecar", type=Path, metavar="PATH", help="what the engine wrote down (default: NAME.rounds.json beside FILE)")
-    add("--nsys", default="nsys", metavar="PATH", help="the nsys that exports (default: the one on the path)")
+    add("--sidecar", type=Path, metavar="PATH", help="counters written by the engine (default: NAME.rounds.json beside FILE)")
+    add("--nsys", default="nsys", metavar="PATH", help="nsys executable for the export (default: the one on the path)")
     return parser.parse_args(arguments)
 
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
                 save_picture(profile, options.png)
         elif options.png:
-            raise ValueError(f"--png: got {options.files[0]}, expected the profile that it was made of: a report has no times to draw")
+            raise ValueError(f"--png: got {options.files[0]}, expected the profile: a report has no times to draw")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"nsys_report: {error}", file=sys.stderr)
         return BAD_INPUT

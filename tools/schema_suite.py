@@ -1,9 +1,9 @@
-"""Rewrites the table of what each grammar back end makes of the JSON-Schema-Test-Suite, and prints the totals.
+"""Rewrites the table of results of each grammar back end on the JSON-Schema-Test-Suite, and prints the totals.
 
-    python tools/schema_suite.py            # after a change: look at the difference, then commit it
+    python tools/schema_suite.py            # after a change; review the difference, then commit it
     python tools/schema_suite.py --import-from path/to/tests/draft2020-12
 
-The suite is carried in tests/data with its licence, one schema to a line; --import-from takes it anew from a checkout.
+The suite is in tests/data with its licence, one schema per line; --import-from updates it from a checkout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.helpers import schema_cases
 
 
 def imported(folder: Path) -> str:
-    """The required tests of one draft, one line per schema, without what the cases do not need."""
+    """The required tests of one draft, one line per schema, without unused fields."""
     lines = []
     for path in sorted(folder.glob("*.json")):
         for group in json.loads(path.read_text(encoding="utf-8")):
@@ -31,7 +31,7 @@ def imported(folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--import-from", type=Path, help="take the suite anew from this folder of JSON files")
+    parser.add_argument("--import-from", type=Path, help="update the suite from this folder of JSON files")
     options = parser.parse_args()
     if options.import_from:
         schema_cases.SUITE.write_text(imported(options.import_from), encoding="utf-8")

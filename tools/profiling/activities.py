@@ -1,7 +1,7 @@
-"""From what a profiler records of a GPU to spans: which stage a graph node belongs to, and when host nodes ran.
+"""Converts profiler activities to spans: the stage of each graph node, and the times of host nodes.
 
-A stage's name comes from the ranges around a node's creation where the profiler saw the capture, else from the order of the
-nodes, which is that of the capture. Where neither holds the node is told as UNKNOWN, with a note, and never as a stage.
+A stage's name comes from the NVTX ranges around a node's creation if the profiler saw the capture, otherwise from the order of
+the nodes, which is that of the capture. If neither is available the node is UNKNOWN, with a note.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ SIDE = "side"
 
 
 class Activity(NamedTuple):
-    """One thing that the device did: a kernel, a copy or a fill."""
+    """One device activity: a kernel, a copy or a fill."""
 
     start_ns: int
     end_ns: int
     stream: int
     round: int
-    node: int | None  # of the graph; None where no graph launched it
+    node: int | None  # graph node; None if not launched by a graph
 
 
 class HostRun(NamedTuple):
-    """One run of a host node. The name is empty where the profiler does not know it."""
+    """One run of a host node; the name is empty if the profiler does not have it."""
 
     start_ns: int
     end_ns: int
@@ -41,14 +41,14 @@ class HostRun(NamedTuple):
 
 @dataclass
 class Named:
-    """Activities with stages, and what could not be named."""
+    """Spans with stages, and notes on unknown ones."""
 
     spans: list[Span] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sidecar: Sidecar) -> Named:
-    """One span per activity. `stage_of` is what the profiler itself knows of the nodes; empty where it missed the capture."""
+    """One span per activity. `stage_of`: stages that the profiler recorded for nodes; empty if it missed the capture."""
     found = Named()
     main = _main_stream(activities)
     inside = [activity for activity in activities if activity.node is not None and activity.round != OUTSIDE]
@@ -71,7 +71,7 @@ def named_spans(activities: Sequence[Activity], stage_of: Mapping[int, str], sid
 
 
 def _main_stream(activities: Iterable[Activity]) -> int:
-    """The one with the most work; a graph's branches may go by numbers of their own."""
+    """The stream with the most work; branches of a graph may have their own stream numbers."""
     times: Counter[int] = Counter()
     for activity in activities:
         times[activity.stream] += activity.end_ns - activity.start_ns
@@ -79,7 +79,7 @@ def _main_stream(activities: Iterable[Activity]) -> int:
 
 
 def _by_order(inside: Iterable[Activity], sidecar: Sidecar, notes: list[str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Stage and stream of every node, if a round's nodes are as many as its recording has beside host nodes."""
+    """Stage and stream of every node, if the round has as many nodes as the recording without host nodes."""
     keys = {launch.round: launch.key for launch in sidecar.launches}
     nodes: dict[int, set[int]] = defaultdict(set)
     for activity in inside:
@@ -100,14 +100,14 @@ def _by_order(inside: Iterable[Activity], sidecar: Sidecar, notes: list[str]) ->
             why = (
                 f"the profile shows {len(found)} of its nodes, the recording has {len(labels)}"
                 if labels
-                else "the engine's own list is missing"
+                else "the list of the engine is missing"
             )
             notes.append(f"stages of round {number} ({key or 'no key'}) are unknown: the capture was not profiled, and {why}")
     return names, streams
 
 
 def host_spans(runs: Sequence[HostRun], sidecar: Sidecar, clock_offset_ns: int | None) -> list[Span]:
-    """What the profiler recorded of host nodes, else what the engine wrote down by its own clock."""
+    """Host-node runs from the profiler, otherwise from the engine's file."""
     if runs:
         names = {key: [run.name for run in stages if run.kind == "host"] for key, stages in sidecar.stages.items()}
         keys = {launch.round: launch.key for launch in sidecar.launches}
@@ -127,7 +127,7 @@ def host_spans(runs: Sequence[HostRun], sidecar: Sidecar, clock_offset_ns: int |
 
 
 def with_hosts(spans: Sequence[Span], sidecar: Sidecar) -> tuple[Span, ...]:
-    """Torch's profiler sees launches and no host nodes: these are added from what the engine wrote down."""
+    """Adds host nodes from the engine's file, since torch's profiler does not record them."""
     if any(span.kind == "host" for span in spans):
         return tuple(spans)
     begun = {span.round: span.start_ns for span in spans if span.kind == "launch"}
@@ -135,6 +135,6 @@ def with_hosts(spans: Sequence[Span], sidecar: Sidecar) -> tuple[Span, ...]:
 
 
 def clock_offset(begun: Mapping[int, int], sidecar: Sidecar) -> int | None:
-    """From the engine's clock to the profiler's: the median over the rounds whose launch both saw begin."""
+    """Offset of the profiler's clock from the engine's: median over rounds whose launch both recorded."""
     both = [begun[launch.round] - launch.launched_ns for launch in sidecar.launches if launch.round in begun]
     return round(statistics.median(both)) if both else None

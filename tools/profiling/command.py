@@ -1,6 +1,6 @@
-"""The line that profiles: nsys with what the report needs and nothing that disturbs the rounds, or the script alone.
+"""The profiled command line: the script under nsys with the flags that the report needs, or the script alone.
 
-Which rounds, the engine in the script learns from its environment; see runtime/profiled.py.
+The engine in the script reads the rounds from its environment.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# flag, why. {out} is where the reports go.
+# flag and reason; {out} is the prefix of the reports
 FLAGS = (
-    ("--trace=cuda,nvtx", "launches, graph nodes and stages; what else nsys traces costs time and answers nothing here"),
-    ("--cuda-graph-trace=node", "a graph as a whole has no stages"),
-    ("--capture-range=cudaProfilerApi", "the engine says when: loading and warming up stay out"),
-    ("--capture-range-end=repeat:2", "the first range is the capture, where nodes get their stages, the second the rounds"),
+    ("--trace=cuda,nvtx", "launches, graph nodes and stages; other traces cost time and are not used"),
+    ("--cuda-graph-trace=node", "without it nsys records whole graphs, without stages"),
+    ("--capture-range=cudaProfilerApi", "the engine starts and stops the recording; excludes loading and warm-up"),
+    ("--capture-range-end=repeat:2", "first range: capture, where nodes get their stages; second range: rounds"),
     ("--sample=none", "sampling would interrupt the host nodes that are being measured"),
-    ("--cpuctxsw=none", "the same, and it may need privileges"),
-    ("--wait=primary", "grammar workers of the script need not be waited for"),
-    ("--force-overwrite=true", "the same name again is the next try"),
+    ("--cpuctxsw=none", "the same; may also need privileges"),
+    ("--wait=primary", "do not wait for grammar workers of the script"),
+    ("--force-overwrite=true", "allow repeated runs with one name"),
     ("--output={out}", "writes {out}.1.nsys-rep of the capture and {out}.2.nsys-rep of the rounds"),
 )
 ROUNDS, FILE, TOOL, NVTX = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH", "STEPGRAPH_NVTX"
 
 
-BEHIND = 3  # rounds that the bench goes on for: the results of the last one are read while the next ones are on their way
+EXTRA_ROUNDS = 3  # additional rounds of the bench: results are read while later rounds are in flight
 
 
 def checked_rounds(text: str) -> tuple[int, int]:
-    """First and last round; ValueError where that is no range."""
+    """First and last round; ValueError if `text` is not a range."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"--rounds: got {text!r}, expected FIRST-LAST, two whole numbers, the second one greater, like 20-40")
+        raise ValueError(f"--rounds: got {text!r}, expected FIRST-LAST with FIRST < LAST, for example 20-40")
     return int(match[1]), int(match[2])
 
 
 def rounds_file(out: Path) -> Path:
-    """What the engine writes down."""
+    """The file written by the engine."""
     return out.with_name(out.name + ".rounds.json")
 
 
@@ -48,7 +48,7 @@ def environment(rounds: tuple[int, int], out: Path, with_nsys: bool) -> dict[str
 
 
 def python_line(script: Sequence[str]) -> list[str]:
-    """A .py file is run by this interpreter; anything else is a command."""
+    """The command of a script: a .py file runs with this interpreter."""
     return [sys.executable, *script] if script[0].endswith(".py") else list(script)
 
 
@@ -61,5 +61,5 @@ def reasons(out: Path) -> list[str]:
 
 
 def clip_repr(line: Sequence[str], variables: Mapping[str, str]) -> str:
-    """As one would type it."""
+    """The command as typed in a shell."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, line)])

@@ -1,7 +1,7 @@
-"""The report: one document of plain numbers for every profiler. `tests/data/profile_report.schema.json` is its shape.
+"""The report: one JSON document, the same for every profiler. Schema: `tests/data/profile_report.schema.json`.
 
-Idle is what no device work covers on the main stream. A host node is hidden as far as the main stream works meanwhile, and exposed
-for the rest, so the two add up to its time.
+Idle: time without device work on the main stream. A host node is hidden while the main stream works and exposed otherwise; the two
+add up to its time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from tools.profiling.spans import MAIN, OUTSIDE, Interval, Profile, Span, common, length, union, without
 
 VERSION = 1
-READS_MASKS = ("accept", "choose_draft")  # the stages that wait for a mask, where nobody recorded the waits themselves
+READS_MASKS = ("accept", "choose_draft")  # stages that wait for a mask; used if waits were not recorded
 Document = dict[str, Any]
 
 
 class Work:
-    """The device work of a profile by where and when, looked up again and again."""
+    """An index of the device work of a profile."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = tuple(spans)
@@ -33,7 +33,7 @@ class Work:
         self._begins = [start for start, _ in self.windows.values()]
 
     def _windows(self) -> dict[int, Interval]:
-        """From the first to the last thing that a round did on the main stream."""
+        """Start of the first and end of the last activity of a round on the main stream."""
         windows: dict[int, Interval] = {}
         for span in self.spans:
             if span.stream == MAIN and span.kind in ("stage", "wait") and span.round != OUTSIDE:
@@ -42,7 +42,7 @@ class Work:
         return dict(sorted(windows.items()))
 
     def round_of(self, span: Span) -> int:
-        """Of what ran between rounds, the one in front of it."""
+        """The round before an activity between rounds."""
         if span.round != OUTSIDE:
             return span.round
         at = bisect.bisect_right(self._begins, span.start_ns) - 1
@@ -52,13 +52,13 @@ class Work:
         return without(window, self.busy)
 
     def between(self) -> list[Interval]:
-        """From the end of a round to the beginning of the next, where both were recorded."""
+        """Time from the end of a round to the start of the next, if both were recorded."""
         pairs = itertools.pairwise(self.windows.items())
         return [(first[1], max(first[1], second[0])) for (number, first), (after, second) in pairs if after == number + 1]
 
 
 def document(profile: Profile) -> Document:
-    """ValueError where the profile holds no round."""
+    """The report; ValueError if the profile has no round."""
     work = Work(profile.spans)
     if not work.windows:
         sources = ", ".join(profile.sources) or "the profile"
@@ -91,7 +91,7 @@ def _rounds(work: Work) -> Document:
 
 
 def _stages(work: Work) -> list[Document]:
-    """In the order in which a round runs them. Work on one stream that overlaps counts once."""
+    """Stages in the order of a round. Overlapping work on one stream counts once."""
     by_round: dict[tuple[str, str], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in work.stages:
         by_round[span.stream, span.name][work.round_of(span)].append(span)
@@ -161,15 +161,15 @@ def _host_nodes(work: Work, counters: Mapping[str, Any]) -> Document:
 
 
 def _exposed_wait(work: Work) -> Document:
-    """How long the main stream stood still for masks, by the best that was recorded; the third is an upper bound."""
+    """Time that the main stream waited for masks, from the best available record; the third source is an upper bound."""
     if work.waits:
         source, found = "waits", union((span.start_ns, span.end_ns) for span in work.waits)
     elif work.hosts:
         beside = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
-        source = "idle in front of what reads a mask, while host nodes or their copies ran"
+        source = "idle before a stage that reads a mask, while host nodes or their copies ran"
         found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _in_front_of_readers(work))
     elif any(span.stream != MAIN for span in work.stages):
-        source, found = "idle in front of what reads a mask", _in_front_of_readers(work)
+        source, found = "idle before a stage that reads a mask", _in_front_of_readers(work)
     else:
         source, found = "no round had host nodes", []
     waits = [length(common(work.idle_in(window), found)) for window in work.windows.values()]
@@ -183,7 +183,7 @@ def _in_front_of_readers(work: Work) -> list[Interval]:
 
 
 def _acceptance(counters: Mapping[str, Any]) -> Document | None:
-    """Of the very rounds that were profiled, row by row."""
+    """Acceptance in the profiled rounds, per row."""
     rows = int(counters.get("row_rounds", 0))
     if not rows:
         return None

@@ -1,7 +1,7 @@
-"""Reads what `nsys export --type sqlite` writes, from nsys 2023.4 on. Columns come and go with versions; what must be there is named.
+"""Reads exports of `nsys export --type sqlite`, from nsys 2023.4 on. Errors name missing tables and columns.
 
-The ids of graph nodes are those of the process, whichever collection saw them: a first file may hold the captures, a second one
-the rounds. Times are not: each collection counts from its own begin.
+Graph node ids are valid for the whole process: a first file may have the captures, a second one the rounds. Times are relative to
+the start of each collection.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.profiling.spans import OUTSIDE, Profile
 KERNEL, NVTX, RUNTIME = "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"
 COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 NODES, GRAPHS = "CUDA_GRAPH_NODE_EVENTS", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-# As the stream waits for it, then as its thread ran it: only nsys from late 2025 on, over CUDA 13.1, knows of host nodes.
+# Host nodes on the stream and on the host thread; recorded by nsys from late 2025 on, with CUDA 13.1.
 HOSTS = ("CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", "CUDA_HOST_CALLBACK")
 WANTED = {
     KERNEL: "--trace=cuda,nvtx, and a range in which rounds ran",
@@ -29,7 +29,7 @@ WANTED = {
     RUNTIME: "--trace=cuda,nvtx",
 }
 ROUND = re.compile(r"round (\d+)(?:: .*)?$")
-PROCESS = 1 << 24  # a globalTid is the process times this, plus the thread; a globalPid is the process times this
+PROCESS = 1 << 24  # globalTid = process * this + thread; globalPid = process * this
 Range = tuple[int, int, str]
 
 
@@ -54,7 +54,7 @@ class Export:
         self._db.close()
 
     def rows(self, table: str, *columns: str, **defaults: Any) -> Iterator[dict[str, Any]]:
-        """Rows with exactly these columns; those of `defaults` may be missing in this version of nsys."""
+        """Rows with these columns; columns in `defaults` may be missing in some versions of nsys."""
         if table not in self.tables:
             raise ValueError(f"{self.path}: no table {table}; profile with {WANTED.get(table, '--trace=cuda,nvtx')}")
         present = {row["name"] for row in self._db.execute(f'PRAGMA table_info("{table}")')}
@@ -82,7 +82,7 @@ class Export:
 
 
 def read_nsys(paths: Sequence[Path], sidecar: Sidecar) -> Profile:
-    """The rounds of the one file that has some; the others tell of captures. ValueError names what is missing and what to pass to nsys."""
+    """The profile from the one file with rounds; other files have captures. ValueError names what is missing and the nsys flags to pass."""
     with contextlib.ExitStack() as stack:
         exports = [Export(path) for path in paths]
         for export in exports:
@@ -107,7 +107,7 @@ def _profile(export: Export, rounds: Rounds, stages: Mapping[int, str], sidecar:
 
 
 class Rounds:
-    """Which launch belongs to which round: the one whose range was open on the launching thread."""
+    """Round of each launch: the range that was open on the launching thread."""
 
     def __init__(self, ranges: Mapping[int, list[Range]], calls: Mapping[tuple[int, int], Call]) -> None:
         self._open = {
@@ -122,7 +122,7 @@ class Rounds:
         return bool(self.begun)
 
     def of(self, process: int | None, correlation: int | None) -> int:
-        """OUTSIDE where no round launched it."""
+        """The round of an activity; OUTSIDE if no round launched it."""
         if correlation is None:
             return OUTSIDE
         call = self._alone.get(correlation) if process is None else self._calls.get((process, correlation))
@@ -171,7 +171,7 @@ def _hosts(export: Export, rounds: Rounds, stages: Mapping[int, str]) -> list[Ho
 
 
 def stages_of_nodes(export: Export) -> dict[int, str]:
-    """The innermost range around the creation of every node, and of what was cloned from it."""
+    """The innermost NVTX range around the creation of every node and its clones."""
     if NODES not in export.tables or NVTX not in export.tables:
         return {}
     ranges = export.ranges()
@@ -193,7 +193,7 @@ def stages_of_nodes(export: Export) -> dict[int, str]:
 
 
 def _innermost(ranges: Sequence[Range], at: int) -> str | None:
-    """They are in the order of their begins, so the last one that is still open is the innermost."""
+    """The innermost open range; ranges are sorted by start."""
     for index in range(bisect.bisect_right(ranges, at, key=lambda one: one[0]) - 1, -1, -1):
         if ranges[index][1] >= at and not ROUND.match(ranges[index][2]):
             return ranges[index][2]

@@ -1,6 +1,6 @@
-"""What the engine writes down at the end of a profiled range: which rounds, as which key, and what it counted meanwhile.
+"""The file that the engine writes after a profiled range: rounds, graph keys, counters.
 
-A profiler sees graph nodes without names. The recording's own list of stages, in the order of the capture, gives them back.
+A profiler records graph nodes without names; the file has the stages in the order of the capture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KIND = "stepgraph rounds"
 
 
 class Run(NamedTuple):
-    """Nodes that a recording holds one after the other; `graphs/spans.py` has the same."""
+    """Consecutive nodes of one stage in a recording; like the class in `graphs/spans.py`."""
 
     stream: str
     name: str
@@ -39,12 +39,12 @@ class Sidecar:
     host_nodes: tuple[tuple[str, int, int, int], ...] = ()  # name, round, start and end by the monotonic clock
     counters: Mapping[str, Any] = field(default_factory=dict)
     backend: str = ""
-    spans: tuple[Span, ...] = ()  # where the engine itself recorded its timeline
+    spans: tuple[Span, ...] = ()  # if the engine recorded the timeline itself
     notes: tuple[str, ...] = ()
 
     @property
     def stream_of(self) -> dict[str, str]:
-        """The stream of every stage and host node that is on one stream only."""
+        """Stream of every stage and host node that occurs on one stream only."""
         streams: dict[str, set[str]] = {}
         for runs in self.stages.values():
             for run in runs:
@@ -53,7 +53,7 @@ class Sidecar:
 
 
 def read_sidecar(path: Path) -> Sidecar:
-    """ValueError where the file is something else."""
+    """ValueError if the file is not one written by the engine."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["document"] != KIND:

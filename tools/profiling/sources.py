@@ -1,4 +1,4 @@
-"""From the files that a user names to a profile: reports are exported, and what belongs to a file is found beside it."""
+"""Reads a profile from the files that a user names; exports nsys reports and finds related files beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPORT_SECONDS = 600
 
 
 def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str = "nsys") -> Profile:
-    """ValueError names the file that is missing or will not do."""
+    """ValueError names a missing or unusable file."""
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path}: got no such file, expected a .nsys-rep, .sqlite or .rounds.json")
@@ -33,7 +33,7 @@ def read_profile(paths: Sequence[Path], sidecar: Path | None = None, nsys: str =
 
 
 def _trace_events(path: Path) -> list[dict[str, Any]] | None:
-    """Of a Chrome trace; None for another file."""
+    """Events of a Chrome trace; None for another file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, ValueError):
@@ -46,7 +46,7 @@ def _torch_profile(path: Path, events: list[dict[str, Any]], sidecar_file: Path 
     from tools.profiling.timeline import from_torch
 
     if sidecar_file is None:
-        raise ValueError(f"{path}: a trace of torch's profiler does not name stages; expected --sidecar with what the engine wrote down")
+        raise ValueError(f"{path}: a trace of torch's profiler does not name stages; expected --sidecar with the file of the engine")
     sidecar = read_sidecar(sidecar_file)
     return Profile(
         "torch", with_hosts(from_torch(events, sidecar), sidecar), (path.name, sidecar_file.name), sidecar.counters, sidecar.notes
@@ -54,7 +54,7 @@ def _torch_profile(path: Path, events: list[dict[str, Any]], sidecar_file: Path 
 
 
 def own_profile(path: Path, sidecar: Sidecar) -> Profile:
-    """The timeline that the engine recorded itself; ValueError where it left that to nsys."""
+    """The timeline that the engine recorded; ValueError if nsys recorded it."""
     if not sidecar.spans:
         raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; expected that profile's .nsys-rep or .sqlite")
     if not any(sidecar.stages.values()):
@@ -64,14 +64,14 @@ def own_profile(path: Path, sidecar: Sidecar) -> Profile:
 
 
 def beside(path: Path) -> Path | None:
-    """What the engine wrote down of the same run."""
+    """The engine's file of the same run."""
     stem = re.sub(r"(\.\d+)?\.(nsys-rep|qdrep|sqlite|json)$", "", path.name)
     found = path.with_name(f"{stem}.rounds.json")
     return found if found.is_file() else None
 
 
 def with_capture(paths: Sequence[Path]) -> list[Path]:
-    """A report of the rounds alone, name.2, is read with that of the capture, name.1, if it is there."""
+    """Adds the capture's report, name.1, to that of the rounds, name.2, if it exists."""
     if len(paths) == 1 and (match := re.fullmatch(r"(.*)\.2\.([a-z-]+)", paths[0].name)):
         capture = paths[0].with_name(f"{match[1]}.1.{match[2]}")
         if capture.is_file():
@@ -80,7 +80,7 @@ def with_capture(paths: Sequence[Path]) -> list[Path]:
 
 
 def exported_file(path: Path, nsys: str) -> Path:
-    """The .sqlite of a report, made by nsys unless a newer one is there."""
+    """The .sqlite of a report, exported unless a newer one exists."""
     if path.suffix not in REPORTS:
         return path
     exported = path.with_suffix(".sqlite")
@@ -96,7 +96,7 @@ def exported_file(path: Path, nsys: str) -> Path:
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """A report that was made before; None for another file."""
+    """An earlier report; None for another file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError):

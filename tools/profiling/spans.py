@@ -1,7 +1,6 @@
-"""What a profile is made of, whoever took it: spans on streams, the rounds they belong to, and what the engine counted meanwhile.
+"""A profile: spans on streams, their rounds, and counters of the engine; independent of the profiler.
 
-Knows times and names; knows nothing of profilers, files or devices, and imports nothing of stepgraph: reports are also read where
-there is no torch.
+Imports nothing of stepgraph, so that reports can be read without torch.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 MAIN = "main"
-OUTSIDE = -1  # the round of what ran between rounds: prompts, the batch on its way in, results on their way out
+OUTSIDE = -1  # round number of work between rounds: prompts, uploads, results
 Kind = Literal["stage", "host", "wait", "launch"]
 Interval = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Something took this long, as in `graphs/spans.py`. Where a GPU was profiled, one of a stage is one kernel, copy or fill."""
+    """A timed activity, as in `graphs/spans.py`. On a GPU a stage span is one kernel, copy or fill."""
 
     stream: str
     name: str
@@ -34,7 +33,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The rounds of one range. `counters` is what the engine counted over the same rounds; empty where nobody wrote it down."""
+    """The profiled rounds. `counters`: the engine's counters over the same rounds, if available."""
 
     backend: Literal["nsys", "torch", "tape"]
     spans: tuple[Span, ...]
@@ -44,7 +43,7 @@ class Profile:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, in order and without overlaps."""
+    """Union of the intervals, sorted and disjoint."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -59,9 +58,9 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The time that lies in both; each of them as `union` gives it."""
+    """Intersection of two unions."""
     found = []
-    index = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # else many short windows would cost a square
+    index = bisect.bisect_right(second, first[0][0], key=lambda one: one[1]) if first else 0  # avoids quadratic time for many short windows
     for start, end in first:
         while index < len(second) and second[index][1] <= start:
             index += 1
@@ -73,7 +72,7 @@ def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interv
 
 
 def without(window: Interval, busy: Sequence[Interval]) -> list[Interval]:
-    """What of `window` is not in `busy`."""
+    """`window` without `busy`."""
     gaps, at = [], window[0]
     for start, end in common([window], busy):
         if start > at:

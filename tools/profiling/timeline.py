@@ -1,6 +1,6 @@
-"""Between profiles and the engine's own timelines: pictures of the one, spans from a trace of torch's profiler for the other.
+"""Converts profiles to pictures, and torch profiler traces to spans.
 
-Imported only where it is needed: it brings torch.
+Imports torch; import only where needed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DRAWN_ROUNDS = 3
 
 
 def save_picture(profile: Profile, path: Path) -> None:
-    """A few rounds from the middle; RuntimeError names what brings matplotlib where it is missing."""
+    """Draw a few rounds from the middle; RuntimeError names the missing package."""
     Timeline(stretches(profile.spans), profile.backend).save_picture(path, rounds=DRAWN_ROUNDS)
 
 
 def stretches(spans: Iterable[Span]) -> tuple[marks.Span, ...]:
-    """Kernels of a stage that follow each other on a stream, as one: a picture shows stages."""
+    """Merges consecutive kernels of a stage on one stream."""
     joined: dict[str, list[marks.Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         lane = joined.setdefault(span.stream, [])
@@ -36,7 +36,7 @@ def stretches(spans: Iterable[Span]) -> tuple[marks.Span, ...]:
 
 
 def from_torch(events: Iterable[Mapping[str, Any]], sidecar: Sidecar) -> tuple[Span, ...]:
-    """The n-th graph launch of the trace is the n-th round that the engine wrote down."""
+    """Spans of a trace; its n-th graph launch is the n-th round in the engine's file."""
     runs = [tuple(marks.StageRun(*run) for run in sidecar.stages.get(launch.key, ())) for launch in sidecar.launches]
     first = sidecar.launches[0].round if sidecar.launches else 0
     return tuple(Span(*span) for span in trace.spans_of(events, runs, first, len(runs)))

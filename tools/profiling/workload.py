@@ -1,4 +1,4 @@
-"""The built-in bench of nsys_profile.py: an engine whose rows are always busy with requests for JSON, for so many rounds.
+"""The built-in bench of nsys_profile.py: an engine with all rows busy with JSON requests for a number of rounds.
 
 python tools/profiling/workload.py --rounds 45
 python tools/profiling/workload.py --rounds 45 --model folder --draft ngram
@@ -31,23 +31,23 @@ SCHEMA = {
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=45, help="how many (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=4, help="requests at once (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=45, help="number of rounds (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="concurrent requests (default: %(default)s)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="a model's folder or .gguf file (default: the toy pair)")
-    parser.add_argument("--draft", default="ngram", help="what drafts for it (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="a model folder or .gguf file (default: the toy pair)")
+    parser.add_argument("--draft", default="ngram", help="draft of the model (default: %(default)s)")
     return parser.parse_args(arguments)
 
 
 def make_engine(options: argparse.Namespace) -> Engine:
-    """On the GPU, where there is one."""
+    """An engine on the GPU if available."""
     config = EngineConfig(
         max_rows=options.rows,
         num_speculative_tokens=options.drafts,
         max_length=512,
         buckets=(options.rows,),
         greedy_only=True,
-        compile_isolation="none",  # one grammar, known to be kind: no worker process beside what is measured
+        compile_isolation="none",  # one small grammar: needs no worker process, which could disturb the measurement
     )
     if options.model:
         return Engine.from_pretrained(options.model, options.draft, config=config)
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     constraint, prompt = Constraint.json_schema(SCHEMA), 0
     with make_engine(options) as engine:
-        engine.compile(constraint)  # else the first rounds would run without grammars
+        engine.compile(constraint)  # otherwise the first rounds would run without grammars
         engine.capture(progress=sys.stderr.isatty())
         with tqdm(total=options.rounds, desc="rounds", unit="round", disable=not sys.stderr.isatty(), leave=False) as bar:
             while (done := engine.stats().rounds) < options.rounds:

@@ -86,7 +86,7 @@ def test_a_changed_a_missing_and_a_short_file_are_named_and_nothing_is_installed
     (packed / "parts" / "model.gguf.002").write_bytes(b"")
     assert gpu_pack.main([f"--install={packed}"]) == 1
     paths = capsys.readouterr().err
-    assert "parts/model.gguf.001: other bytes than were packed" in paths
+    assert "parts/model.gguf.001: checksum differs from the manifest" in paths
     assert "wheels/everywhere-1.0-py3-none-any.whl: missing" in paths
     assert "parts/model.gguf.002: got 0 bytes, expected 560" in paths
     assert not (tmp_path / "site").exists() and not (packed / "model.gguf").exists()

@@ -1,6 +1,6 @@
-"""What a user would run without this project: `transformers` generate, greedy, with xgrammar's logits processor, on the same weights.
+"""Baseline: greedy `transformers` generate with xgrammar's logits processor, on the same weights.
 
-With the dynamic cache, a static one, a static one and a compiled step, or assisted by a smaller model; each where it can be had.
+Modes: dynamic cache, static cache, static cache with a compiled step, assisted by a smaller model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODES = ("dynamic", "static", "compiled", "assisted")
 class Timed(NamedTuple):
     tokens: list[int]
     first: float  # seconds until the first token
-    rest: float  # seconds from there to the end
+    rest: float  # seconds from the first token to the end
 
 
 class Clock:
-    """Notes when the first token came: as a streamer, `put` is called with the prompt, then with every token."""
+    """A streamer that records the time of the first token; `put` is called with the prompt, then with every token."""
 
     def __init__(self) -> None:
         self.calls, self.first = 0, 0.0
@@ -44,13 +44,13 @@ class Clock:
 
 
 def not_available() -> str:
-    """Why none of this can run here; empty where it can."""
+    """Why this baseline cannot run here; empty if it can."""
     missing = [name for name in ("transformers", "xgrammar") if importlib.util.find_spec(name) is None]
     return f"not available: {' and '.join(missing)} not installed; pip install {' '.join(missing)}" if missing else ""
 
 
 class Generator:
-    """A model of transformers, and grammars over its vocabulary."""
+    """A transformers model, and grammars over its vocabulary."""
 
     def __init__(self, model: Any, tokenizer_info: Any, pad: int) -> None:
         import xgrammar
@@ -64,7 +64,7 @@ class Generator:
     def generate(
         self, prompt: Sequence[int], new_tokens: int, grammar: Any = None, mode: str = "dynamic", assistant: Any = None, ends: bool = True
     ) -> Timed:
-        """`ends`: a stop token ends the text; else it has `new_tokens` tokens. Of the caches the dynamic one is the fastest on a CPU."""
+        """`ends`: stop at a stop token; otherwise generate `new_tokens` tokens. The dynamic cache is the fastest on a CPU."""
         from transformers import CompileConfig
         from xgrammar.contrib.hf import LogitsProcessor
 
@@ -76,11 +76,11 @@ class Generator:
             options |= {"cache_implementation": "static", "disable_compile": mode == "static"}
         if mode == "compiled":
             options["compile_config"] = CompileConfig()
-            options["compile_config"]._compile_all_devices = True  # else a CPU, where this is tested, would go on without
+            options["compile_config"]._compile_all_devices = True  # compile on a CPU as well, where this is tested
         if mode == "assisted":
             options["assistant_model"] = assistant
         else:
-            options["streamer"] = clock  # assisted generation has none
+            options["streamer"] = clock  # assisted generation has no streamer
         start = time.perf_counter()
         output = self.model.generate(
             torch.tensor([list(prompt)], device=device),
@@ -98,7 +98,7 @@ class Generator:
 
 
 class Baseline(Generator):
-    """The target of a GGUF file as transformers runs it."""
+    """The target of a GGUF file in transformers."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         import transformers
@@ -110,7 +110,7 @@ class Baseline(Generator):
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
         read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]  # type: ignore[no-untyped-call, unused-ignore]
         missing = model.load_state_dict(read, strict=False).missing_keys
-        assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
+        assert missing in ([], ["lm_head.weight"]), missing  # tied to the embedding
         model.tie_weights()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
         info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=config.vocab_size)
@@ -118,7 +118,7 @@ class Baseline(Generator):
 
 
 def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
-    """A model of this project's as transformers runs it, on the same device."""
+    """A model of this project in transformers, on the same device."""
     import transformers
     import xgrammar
 
@@ -127,7 +127,7 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
     wanted = dict(places(target))
     given = {name: target.get_parameter(piece.parameter)[piece.start : piece.start + piece.rows] for name, piece in wanted.items()}
     missing = model.load_state_dict(given, strict=False).missing_keys
-    assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding
+    assert missing in ([], ["lm_head.weight"]), missing  # tied to the embedding
     model.tie_weights()
     stops = list(vocabulary.stop_token_ids)
     info = xgrammar.TokenizerInfo(
@@ -137,7 +137,7 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
 
 
 def small_assistant(target: Llama, vocabulary: Vocabulary) -> nn.Module:
-    """A model of two layers and a quarter of the width, with random weights, for what assisted generation costs."""
+    """A random model with two layers and a quarter of the width, to measure the cost of assisted generation."""
     config = target.config
     width = max(config.head_size * 2, config.hidden_size // 4)
     heads = width // config.head_size
@@ -149,7 +149,7 @@ def small_assistant(target: Llama, vocabulary: Vocabulary) -> nn.Module:
 
 
 def _empty(config: LlamaConfig, stops: Sequence[int], device: torch.device) -> Any:
-    """Of this shape, with whatever weights it is born with."""
+    """A model of this shape with its initial weights."""
     import transformers
 
     rope = config.rope

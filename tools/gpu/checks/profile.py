@@ -60,7 +60,7 @@ def _under_nsys(out: Path, rounds: tuple[int, int]) -> Profile:
 
 def _by_itself(out: Path, rounds: tuple[int, int]) -> Profile:
     with _environment(command.environment(rounds, out, with_nsys=False)):
-        workload.main(["--rounds", str(rounds[1] + 1 + command.BEHIND), "--rows", "2"])
+        workload.main(["--rounds", str(rounds[1] + 1 + command.EXTRA_ROUNDS), "--rows", "2"])
     return sources.read_profile([command.rounds_file(out)])
 
 

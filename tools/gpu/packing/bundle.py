@@ -1,4 +1,4 @@
-"""What goes into a bundle: wheels by name and version, prebuilt libraries as one more, large files in parts, a manifest of all of it."""
+"""Builds a bundle: pinned wheels, a wheel of prebuilt libraries, large files in parts, and a manifest."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 from tools.gpu.packing import unpack
 
-PART_BYTES = 58 << 20  # what carries files to such hosts takes 60 MiB at most
-MOST_WHEEL_BYTES = PART_BYTES  # a wheel goes whole
+PART_BYTES = 58 << 20  # limit of the file transfer to such hosts
+MOST_WHEEL_BYTES = PART_BYTES  # wheels are not split
 WHEELS = Path(__file__).resolve().parent / "wheels.txt"
-MOST_GLIBC = 35  # of the host; torch for CUDA 13 wants 28 at least
+MOST_GLIBC = 35  # glibc of the host; torch for CUDA 13 needs at least 2.28
 TAGS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(MOST_GLIBC, 4, -1)), "manylinux2014_x86_64", "linux_x86_64")
 
 
 def pinned(path: Path) -> list[str]:
-    """`name==version` lines; ValueError names a line that is none."""
+    """`name==version` lines; ValueError names a wrong line."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.split("#")[0].strip()
@@ -33,7 +33,7 @@ def pinned(path: Path) -> list[str]:
 
 
 def without(wanted: Sequence[str], has: Path | None) -> list[str]:
-    """What is not in that list, whatever version is: what a host's other packages were tried with stays there."""
+    """Lines whose package is not in the list `has`, in any version: packages of the host are not replaced."""
     lines = [] if has is None else has.read_text(encoding="utf-8").splitlines()
     there = {_plain(line) for line in lines}
     return [line for line in wanted if _plain(line) not in there]
@@ -44,7 +44,7 @@ def _plain(line: str) -> str:
 
 
 def download(wanted: Sequence[str], folder: Path, python: str, options: Sequence[str]) -> None:
-    """Wheels for that Python on Linux, exactly these and nothing that they depend on. RuntimeError tells what pip could not find."""
+    """Download these wheels for a Python version on Linux, without dependencies. RuntimeError has the message of pip."""
     folder.mkdir(parents=True, exist_ok=True)
     short = python.replace(".", "")
     tags = [part for tag in TAGS for part in ("--platform", tag)]
@@ -57,7 +57,7 @@ def download(wanted: Sequence[str], folder: Path, python: str, options: Sequence
 
 
 def cut(path: Path, name: str, bundle: Path) -> dict[str, Any]:
-    """The file in parts. Returns what the manifest tells of it."""
+    """Split a file. Returns its manifest entry."""
     parts: list[str] = []
     with path.open("rb") as file:
         while piece := file.read(PART_BYTES):
@@ -68,10 +68,10 @@ def cut(path: Path, name: str, bundle: Path) -> dict[str, Any]:
     return {"parts": parts, "bytes": path.stat().st_size, "sha256": unpack.digest(path)}
 
 
-# FlashInfer looks into a package of this name before it builds anything; in its workspace it would build all again, since the
-# commands there name the folders of the machine that built.
+# FlashInfer looks for libraries in a package of this name before it builds. Libraries in its workspace would be rebuilt, since the
+# build commands there contain paths of the build machine.
 PREBUILT = "flashinfer_jit_cache"
-PREBUILT_MODULE = """\"\"\"Programs of FlashInfer that were built elsewhere.\"\"\"
+PREBUILT_MODULE = """\"\"\"Prebuilt libraries of FlashInfer.\"\"\"
 
 from pathlib import Path
 
@@ -84,11 +84,11 @@ def get_jit_cache_dir():
 
 
 def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path:
-    """The libraries that a workspace of FlashInfer holds, as the package where FlashInfer of the version that is packed finds them."""
+    """A wheel of the libraries in a FlashInfer workspace, in the package where the packed FlashInfer version looks for them."""
     versions = [line.split("==")[1] for line in wanted if line.split("==")[0] == "flashinfer-python"]
     found = sorted(libraries.rglob("*.so"))
     if not found or not versions:
-        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, expected some, and one")
+        raise ValueError(f"--libraries: got {len(found)} .so files and {len(versions)} flashinfer-python to pack, expected some and one")
     path, dist_info = folder / f"{PREBUILT}-{versions[0]}-py3-none-linux_x86_64.whl", f"{PREBUILT}-{versions[0]}.dist-info"
     texts = {
         f"{PREBUILT}/__init__.py": PREBUILT_MODULE.format(version=versions[0]),
@@ -109,16 +109,16 @@ def prebuilt_wheel(libraries: Path, wanted: Sequence[str], folder: Path) -> Path
 def make(
     bundle: Path, wanted: Sequence[str], python: str, options: Sequence[str], model: Path | None, libraries: Path | None
 ) -> dict[str, Any]:
-    """Fills an empty folder, and returns its manifest."""
+    """Fill an empty folder; returns its manifest."""
     if bundle.exists() and any(bundle.iterdir()):
-        raise ValueError(f"--out: got {bundle}, which is not empty, expected a new folder")
+        raise ValueError(f"--out: got {bundle}, which is not empty, expected a new or empty folder")
     if libraries is not None:
         prebuilt_wheel(libraries, wanted, bundle / "wheels")
     download(wanted, bundle / "wheels", python, options)
     wheels = sorted((bundle / "wheels").iterdir())
     large = [wheel.name for wheel in wheels if wheel.stat().st_size > MOST_WHEEL_BYTES]
     if large:
-        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, expected such as can be carried whole")
+        raise ValueError(f"wheels: got {', '.join(large)} of more than {MOST_WHEEL_BYTES} bytes, expected smaller wheels")
     joined = {} if model is None else {model.name: cut(model, model.name, bundle)}
     shutil.copyfile(unpack.__file__, bundle / "install.py")
     files = {name: {"bytes": (bundle / name).stat().st_size, "sha256": unpack.digest(bundle / name)} for name in _names(bundle)}

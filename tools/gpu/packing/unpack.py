@@ -1,10 +1,10 @@
-"""Installs a bundle of gpu_pack.py on a host without a package index: checks every byte, joins parts, installs wheels as they are.
+"""Installs a bundle of gpu_pack.py on a host without a package index: verifies checksums, joins parts, installs the wheels.
 
     python install.py                       beside the manifest
-    python install.py --check               looks, and installs nothing
-    python install.py --into FOLDER         where the model goes (default: beside the manifest)
+    python install.py --check               verify only
+    python install.py --into FOLDER         folder for the model (default: beside the manifest)
 
-Needs nothing but Python and pip.
+Needs Python and pip only.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def digest(path: Path) -> str:
 def read_manifest(bundle: Path) -> dict[str, Any]:
     path = bundle / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{bundle}: got no {MANIFEST}, expected the folder that gpu_pack.py wrote")
+        raise ValueError(f"{bundle}: got no {MANIFEST}, expected a folder written by gpu_pack.py")
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return manifest
 
 
 def problems(bundle: Path, manifest: dict[str, Any]) -> list[str]:
-    """One sentence per file that is missing, short or other than it was."""
+    """One line per file that is missing, truncated or changed."""
     found = []
     for name, entry in manifest["files"].items():
         path = bundle / name
@@ -48,12 +48,12 @@ def problems(bundle: Path, manifest: dict[str, Any]) -> list[str]:
         elif path.stat().st_size != entry["bytes"]:
             found.append(f"{name}: got {path.stat().st_size} bytes, expected {entry['bytes']}")
         elif digest(path) != entry["sha256"]:
-            found.append(f"{name}: other bytes than were packed")
+            found.append(f"{name}: checksum differs from the manifest")
     return found
 
 
 def join(bundle: Path, name: str, entry: dict[str, Any], into: Path) -> Path:
-    """One file from its parts; ValueError where it is not the one that was cut."""
+    """Join the parts of a file; ValueError if the checksum differs."""
     path = into / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as whole:
@@ -61,12 +61,12 @@ def join(bundle: Path, name: str, entry: dict[str, Any], into: Path) -> Path:
             with (bundle / part).open("rb") as file:
                 shutil.copyfileobj(file, whole, CHUNK)
     if digest(path) != entry["sha256"]:
-        raise ValueError(f"{path}: other bytes than were cut")
+        raise ValueError(f"{path}: checksum differs from the manifest")
     return path
 
 
 def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]:
-    """What was done, a line each. Nothing is touched unless every file is as it was packed."""
+    """Install; returns one line per action. Changes nothing unless every file is intact."""
     manifest = read_manifest(bundle)
     wrong = problems(bundle, manifest)
     if wrong:
@@ -83,14 +83,14 @@ def install(bundle: Path, into: Path, python: str = sys.executable) -> list[str]
 
 def main(arguments: list[str] | None = None, bundle: Path | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="look at every file, install nothing")
-    parser.add_argument("--into", type=Path, help="where the model goes (default: the bundle)")
+    parser.add_argument("--check", action="store_true", help="verify every file, install nothing")
+    parser.add_argument("--into", type=Path, help="folder for the model (default: the bundle)")
     options = parser.parse_args(arguments)
     bundle = bundle or Path(__file__).resolve().parent
     try:
         if options.check:
             wrong = problems(bundle, read_manifest(bundle))
-            print("\n".join(wrong) or "every file is as it was packed")
+            print("\n".join(wrong) or "every file is intact")
             return 1 if wrong else 0
         print("\n".join(install(bundle, options.into or bundle)))
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
