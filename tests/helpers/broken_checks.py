@@ -1,4 +1,4 @@
-"""Checks that go wrong in every way that gpu_check has to live with, and a run of them."""
+"""Checks that fail in every way that gpu_check must handle, and a run of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from tools import gpu_check
 from tools.gpu.checks.catalogue import Entry
 
-if __name__ != "__main__":  # the worker's side; the other one needs no torch
+if __name__ != "__main__":  # in the worker; the supervisor does not import torch
     from tools.gpu.checks.context import Context, Figures, Skipped
 
 
@@ -19,7 +19,7 @@ def breaks(context: Context) -> Figures:
 
 
 def breaks_in_part(context: Context) -> Figures:
-    """Fails in one part of three, and in none of the others."""
+    """Fails in one of three parts."""
     for index in range(3):
         with context.part(f"part {index}"):
             assert index != 1, "3 bytes differ"
@@ -28,23 +28,23 @@ def breaks_in_part(context: Context) -> Figures:
 
 
 def lacks(context: Context) -> Figures:
-    """Cannot be made here."""
+    """Is skipped."""
     raise Skipped("no such thing here")
 
 
 def means_nothing(context: Context) -> Figures:
-    """Has a figure that is no JSON."""
+    """Returns a figure that is not valid JSON."""
     return {"ratio": math.nan}
 
 
 def works(context: Context) -> Figures:
-    """Passes, and prints where the document should stand alone."""
-    print("a check's own words")
+    """Passes, and prints to stdout."""
+    print("output of a check")
     return {"count": sum(1 for _ in context.turns(7))}
 
 
 def dies(context: Context) -> Figures:
-    """Takes its process with it."""
+    """Crashes its process."""
     ctypes.string_at(0)
     return {}
 

@@ -1,4 +1,4 @@
-"""A run whose worker is this very file: it dies, hangs, loses its device or is interrupted, by the name of what it is asked for."""
+"""A run whose worker is this file: it exits, hangs, loses its device or is interrupted, depending on the name of the check."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTS = {name: "" for name in ("driver", "cuda", "platform", "commit")} | {
 
 
 class Impatient(Entry):
-    """So that a test need not wait."""
+    """A short limit for tests."""
 
     def limit(self, quick: bool, rehearsal: bool) -> float:
         return 0.5 if self.name == "hangs" else 60.0

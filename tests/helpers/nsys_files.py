@@ -1,4 +1,4 @@
-"""Files as nsys exports them, in the tables and columns that it documents, with times chosen by hand."""
+"""Files in the format of nsys exports, with known times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROCESS = 1 << 24
 PID, THREAD = 7 * PROCESS, 7 * PROCESS + 1
 KEY = "rows=1 constrained greedy"
 FIRST, PERIOD = 20, 10_000
-GRAPH = 9 << 32  # the graph that runs; what was captured has another number
+GRAPH = 9 << 32  # id of the executable graph; the captured one differs
 CAPTURED = 4 << 32
 
 TABLES = {
@@ -37,10 +37,10 @@ TABLES = {
         contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, graphId INTEGER NOT NULL,
         graphExecId INTEGER NOT NULL""",
 }
-OLDER = {  # of nsys 2023.4: no endGlobalTid, no graph columns beside the node's
+OLDER = {  # of nsys 2023.4: no endGlobalTid, no graph columns except the node's
     "NVTX_EVENTS": "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER, textId INTEGER",
 }
-# What one round does, from its begin: stage, node, stream, start, end. Node 2 is the host node.
+# Activities of one round, relative to its start: stage, node, stream, start, end. Node 2 is the host node.
 ROUND = [
     ("show head", 1, 13, -20, 30),
     ("place head", 3, 13, 720, 760),
@@ -70,7 +70,7 @@ RUNS = [
 
 
 class Export:
-    """One file; a table is there once it has a row."""
+    """One file. A table exists once it has a row."""
 
     def __init__(self, path: Path, variants: dict[str, str] | None = None) -> None:
         self.path, self._columns = path, {**TABLES, **(variants or {})}
@@ -104,13 +104,13 @@ class Export:
 
 
 def captures(path: Path) -> Path:
-    """The collection of `Engine.capture()`: seven nodes in the ranges of their stages and one in none, then cloned by the instantiation."""
+    """The collection of `Engine.capture()`: seven nodes in the ranges of their stages, one outside, all cloned by the instantiation."""
     export = Export(path)
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill"]
     made = [100 * index for index in range(1, 8)]
     export.ranges([(at - 40, at + 40, name) for at, name in zip(made, names, strict=True)])
-    export.ranges([(1, 5000, "capture")])  # around all of them: the innermost that is open counts
-    made.append(780)  # behind the last range
+    export.ranges([(1, 5000, "capture")])  # around all of them: the innermost open range counts
+    made.append(780)  # after the last range
     nodes = [{"start": at, "end": at, "globalTid": THREAD, "graphNodeId": CAPTURED + index} for index, at in enumerate(made, 1)]
     clones = [
         {"start": 6000, "end": 6000, "globalTid": THREAD, "graphNodeId": GRAPH + index, "originalGraphNodeId": CAPTURED + index}
@@ -123,7 +123,7 @@ def captures(path: Path) -> Path:
 def rounds(
     path: Path, *, host_table: str = "CUPTI_ACTIVITY_KIND_GRAPH_HOST_NODE_AND_HOST_LAUNCH", older: bool = False, graph_only: bool = False
 ) -> Path:
-    """Rounds 20, 21 and 22, of which the second has a late host node; behind each, its results on their way out."""
+    """Rounds 20, 21 and 22, the second with a late host node; each followed by its result copy."""
     export = Export(path, OLDER if older else None)
     for index, (work, host) in enumerate([(ROUND, HOST), (LATE_ROUND, LATE_HOST), (ROUND, HOST)]):
         number, base = FIRST + index, 1000 + PERIOD * index
@@ -151,7 +151,7 @@ def rounds(
 
 
 def sidecar_document(**changes: Any) -> dict[str, Any]:
-    """What the engine would have written of the same rounds, by a clock that is 5,000 behind the profiler's."""
+    """The engine's file of the same rounds, with a clock 5,000 behind the profiler's."""
     hosts = [HOST, LATE_HOST, HOST]
     begins = [1000 + PERIOD * index for index in range(3)]
     return {
@@ -171,7 +171,7 @@ def sidecar_document(**changes: Any) -> dict[str, Any]:
 
 
 def torch_trace() -> list[dict[str, Any]]:
-    """What torch's profiler writes of the same rounds: launches, and work without names; times in microseconds."""
+    """A torch profiler trace of the same rounds: launches and unnamed work, in microseconds."""
     events: list[dict[str, Any]] = []
     for index, work in enumerate([ROUND, LATE_ROUND, ROUND]):
         base, launch = 1000 + PERIOD * index, 2 * (FIRST + index)

@@ -1,4 +1,4 @@
-"""Every tool has --help, and takes the flags of the examples that stand there. What the tools do is in tests of their own."""
+"""Every tool has --help, and its examples parse."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ EXAMPLE = re.compile(r"^ {4}(?:[A-Z_]+=\S+ )?python (?:tools/(\w+)\.py|-m tools\
 
 
 class ParsedError(Exception):
-    """The flags were taken, and nothing more is wanted."""
+    """Raised after parsing, to end the tool."""
 
 
 def name_of(path: Path) -> str:
-    """`soak` of tools/soak/__main__.py too."""
+    """For example `soak` for tools/soak/__main__.py."""
     return path.parent.name if path.stem == "__main__" else path.stem
 
 
@@ -34,7 +34,7 @@ def docstring_of(path: Path) -> str:
 
 
 def examples() -> Iterator[Any]:
-    """File and flags. `...` are the flags of the example before; what comes behind two blanks, or behind `>`, is none."""
+    """File and flags. `...` repeats the flags of the previous example; text after two blanks or `>` is a comment."""
     for path in TOOLS:
         before: list[str] = []
         for found in EXAMPLE.finditer(docstring_of(path)):
@@ -53,7 +53,7 @@ def run(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=name_of)
-def test_help_is_what_the_file_says_of_itself(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_the_docstring(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         run(path, ["--help"], monkeypatch)
     assert left.value.code == 0
@@ -61,7 +61,7 @@ def test_help_is_what_the_file_says_of_itself(path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("path", "flags"), list(examples()))
-def test_examples_have_flags_that_are_taken(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_parse(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(*given: Any) -> None:

@@ -107,7 +107,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="batch sizes (default: 1 4 8)")
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")

@@ -1,4 +1,4 @@
-"""tools/bench_grammar.py: every way to drive a batch writes the same masks, and what it prints last is its JSON document."""
+"""tools/bench_grammar.py: every variant writes the same masks, and the JSON document is printed last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NATIVE = ("native link", "native link, called from C", "native link, forced draf
 
 @needs_native
 @pytest.mark.parametrize("library", BACKENDS)
-def test_every_way_to_drive_a_batch_is_told(library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_variant_is_reported(library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_grammar, "vocabulary", lambda: (PRINTABLE, "printable"))
     assert bench_grammar.main(["--rows", "1", "3", "--rounds", "20", "-k", "2", "--library", library]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -31,7 +31,7 @@ def test_every_way_to_drive_a_batch_is_told(library: str, monkeypatch: pytest.Mo
 
 
 @needs_native
-def test_masks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_masks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_grammar, "vocabulary", lambda: (PRINTABLE, "printable"))
     monkeypatch.setattr(PythonLoop, "run", lambda loop: None)
     with pytest.raises(AssertionError, match="another mask than the library's"):

@@ -1,4 +1,4 @@
-"""tools/bench_sampling.py: what it compares is comparable, and what it prints last is its JSON document."""
+"""tools/bench_sampling.py: the plain pipeline is equivalent, and the JSON document is printed last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools import bench_sampling
 from tools.bench.plain_sampling import plain_filters, plain_sampling
 
 
-def test_the_plain_filters_keep_what_the_sampler_keeps() -> None:
+def test_plain_filters_equal_the_sampler() -> None:
     scores = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)) * 3
     asked = torch.tensor([[1.0, 300, 1.0, 0], [1.0, 5, 1.0, 0], [1.0, 300, 0.7, 0], [1.0, 40, 0.9, 0]])
     found = plain_filters(scores, asked[:, 1:2], asked[:, 2:3])
@@ -39,7 +39,7 @@ def test_the_plain_loop_draws_from_the_masked_target() -> None:
     assert chi_square_p(torch.bincount(tokens[accepted == 1, 1], minlength=6), truth[1].double()) > 1e-6
 
 
-def test_every_operation_of_the_sampled_path_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_operation_of_the_sampled_path_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_sampling.main(["--rows", "2", "-k", "0", "2", "--vocabulary", "200", "--seconds", "0"]) == 0
     printed = capsys.readouterr().out.splitlines()
     document = json.loads(printed[-1])
@@ -56,7 +56,7 @@ def test_every_operation_of_the_sampled_path_is_told(capsys: pytest.CaptureFixtu
     assert any("accept sampled / plain pipeline" in line for line in printed)
 
 
-def test_what_is_asked_of_every_row_is_what_its_columns_say() -> None:
+def test_rows_match_their_columns() -> None:
     scene = bench_sampling.Scene(torch.device("cpu"), rows=2, k=1, width=40)
     for column in Param:
         expected = torch.full((2,), float(bench_sampling.ASKED.get(column, 0)))

@@ -1,4 +1,4 @@
-"""tools/bench_stages.py: every stage of every kind of round is told, with as many operations as it has, and host nodes by name."""
+"""tools/bench_stages.py: every stage of every kind of round is reported with its operation count, and host nodes with their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.gpu.checks.context import Context
 STAGES = {"target_verify", "accept", "draft_prefill", "choose_draft", "draft_decode", "prompt"}
 
 
-def test_every_stage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_stages.main(["--rows", "2", "--drafts", "2", "--turns", "1", "--models", "toy"]) == 0
     rounds = json.loads(capsys.readouterr().out.splitlines()[-1])["rounds"]
     assert [(entry["constrained"], entry["sampled"]) for entry in rounds] == list(KINDS)
@@ -27,7 +27,7 @@ def test_every_stage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert greedy < masked < both and greedy < sampled < both, "each kind of round has its own stages"
 
 
-def test_a_llama_and_its_head_are_measured() -> None:
+def test_llama_and_head_are_measured() -> None:
     check(bench_stages.measure(Context(rehearsal=True, quick=True), bench_stages.llama(torch.device("cpu")), 1, 2, (True, False), 1))
 
 
@@ -43,7 +43,7 @@ def tensors(result: object) -> list[Tensor]:
 
 
 @torch.no_grad()
-def test_a_stage_finds_the_same_state_however_often_it_ran() -> None:
+def test_stages_run_from_the_same_state_every_time() -> None:
     scene = Scene(bench_stages.toy(torch.device("cpu")), rows=2, drafts=2, constrained=True, sampled=False)
     with scene.engine:
         assert bool((scene.batch.state[:, 1] > 0).all()), "rows are in the middle of their texts"

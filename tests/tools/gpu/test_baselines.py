@@ -1,4 +1,4 @@
-"""The hand-written loop says what the engine says, token for token: it is a fair thing to be measured against."""
+"""The baselines give the tokens of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.gpu.baselines.three_graphs import Row, Sizes, ThreeGraphs
 from tools.gpu.baselines.transformers_generate import not_available, same_weights, small_assistant
 from tools.gpu.checks.shapes import TINY, pair_of
 
-TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)  # whose texts are long
+TARGET = ToyTarget(VOCABULARY.logits_width, seed=3)  # long texts
 PROMPTS = [[7, 3, 1], [9], [40 + index for index in range(17)], [12, 12, 3, 90], [60, 61], [5, 4, 3, 2, 1]]
 
 
@@ -30,8 +30,8 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
-def told_by_loop(loop: ThreeGraphs, asked: list[tuple[list[int], Any]], max_new_tokens: int) -> list[tuple[list[int], str]]:
-    """Rows are filled as they come free, so that texts of all ages decode together."""
+def decode_in_loop(loop: ThreeGraphs, asked: list[tuple[list[int], Any]], max_new_tokens: int) -> list[tuple[list[int], str]]:
+    """Admits a request whenever a row is free, so that texts of different lengths decode together."""
     rows: list[Row] = []
     waiting = list(asked)
     while waiting or any(loop.rows):
@@ -50,12 +50,12 @@ DRAFTS: dict[str, ToyDraft] = {
 
 
 @pytest.mark.parametrize(("k", "drafter"), [(0, ""), (3, "perfect"), (3, "half"), (4, "illegal")])
-def test_it_says_what_the_engine_says(backend: Backend, k: int, drafter: str) -> None:
-    """And its drafts hold as often: the same ones are proposed, from the same places."""
+def test_tokens_equal_those_of_the_engine(backend: Backend, k: int, drafter: str) -> None:
+    """Acceptance is equal too, since the drafts are the same."""
     asked: list[tuple[list[int], Constraint | None]] = [(prompt, None) for prompt in PROMPTS[:3]]
     asked += [*zip(PROMPTS[::-1], CONSTRAINTS[1:], strict=False)]
     loop = ThreeGraphs(backend, TARGET, DRAFTS.get(drafter), VOCABULARY, Sizes(3, k, 96))
-    found = told_by_loop(loop, asked, 14)
+    found = decode_in_loop(loop, asked, 14)
     config = EngineConfig(num_speculative_tokens=k, max_rows=4, max_length=96, draft_masks=False, greedy_only=True, eager=True)
     with Engine(TARGET, DRAFTS.get(drafter), vocabulary=VOCABULARY, config=replace(config, compile_isolation="none")) as engine:
         engine.capture()
@@ -71,10 +71,10 @@ def test_it_says_what_the_engine_says(backend: Backend, k: int, drafter: str) ->
 
 
 @torch.no_grad()
-def test_with_a_llama_and_an_eagle_head_it_says_what_the_engine_says(backend: Backend) -> None:
+def test_llama_and_eagle3_tokens_equal_those_of_the_engine(backend: Backend) -> None:
     pair = pair_of(TINY, torch.device("cpu"))
     loop = ThreeGraphs(backend, pair.target, pair.draft, pair.vocabulary, Sizes(2, 3, 96))
-    found = told_by_loop(loop, [(prompt, None) for prompt in PROMPTS], 24)
+    found = decode_in_loop(loop, [(prompt, None) for prompt in PROMPTS], 24)
     config = EngineConfig(max_rows=2, num_speculative_tokens=3, max_length=96, buckets=(2,), greedy_only=True, eager=True)
     with Engine(pair.target, pair.draft, vocabulary=pair.vocabulary, config=config) as engine:
         engine.capture()
@@ -87,8 +87,8 @@ def test_with_a_llama_and_an_eagle_head_it_says_what_the_engine_says(backend: Ba
 
 
 @torch.no_grad()
-def test_transformers_says_what_the_engine_says_in_every_mode_that_needs_no_compiler() -> None:
-    """With the same weights in float32; assisted by a model that knows nothing; under xgrammar's processor."""
+def test_transformers_gives_the_tokens_of_the_engine() -> None:
+    """Same weights in float32, with a random assistant and with xgrammar's processor."""
     unpadded = replace(TINY, target=replace(TINY.target, vocab_size=len(Vocabulary.printable().tokens)))
     pair, schema = pair_of(unpadded, torch.device("cpu")), {"type": "array", "items": {"type": "boolean"}, "minItems": 4}
     generator = same_weights(pair.target, pair.vocabulary)
@@ -107,8 +107,8 @@ def test_transformers_says_what_the_engine_says_in_every_mode_that_needs_no_comp
 
 @pytest.mark.soak
 @torch.no_grad()
-def test_compiled_transformers_says_the_same() -> None:
-    """Inductor takes the better part of a minute; the checks on a GPU run the same call."""
+def test_compiled_transformers_gives_the_same_tokens() -> None:
+    """Inductor takes most of a minute; the GPU checks make the same call."""
     pair = pair_of(TINY, torch.device("cpu"))
     generator = same_weights(pair.target, pair.vocabulary)
     compiled_, static = (generator.generate(PROMPTS[0], 12, mode=mode, ends=False).tokens for mode in ("compiled", "static"))
@@ -116,7 +116,7 @@ def test_compiled_transformers_says_the_same() -> None:
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
 
 
-def test_what_is_not_installed_is_told_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_available() == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else name)
     assert not_available() == "not available: transformers not installed; pip install transformers"

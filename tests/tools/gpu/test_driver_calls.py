@@ -1,4 +1,4 @@
-"""Structures, numbers and signatures of every driver call against CUDA's own header, which Triton brings along, and a compiler."""
+"""Structures, constants and signatures of driver calls against CUDA's header, which Triton includes, using a C compiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUMBERS = {
 }
 
 
-ALSO = {"of": "conditional", "shape": "gridDimX", "kernel_params": "kernelParams"}  # ours: one of the header's that begins there
+ALSO = {"of": "conditional", "shape": "gridDimX", "kernel_params": "kernelParams"}  # our field: the header's field at the same offset
 
 
 def header() -> Path:
@@ -46,8 +46,8 @@ def header() -> Path:
     return Path(found.origin).parent / "backends" / "nvidia" / "include"
 
 
-def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
-    """Size and place of every field, and what the calls are really named."""
+def test_structures_and_constants_match_the_header(tmp_path: Path) -> None:
+    """Size and offset of every field, and values of constants."""
     lines, wanted = [], []
     for name, structure in STRUCTURES.items():
         lines.append(f"(unsigned long)sizeof({name})")
@@ -67,12 +67,12 @@ def test_structures_and_numbers_are_those_of_the_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [driver, driver_calls])
-def test_every_call_takes_what_the_header_says(module: ModuleType) -> None:
-    """As many arguments, of the same sizes, in the same order. A driver has all versions of a call whose arguments changed."""
+def test_signatures_match_the_header(module: ModuleType) -> None:
+    """Same number and sizes of arguments, in order. A driver has all versions of a call whose arguments changed."""
     text = re.sub(r"\s+", " ", (header() / "cuda.h").read_text(encoding="utf-8"))
     renamed = {real: name for name, real in re.findall(r"#define (cu\w+) (?:__CUDA_API_\w+\()?(cu\w+)\)?", text) if not real.endswith("z")}
     for name, signature in module._SIGNATURES.items():
-        prototypes = re.findall(rf"CUresult CUDAAPI {name} ?\(([^;]*?)\);", text)  # of an older version, under its own name
+        prototypes = re.findall(rf"CUresult CUDAAPI {name} ?\(([^;]*?)\);", text)  # an older version has its own name
         if name in renamed:
             prototypes = re.findall(rf"CUresult CUDAAPI {renamed[name]} ?\(([^;]*?)\);", text)[:1]
         assert prototypes, f"{name} is not in the header"
@@ -80,13 +80,13 @@ def test_every_call_takes_what_the_header_says(module: ModuleType) -> None:
 
 
 def _bytes_of(argument: str) -> int:
-    """Enumerations are integers; handles are pointers, whatever they are called."""
+    """Enumerations are 4 bytes, pointers and handles 8."""
     kind = argument.replace("const ", "").strip().rpartition(" ")[0]
     narrow = ("unsigned int", "int", "cuuint32_t", "CUresult")
     return 4 if kind in narrow and "*" not in argument else 8
 
 
-def test_a_machine_without_a_driver_is_told_so() -> None:
+def test_missing_driver_is_reported() -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py in rehearsal: every check passes on the tape, whatever goes wrong is told, and the document is as its schema says."""
+"""tools/gpu_check.py in rehearsal: every check passes on the tape, faults are reported, and the document matches its schema."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ def test_rehearsal_passes_and_ends_with_one_json_document() -> None:
     assert [check["name"] for check in document["checks"]] == [entry.name for entry in CATALOGUE]
     for check in document["checks"]:
         assert check["verdict"] in ("passed", "skipped")
-        assert (check["verdict"] == "passed") == (check["error"] == ""), "a check that is skipped says why"
+        assert (check["verdict"] == "passed") == (check["error"] == ""), "a skipped check has a reason"
     for entry, line in zip(CATALOGUE, lines, strict=False):
-        assert entry.name in line, "the table tells the progress"
+        assert entry.name in line, "the table has one row per check, in order"
     for goal in document["goals"]:
         assert goal["verdict"] == "not run"
         assert goal["found"] is not None, f"{goal['name']}: the rehearsal measures it, too"
 
 
-def test_whatever_a_check_raises_or_returns_the_others_run(tmp_path: Path) -> None:
+def test_failing_checks_do_not_stop_the_others(tmp_path: Path) -> None:
     result = run("-m", "tests.helpers.broken_checks", "--rehearse", "--out", str(tmp_path))
     document = document_of(result)
     assert result.returncode == 1 and document["passed"] is False
     assert [check["verdict"] for check in document["checks"]] == ["failed", "failed", "skipped", "failed", "passed", "crashed"]
     errors = [check["error"] for check in document["checks"]]
     assert errors[:3] == ["AssertionError: 3 bytes differ", "part 1: AssertionError: 3 bytes differ", "no such thing here"]
-    assert errors[3].startswith("figures that are no JSON") and errors[5] == "the worker was ended by SIGSEGV"
-    assert document["checks"][1]["figures"] == {"part 0": True, "part 2": True}, "what the other parts found is kept"
+    assert errors[3].startswith("figures are not valid JSON") and errors[5] == "the worker was ended by SIGSEGV"
+    assert document["checks"][1]["figures"] == {"part 0": True, "part 2": True}, "figures of the other parts are reported"
     assert document["checks"][4]["figures"] == {"count": 7}
-    assert "a check's own words" not in result.stdout
+    assert "output of a check" not in result.stdout
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text(encoding="utf-8")) == document
 
 
-def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path: Path) -> None:
-    """The worker is one of a few lines, without torch; each loss but the last is followed by a new one."""
+def test_document_survives_crash_hang_and_interrupt_of_the_worker(tmp_path: Path) -> None:
+    """The worker is a small script without torch; a new one starts after every loss but the last."""
     result = run("tests/helpers/broken_worker.py", str(tmp_path))
     document = document_of(result)
     results = [(check["name"], check["verdict"]) for check in document["checks"]]
@@ -94,15 +94,15 @@ def test_a_worker_that_dies_hangs_or_is_interrupted_leaves_the_document(tmp_path
     assert json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8")) == document
 
 
-def test_what_was_found_until_the_run_is_killed_is_kept(tmp_path: Path) -> None:
+def test_killed_run_leaves_its_results(tmp_path: Path) -> None:
     assert run("tests/helpers/broken_worker.py", str(tmp_path), "answers", "exits", "is_killed").returncode == -signal.SIGKILL
     document = json.loads(next(tmp_path.iterdir()).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(SCHEMA).validate(document)
     assert [(check["name"], check["verdict"]) for check in document["checks"]] == [("answers", "passed"), ("exits", "crashed")]
 
 
-def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
-    """And at the end of the run whatever has not answered is ended: a run of eight minutes has eight."""
+def test_remaining_time_is_shared_after_slow_checks() -> None:
+    """At the deadline the running check is ended."""
     supervisor = Supervisor([sys.executable, "tests/helpers/broken_worker.py", "--worker"], True, False)
     entries = [Entry(name, "none", 10.0) for name in ("answers", "hangs", "answers")]
     try:
@@ -115,14 +115,14 @@ def test_what_the_first_checks_took_too_long_for_the_last_ones_share() -> None:
     assert results[1]["seconds"] < 10.0, "its own limit is a minute"
 
 
-def test_a_part_for_which_no_budget_is_left_is_told_as_cut() -> None:
+def test_part_without_budget_is_reported_as_cut() -> None:
     spent = Context(rehearsal=False, quick=True, budget=1e-9)
     assert [spent.fits("one"), Context(rehearsal=True, quick=True, budget=1e-9).fits("two")] == [False, True]
     assert spent.cut == ["one"]
 
 
 def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an installation, as on a host that only runs the checks; what comes of it is the library that an installation has."""
+    """As on a host where stepgraph is not installed."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     monkeypatch.setenv("CC", "false")
@@ -164,15 +164,15 @@ def test_goals_are_met_missed_or_not_run() -> None:
     assert judge(most, [{**row, "figures": {}, "error": "no GPU"}], False) | {"name": ""} == {
         "name": "", "wanted": "<= 5", "found": None, "verdict": "not run", "reason": "no GPU"
     }  # fmt: skip
-    assert judge(most, [], False)["reason"] == "its check was not asked for"
+    assert judge(most, [], False)["reason"] == "its check was not selected"
     assert judge(least, [row], True)["verdict"] == "not run"
     failed = {**row, "verdict": "failed", "error": "half of it"}
     results = {goal.name: judge(goal, [failed], False) for goal in (most, least)}
     assert {name: (each["verdict"], each["found"]) for name, each in results.items()} == {"gap": ("missed", 6.0), "share": ("not run", 0.9)}
-    assert results["share"]["reason"] == "its check failed: half of it", "what it did not come to may have been worse"
+    assert results["share"]["reason"] == "its check failed: half of it", "parts that did not run may have been worse"
 
 
-def test_the_document_is_kept_under_device_and_date(tmp_path: Path) -> None:
+def test_document_is_saved_under_device_and_date(tmp_path: Path) -> None:
     document = compose(FACTS, (), quick=False, whole=True, seconds=1.0)
     path = save(document, tmp_path / "results")
     assert path.name == "nvidia-x100-80-gb-2026-11-20.json"
@@ -191,7 +191,7 @@ def test_an_unknown_name_and_a_missing_gpu_are_refused() -> None:
         assert "sees no GPU here; --rehearse runs the same checks" in missing.stderr
 
 
-def test_the_list_tells_every_check_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_one_line_per_check(capsys: pytest.CaptureFixture[str]) -> None:
     from tools import gpu_check as tool
 
     assert tool.main(["--list"]) == 0

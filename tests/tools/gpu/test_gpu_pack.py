@@ -1,4 +1,4 @@
-"""tools/gpu_pack.py over a small index of its own: what is packed is installed, and nothing is where a byte is another."""
+"""tools/gpu_pack.py with a small index: a bundle installs, and a damaged one does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 
 
 def wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
-    """Of one module that knows its own name."""
+    """A wheel of one module with a NAME."""
     folder.mkdir(exist_ok=True)
     paths = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as archive:
@@ -29,7 +29,7 @@ def wheel(folder: Path, name: str, tag: str = "py3-none-any") -> None:
 
 @pytest.fixture
 def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of wheels for any Python, one for the host's alone, a model in three parts, and a library."""
+    """A bundle of pure wheels, one platform wheel, a model in three parts and a prebuilt library."""
     wheel(tmp_path / "index", "everywhere")
     wheel(tmp_path / "index", "there", "cp312-abi3-manylinux_2_28_x86_64")
     wheel(tmp_path / "index", "flashinfer_python")
@@ -39,7 +39,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prebuilt" / "0.6.6" / "page" / "page.so").write_bytes(b"\x7fELF")
     monkeypatch.setattr(bundle, "PART_BYTES", 1000)
     out = tmp_path / "bundle"
-    # a wheel is larger than these parts; only models are cut
+    # smaller than a wheel: only models are split
     monkeypatch.setattr(bundle, "MOST_WHEEL_BYTES", 10_000)
     paths = [str(tmp_path / name) for name in ("wheels.txt", "index", "model.gguf", "prebuilt")]
     asked = [f"{flag}={value}" for flag, value in zip(("--wheels", "--index", "--model", "--libraries"), paths, strict=True)]
@@ -47,7 +47,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return out
 
 
-def test_what_is_packed_is_installed(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_installs(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = json.loads((packed / "manifest.json").read_text())
     assert [name for name in manifest["files"] if name.endswith(".whl")] == [
         "wheels/everywhere-1.0-py3-none-any.whl",
@@ -60,7 +60,7 @@ def test_what_is_packed_is_installed(packed: Path, tmp_path: Path, monkeypatch: 
     assert (check.returncode, check.stdout) == (0, "every file is as it was packed\n")
 
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "site"))
-    if sys.version_info < (3, 12) or not sys.platform.startswith("linux"):  # one of the wheels is for another machine than this
+    if sys.version_info < (3, 12) or not sys.platform.startswith("linux"):  # one of the wheels is for another platform
         wrong = subprocess.run([sys.executable, str(packed / "install.py")], capture_output=True, text=True, check=False)
         assert wrong.returncode == 1 and "there-1.0" in wrong.stderr
         (packed / "wheels" / "there-1.0-cp312-abi3-manylinux_2_28_x86_64.whl").unlink()
@@ -69,14 +69,14 @@ def test_what_is_packed_is_installed(packed: Path, tmp_path: Path, monkeypatch: 
     assert gpu_pack.main([f"--install={packed}"]) == 0
     assert "everywhere" in (tmp_path / "site" / "everywhere.py").read_text()
     assert (packed / "model.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
-    # as FlashInfer asks: the version is its own, and a program lies in a folder of its name
+    # as FlashInfer does: equal version, one folder per library
     asked = "import flashinfer_jit_cache as it; print(it.__version__, it.get_jit_cache_dir())"
     site = {"PYTHONPATH": str(tmp_path / "site")}
     version, folder = subprocess.run([sys.executable, "-c", asked], env=site, capture_output=True, text=True, check=True).stdout.split()
     assert version == "1.0" and (Path(folder) / "page" / "page.so").read_bytes() == b"\x7fELF"
 
 
-def test_a_changed_a_missing_and_a_short_file_are_named_and_nothing_is_installed(
+def test_damaged_bundle_is_reported_and_not_installed(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "site"))
@@ -111,15 +111,15 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "got no manifest.json" in capsys.readouterr().err
 
 
-def test_what_the_host_has_is_not_packed(tmp_path: Path) -> None:
+def test_packages_of_the_host_are_not_packed(tmp_path: Path) -> None:
     (tmp_path / "there.txt").write_text("Typing_Extensions==4.1\nnumpy\npip @ file:///x\n\n")
     wanted = ["numpy==2.4.6", "typing-extensions==4.16.0", "xgrammar==0.2.8"]
     assert bundle.without(wanted, tmp_path / "there.txt") == ["xgrammar==0.2.8"]
     assert bundle.without(wanted, None) == wanted
 
 
-def test_the_wheels_are_those_that_this_project_pins() -> None:
-    """What the tests run with is what the host gets."""
+def test_wheels_match_the_pinned_versions() -> None:
+    """Packed versions equal the versions of the test environment."""
     wanted = dict(line.split("==") for line in bundle.pinned(bundle.WHEELS))
     assert wanted["flashinfer-python"] == "0.6.6"
     assert len(wanted) == len(bundle.pinned(bundle.WHEELS))

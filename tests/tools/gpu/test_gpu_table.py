@@ -1,4 +1,4 @@
-"""README's section about GPUs is what the documents in tools/results/ say, and nothing else."""
+"""README's section about GPUs is generated from tools/results/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA = json.loads((RESULTS / "gpu_check.schema.json").read_text(encoding="utf-
 
 
 def document(device: str = "NVIDIA H200", date: str = "2026-11-21", **changes: Any) -> dict[str, Any]:
-    """Of a whole run that measured a little."""
+    """A document of a complete run with few figures."""
     versions = {"torch": "2.11", "triton": "3.6", "xgrammar": "0.2.8", "llguidance": "1.9.1", "flashinfer-python": "0.6.6"}
     facts = {
         "mode": "gpu",
@@ -49,19 +49,19 @@ def keep(folder: Path, name: str, made: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(made), encoding="utf-8")
 
 
-def test_readme_has_the_section_that_the_documents_make() -> None:
+def test_readme_section_is_up_to_date() -> None:
     assert gpu_table.main(["--check"]) == 0, "python tools/gpu_table.py --write"
     assert put(README.read_text(encoding="utf-8"), section(RESULTS)).count(HEADING) == 1
 
 
-def test_every_document_that_is_kept_is_as_the_schema_says() -> None:
+def test_committed_documents_match_the_schema() -> None:
     for path in RESULTS.glob("*.json"):
         kept = json.loads(path.read_text(encoding="utf-8"))
         if "mode" in kept:
             jsonschema.Draft202012Validator(SCHEMA).validate(kept)
 
 
-def test_without_a_document_it_says_so(tmp_path: Path) -> None:
+def test_section_without_documents(tmp_path: Path) -> None:
     assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n"
     keep(tmp_path, "rehearsal", document(mode="rehearsal"))
     keep(tmp_path, "quick", document(quick=True))
@@ -70,7 +70,7 @@ def test_without_a_document_it_says_so(tmp_path: Path) -> None:
     assert section(tmp_path) == f"{HEADING}\n\n{NONE}\n", "rehearsals, quick runs and parts of runs are no results"
 
 
-def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Path) -> None:
+def test_section_has_the_latest_whole_run_of_each_device(tmp_path: Path) -> None:
     keep(tmp_path, "old", document(date="2026-11-20"))
     keep(tmp_path, "new", document())
     keep(tmp_path, "b", document(device="NVIDIA B200", host_link="python: no compiler"))
@@ -84,12 +84,12 @@ def test_the_latest_whole_run_of_each_device_is_told_with_its_goals(tmp_path: Pa
     assert text.count("host link") == text.count("gil_hold timed out; host link python: no compiler.") == 1
     assert "| 1B: constrained / unconstrained round, p50 | <= 1 + noise | 1.01 | met |" in text
     assert "| 1.08 | **missed**: found 1.08, wanted <= 1.02 + noise of 0.01 |" in text
-    assert "**not run**: its check was not asked for" in text
+    assert "**not run**: its check was not selected" in text
     assert "| 1B batch 1 K=3 | 1234 | 1.004 | 1.012 |  |" in text
     assert "| hand-written loop, 8B batch 1 free | 1.21 | 1.20 to 1.25 |" in text
 
 
-def test_the_section_is_put_where_the_old_one_stood() -> None:
+def test_section_replaces_the_old_one() -> None:
     text = f"# a\n\n{HEADING}\n\nold\n\n| x |\n\n## Limits\n\nrest\n"
     assert put(text, f"{HEADING}\n\nnew\n") == f"# a\n\n{HEADING}\n\nnew\n\n## Limits\n\nrest\n"
     assert put(f"{HEADING}\n\nold\n", f"{HEADING}\n\nnew\n") == f"{HEADING}\n\nnew\n"

@@ -1,4 +1,4 @@
-"""The models and the vocabulary that the numbers of gpu_check are taken with: public sizes, and grammars that go on for long enough."""
+"""Models, vocabulary and grammars of the measurements of gpu_check: public sizes, and long enough texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("1B", 1_235_814_400), ("8B", 8_030_261_248)])
-def test_targets_have_as_many_parameters_as_the_public_ones(size: str, parameters: int) -> None:
+def test_targets_have_public_parameter_counts(size: str, parameters: int) -> None:
     shape = SHAPES[size]
     target = Llama(shape.target, feature_layers=shape.feature_layers, device=META)
     assert sum(weight.numel() for weight in target.parameters()) == parameters
@@ -30,7 +30,7 @@ def test_targets_have_as_many_parameters_as_the_public_ones(size: str, parameter
     assert pair.round_bytes(1) - pair.round_bytes(0) > pair.round_bytes(3) - pair.round_bytes(2), "states are fused at the first draft only"
 
 
-def test_gaps_are_what_lies_between_rounds_on_any_stream() -> None:
+def test_gaps_between_rounds_consider_all_streams() -> None:
     def span(round_number: int, start: int, end: int, stream: str = MAIN, kind: str = "stage") -> Span:
         return Span(stream, "x", kind, round_number, start, end)  # type: ignore[arg-type]
 
@@ -45,20 +45,20 @@ def test_gaps_are_what_lies_between_rounds_on_any_stream() -> None:
     assert gaps_between_rounds(Timeline(spans)) == [3.0, 0.0]
 
 
-def test_a_grammar_that_makes_rounds_longer_is_no_noise_of_another_cell() -> None:
+def test_each_cell_is_judged_by_its_own_noise() -> None:
     quiet, noisy = Excess(p50=1.03, noise=0.01, p99=1.1, noise_p99=0.02), Excess(p50=1.04, noise=0.2, p99=1.2, noise_p99=0.15)
     assert worst_of([noisy, quiet]) == {"p50": 1.03, "noise": 0.01, "p99": 1.1, "noise_p99": 0.02}
 
 
-def test_matchers_are_hidden_as_far_as_rounds_are_not_longer_for_them() -> None:
+def test_hidden_share_follows_from_round_times() -> None:
     assert hidden([101.0, 111.0, 121.0], [100.0, 110.0, 120.0], 50.0) == {"exposed_us": 1.0, "share_hidden": 0.98, "noise": 0.0}
     assert hidden([99.0, 100.0], [100.0, 101.0], 50.0)["share_hidden"] == 1.0, "a round that is shorter by chance"
     assert hidden([160.0, 260.0], [100.0, 100.0], 50.0) == {"exposed_us": 110.0, "share_hidden": 0.0, "noise": MOST_NOISE}
 
 
 @pytest.mark.soak
-def test_the_vocabulary_has_the_public_size_and_the_grammars_outlast_what_is_measured() -> None:
-    """As the checks on a GPU walk them: 600 tokens, the first legal one or one drawn from those that are."""
+def test_vocabulary_has_the_public_size_and_grammars_last_600_tokens() -> None:
+    """600 random legal tokens, as in the GPU checks."""
     vocabulary = vocabulary_of(128_256)
     assert len(vocabulary.tokens) == len(set(vocabulary.tokens)) == vocabulary.logits_width == 128_256
     assert len(vocabulary.control_token_ids) + len(vocabulary.stop_token_ids) == CONTROL_TOKENS

@@ -1,4 +1,4 @@
-"""tools/nsys_profile.py as a process on the tape, the line that it would run under nsys, and what the environment makes an engine do."""
+"""tools/nsys_profile.py as a process on the tape, its nsys command line, and the effect of the environment on an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.profiling import command
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((ROOT / "tests" / "data" / "profile_report.schema.json").read_text())
-GOLDEN = {  # what nsys is told, and why
+GOLDEN = {  # nsys flags and reasons
     "--trace=cuda,nvtx": "launches, nodes and the ranges of stages and rounds",
     "--cuda-graph-trace=node": "the default, a graph as a whole, has no stages",
     "--capture-range=cudaProfilerApi": "the engine says when",
@@ -46,7 +46,7 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
     *why, line = capsys.readouterr().out.splitlines()
     words = shlex.split(line)
@@ -64,13 +64,13 @@ def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -
 
 
 def examples(doc: str | None, name: str) -> list[list[str]]:
-    """Of a --help, without what the shell does."""
+    """Example command lines in --help, without redirections."""
     lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
     return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
 
 
 def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
-    """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
+    """The first example of --help as a process, with the engine's timeline: the saved report is the printed one, and its times add up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
     done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2")
@@ -91,14 +91,14 @@ def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
-def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_examples_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     here = words.index("--") if "--" in words else len(words)
     assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
     assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--bench", "--rounds", "9-4"], 2, "--rounds: got '9-4', expected FIRST-LAST"),
         ([], 2, "got neither of --bench and -- SCRIPT"),
@@ -109,7 +109,7 @@ def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytes
         (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
     ],
 )
-def test_what_cannot_be_profiled_is_told(
+def test_bad_profile_arguments_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
@@ -126,7 +126,7 @@ def toy_engine(eager: bool = False) -> Engine:
 
 
 def decode(eager: bool = False) -> list[list[int]]:
-    """Two requests, one of them with a grammar; the texts."""
+    """Decode two requests, one with a grammar; returns the texts."""
     constraint = Constraint.regex("[a-c]{60}")
     with toy_engine(eager) as engine:
         engine.capture()
@@ -138,8 +138,8 @@ def decode(eager: bool = False) -> list[list[int]]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Ask for these rounds, as the environment of a fresh process does."""
+def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Sets the environment variables for a range of rounds."""
 
     def ask(rounds: str) -> Path:
         monkeypatch.setattr(profiled, "_first", threading.Lock())
@@ -150,14 +150,14 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pa
     return ask
 
 
-def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str], Path]) -> None:
+def test_engine_writes_its_rounds_and_decodes_the_same(profile_rounds: Callable[[str], Path]) -> None:
     plain = decode(eager=True)
-    file = asked("3-5")
+    file = profile_rounds("3-5")
     assert decode() == plain
     written = json.loads(file.read_text())
     assert [one["round"] for one in written["rounds"]] == [3, 4, 5]
     spans = {(span[1], span[3]): span[4:] for span in written["spans"] if span[2] == "host"}
-    # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
+    # Times of the link lie within those of the tape, for each host node of each round.
     assert {(name, number) for name, number, _, _ in written["host_nodes"]} == set(spans)
     assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
     for name, number, start, end in written["host_nodes"]:
@@ -168,15 +168,15 @@ def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str
         assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
 
 
-def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:
-    file = asked("2-900")
+def test_rounds_cut_short_by_exit_are_written(profile_rounds: Callable[[str], Path]) -> None:
+    file = profile_rounds("2-900")
     decode(eager=True)
     numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
 
 
-def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callable[[str], Path]) -> None:
-    file = asked("3-5")
+def test_script_with_its_own_trace_runs_unprofiled(profile_rounds: Callable[[str], Path]) -> None:
+    file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.capture()
         engine.backend.start_trace(0, 2)
@@ -187,8 +187,8 @@ def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callab
     assert not file.exists()
 
 
-def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    file = asked("3-5")
+def test_unrecorded_rounds_are_reported(profile_rounds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
     code, out, err = printed(capsys, file)
@@ -196,14 +196,14 @@ def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], P
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
         (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
         (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in a folder that is there"),
     ],
 )
-def test_a_wrong_variable_is_named(variable: str, value: str, message: str) -> None:
+def test_wrong_environment_variable_is_named(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
         profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
     assert message in str(raised.value)
@@ -217,7 +217,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
 
 
 def nsys_stand_in(path: Path, exported: Path) -> Path:
-    """`nsys export` as far as the report calls it: checks its words, and hands out a file that is there."""
+    """A stand-in for `nsys export`: checks its arguments and copies an existing file."""
     path.write_text(
         f'#!/bin/sh\n[ "$1 $2 $3 $4 $5" = "export --type sqlite --force-overwrite=true --output" ] || {{ echo "got $*" >&2; exit 3; }}\n'
         f'case "$7" in *broken*) echo "cannot read $7" >&2; exit 4;; esac\ncp "{exported}" "$6"\n'
@@ -226,7 +226,7 @@ def nsys_stand_in(path: Path, exported: Path) -> Path:
     return path
 
 
-def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_exports_and_finds_related_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", nsys_files.rounds(tmp_path / "made.sqlite"))
     nsys_files.captures(tmp_path / "run.1.sqlite")
     (tmp_path / "run.1.nsys-rep").write_text("older than its export")
@@ -263,7 +263,7 @@ def test_every_example_of_the_report_prints_one(
     assert "target_verify" in out and ("--png" not in words or (tmp_path / "timeline.png").is_file())
 
 
-def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_missing_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
     for name, wanted in (
         ("gone.sqlite", "got no such file"),
@@ -281,7 +281,7 @@ def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and "goes with a profile of nsys and holds no times" in err
 
 
-def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
     trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
     code, _, err = printed(capsys, trace)
@@ -291,6 +291,6 @@ def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsy
     report = json.loads(out)
     jsonschema.validate(report, SCHEMA)
     times = {stage["name"]: stage["total_ns"] for stage in report["stages"]}
-    # Kernels of one stage are one span here: the 10 between two of them belong to it.
+    # Kernels of one stage are one span, including the 10 between two of them.
     assert (code, times) == (0, {"show head": 150, "place head": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
     assert (report["backend"], report["host_nodes"]["total_ns"], report["host_nodes"]["exposed_ns"]) == ("torch", 3500, 400)

@@ -1,4 +1,4 @@
-"""tools/nsys_report.py on files of known times: every figure by arithmetic, and every file that will not do is named."""
+"""tools/nsys_report.py on files with known times: figures by arithmetic, and errors for unusable files."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ STAGES = {  # runs, total, median per round; of three rounds
 DEVICE_TIME = 9960
 
 
-def test_a_report_is_read_without_torch_in_the_engines_own_words() -> None:
-    """What is said twice, so that it can be, says the same."""
+def test_report_is_read_without_torch() -> None:
+    """Constants duplicated to avoid importing torch are equal."""
     code = "import sys, tools.nsys_report; sys.exit(any(name in sys.modules for name in ('torch', 'stepgraph')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent.parent.parent, check=False).returncode == 0
     assert (Span._fields, Run._fields) == (marks.Span._fields, tuple(field.name for field in fields(marks.StageRun)))
     assert (MAIN, OUTSIDE, BETWEEN) == (ENGINES_MAIN, marks.OUTSIDE, marks.BETWEEN)
 
 
-def test_common_time_is_counted_nanosecond_by_nanosecond() -> None:
+def test_intersection_equals_brute_force() -> None:
     pick = random.Random(5)
     for _ in range(300):
         one, other = ([(start, start + pick.randint(1, 9)) for start in pick.choices(range(40), k=pick.randint(0, 6))] for _ in range(2))
@@ -66,7 +66,7 @@ def stages(report: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]
     return {(row["stream"], row["name"]): (row["runs"], row["total_ns"], row["median_per_round_ns"]) for row in report["stages"]}
 
 
-def test_rounds_and_stages_are_what_their_nodes_took(report: dict[str, Any]) -> None:
+def test_round_and_stage_times_are_sums_of_node_times(report: dict[str, Any]) -> None:
     assert report["rounds"] == {
         "first": 20,
         "last": 22,
@@ -81,7 +81,7 @@ def test_rounds_and_stages_are_what_their_nodes_took(report: dict[str, Any]) -> 
     assert next(row["share"] for row in report["stages"] if row["name"] == "accept") == pytest.approx(600 / DEVICE_TIME, abs=1e-6)
 
 
-def test_a_node_and_its_clone_have_the_innermost_range_that_was_open(tmp_path: Path) -> None:
+def test_nodes_and_clones_have_the_innermost_open_range(tmp_path: Path) -> None:
     export = Export(nsys_files.captures(tmp_path / "a.sqlite"))
     names = ["show head", "head", "place head", "target_verify", "target_verify", "accept", "draft_prefill", "capture"]
     expected = {start + index: name for start in (nsys_files.CAPTURED, nsys_files.GRAPH) for index, name in enumerate(names, 1)}
@@ -89,17 +89,17 @@ def test_a_node_and_its_clone_have_the_innermost_range_that_was_open(tmp_path: P
     export.close()
 
 
-def test_only_rounds_that_follow_each_other_have_a_gap_between_them() -> None:
+def test_gaps_are_between_consecutive_rounds_only() -> None:
     spans = tuple(Span("main", "accept", "stage", number, 1000 * number, 1000 * number + 400) for number in (3, 4, 6))
     found = figures.document(Profile("tape", spans))
     assert found["idle"]["between_rounds_ns"] == {"total": 600, "median": 600, "max": 600, "count": 1}
 
 
-def test_idle_is_what_no_work_covers(report: dict[str, Any]) -> None:
-    # Inside: 10 between two kernels and 100 in front of accept; in the late round 10 and 500.
+def test_idle_is_time_without_device_work(report: dict[str, Any]) -> None:
+    # Inside: 10 between two kernels and 100 before accept; in the late round 10 and 500.
     assert report["idle"]["inside_rounds_ns"] == {"total": 110 + 510 + 110, "median": 110, "max": 510, "count": 3}
     assert report["idle"]["inside_share"] == pytest.approx(730 / 10_300, abs=1e-6)
-    # From 3,300 or 3,700 to 10,000, but for a copy of 40.
+    # From 3,300 or 3,700 to 10,000, without a copy of 40.
     assert report["idle"]["between_rounds_ns"] == {"total": 6660 + 6260, "median": 6460, "max": 6660, "count": 2}
 
 
@@ -109,7 +109,7 @@ def test_a_late_host_node_is_exposed(report: dict[str, Any]) -> None:
     assert (hosts["source"], hosts["total_ns"], hosts["hidden_ns"], hosts["exposed_ns"]) == ("recorded", 3500, 3090, 410)
     assert hosts["hidden_share"] == pytest.approx(3090 / 3500, abs=1e-6)
     assert [(node["name"], node["runs"], node["time_ns"]["max"]) for node in hosts["nodes"]] == [("head", 3, 2300)]
-    # Accept stood from 2,000 to 2,500 while the host node (until 2,400) and its copy (2,420 to 2,460) ran.
+    # Accept waited from 2,000 to 2,500 while the host node (until 2,400) and its copy (2,420 to 2,460) ran.
     assert report["exposed_wait"]["time_ns"] == {"total": 440, "median": 0, "max": 440, "count": 3}
     assert report["acceptance"] == {
         "row_rounds": 3,
@@ -134,17 +134,17 @@ def test_the_table_has_every_figure(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_without_the_capture_the_order_of_the_nodes_tells_the_stages(tmp_path: Path, older: bool) -> None:
+def test_stages_follow_from_node_order_without_the_capture(tmp_path: Path, older: bool) -> None:
     table = "" if older else "CUDA_HOST_CALLBACK"
     profile = read_nsys([nsys_files.rounds(tmp_path / "a.sqlite", host_table=table, older=older)], written(tmp_path / "a.json"))
     found = figures.document(profile)
     assert stages(found) == STAGES and found["notes"] == []
-    # An older nsys records no host nodes: the engine's own times stand in, brought to the profiler's clock.
+    # An older nsys records no host nodes: the engine's times are used, converted to the profiler's clock.
     assert (found["host_nodes"]["total_ns"], found["host_nodes"]["exposed_ns"]) == (3500, 410)
     assert [node["name"] for node in found["host_nodes"]["nodes"]] == ["head"]
 
 
-def test_nodes_that_do_not_match_the_recording_are_no_stage(tmp_path: Path) -> None:
+def test_nodes_that_do_not_match_the_recording_are_unknown(tmp_path: Path) -> None:
     file = nsys_files.rounds(tmp_path / "a.sqlite")
     found = figures.document(read_nsys([file], written(tmp_path / "a.json", stages={KEY: RUNS[:-1]})))
     assert {row["name"] for row in found["stages"]} == {"unknown stage", "between rounds"}
@@ -159,7 +159,7 @@ def test_nodes_that_do_not_match_the_recording_are_no_stage(tmp_path: Path) -> N
     assert alone["acceptance"] is None
 
 
-def test_where_nothing_tells_of_host_nodes_the_wait_is_bounded(tmp_path: Path) -> None:
+def test_wait_is_bounded_without_host_node_records(tmp_path: Path) -> None:
     file = nsys_files.rounds(tmp_path / "a.sqlite", host_table="")
     counters = {"host_node_ns": 3500}
     found = figures.document(read_nsys([file], written(tmp_path / "a.json", host_nodes=[], counters=counters)))
@@ -211,7 +211,7 @@ def no_database(path: Path) -> Path:
         ),
     ],
 )
-def test_a_file_that_will_not_do_is_named(tmp_path: Path, make: Callable[[Path], Path], named: str) -> None:
+def test_unusable_file_is_named(tmp_path: Path, make: Callable[[Path], Path], named: str) -> None:
     with pytest.raises(ValueError, match=r"\S") as raised:
         read_nsys([make(tmp_path / "a.sqlite")], Sidecar())
     assert named in str(raised.value)

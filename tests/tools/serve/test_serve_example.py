@@ -1,4 +1,4 @@
-"""The example server, asked by OpenAI's own client."""
+"""The example server with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -33,11 +34,11 @@ def server() -> Iterator[Running]:
         yield found
 
 
-def test_a_chat_says_the_same_streamed_or_not(server: Running) -> None:
-    asked: Any = {"model": "toy", "messages": ASK, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
+def test_streamed_chat_equals_whole_chat(server: Running) -> None:
+    request: Any = {"model": "toy", "messages": ASK, "max_tokens": 25, "temperature": 0.8, "seed": 5, "extra_body": ON}
     with server.client as client:
-        whole = client.chat.completions.create(**asked, logprobs=True)
-        chunks = [*client.chat.completions.create(**asked, logprobs=True, stream=True, stream_options={"include_usage": True})]
+        whole = client.chat.completions.create(**request, logprobs=True)
+        chunks = [*client.chat.completions.create(**request, logprobs=True, stream=True, stream_options={"include_usage": True})]
     (choice,) = whole.choices
     assert choice.finish_reason == "length" and choice.message.role == "assistant"
     assert whole.usage is not None and (whole.usage.completion_tokens, whole.usage.prompt_tokens) == (
@@ -55,16 +56,16 @@ def test_a_chat_says_the_same_streamed_or_not(server: Running) -> None:
     assert bytes(byte for entry in logprobs for byte in entry.bytes or []).decode("utf-8", "replace") == choice.message.content
 
 
-def test_a_completion_takes_text_or_ids_and_ends_at_a_stop_text(server: Running) -> None:
-    asked: Any = {"model": "toy", "max_tokens": 40, "temperature": 0, "extra_body": ON}
+def test_completion_of_text_or_ids_ends_at_a_stop_text(server: Running) -> None:
+    request: Any = {"model": "toy", "max_tokens": 40, "temperature": 0, "extra_body": ON}
     with server.client as client:
-        text = client.completions.create(prompt="abc", **asked).choices[0].text
-        assert client.completions.create(prompt=[97, 98, 99], **asked).choices[0].text == text
+        text = client.completions.create(prompt="abc", **request).choices[0].text
+        assert client.completions.create(prompt=[97, 98, 99], **request).choices[0].text == text
         stop = text[9:12]
         index = text.find(stop)
         before = server.count("cancelled")
         for stream in (False, True):
-            answer: Any = client.completions.create(prompt="abc", stop=["never there", stop], stream=stream, logprobs=0, **asked)
+            answer: Any = client.completions.create(prompt="abc", stop=["never there", stop], stream=stream, logprobs=0, **request)
             choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
             assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (text[:index], "stop")
             tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
@@ -73,34 +74,34 @@ def test_a_completion_takes_text_or_ids_and_ends_at_a_stop_text(server: Running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_obeys_its_response_format(server: Running, stream: bool) -> None:
+def test_answer_matches_its_response_format(server: Running, stream: bool) -> None:
     with server.client as client:
-        asked: Any = {"model": "toy", "messages": ASK, "max_completion_tokens": 60, "seed": 1, "stream": stream}
-        for wanted in (FORMAT, {"type": "json_object"}):
-            answer: Any = client.chat.completions.create(response_format=wanted, temperature=0.3, logit_bias={"125": 9}, **asked)
+        request: Any = {"model": "toy", "messages": ASK, "max_completion_tokens": 60, "seed": 1, "stream": stream}
+        for format in (FORMAT, {"type": "json_object"}):
+            answer: Any = client.chat.completions.create(response_format=format, temperature=0.3, logit_bias={"125": 9}, **request)
             if stream:
                 chunks = [*answer]
                 content, reason = "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1].choices[0].finish_reason
             else:
                 content, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
             assert reason == "stop"
-            jsonschema.validate(json.loads(content), SCHEMA if wanted is FORMAT else {"type": "object"})
+            jsonschema.validate(json.loads(content), SCHEMA if format is FORMAT else {"type": "object"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called(server: Running, stream: bool) -> None:
-    asked: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *ASK], "tools": TOOLS, "temperature": 0}
+    request: Any = {"model": "toy", "messages": [{"role": "system", "content": "be brief"}, *ASK], "tools": TOOLS, "temperature": 0}
     with server.client as client:
         for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
-            answer: Any = client.chat.completions.create(tool_choice=choice, stream=stream, **asked)
+            answer: Any = client.chat.completions.create(tool_choice=choice, stream=stream, **request)
             last = [*answer][-2:] if stream else [answer]
             (call,) = (last[0].choices[0].delta if stream else answer.choices[0].message).tool_calls
             assert last[-1].choices[0].finish_reason == "tool_calls"
             assert call.function.name == "look_up" or choice == "required"
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "look_up" else {"type": "object"})
-        free = client.chat.completions.create(tool_choice="auto", max_tokens=9, **asked)
+        free = client.chat.completions.create(tool_choice="auto", max_tokens=9, **request)
         assert free.choices[0].finish_reason in ("length", "stop") and free.choices[0].message.tool_calls is None
-        plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **asked)
+        plain = client.chat.completions.create(tool_choice="none", max_tokens=9, **request)
         assert free.usage is not None and plain.usage is not None and plain.usage.prompt_tokens < free.usage.prompt_tokens
 
 
@@ -110,8 +111,8 @@ MARKED = st.lists(st.sampled_from(["a", "<", "<tool", "stop", "st", "op", "\n", 
 
 
 @given(MARKED, st.data())
-def test_where_a_text_is_cut_changes_nothing(text: str, data: st.DataObject) -> None:
-    def said(pieces: list[str]) -> tuple[list[tuple[bool, str]], bool]:
+def test_split_is_independent_of_chunk_boundaries(text: str, data: st.DataObject) -> None:
+    def split(pieces: list[str]) -> tuple[list[tuple[bool, str]], bool]:
         splitter, found = Splitter(["stop", "\n<"], calls=True), list[tuple[bool, str]]()
         for piece in pieces:
             for inside, part in splitter.push(piece):
@@ -124,15 +125,15 @@ def test_where_a_text_is_cut_changes_nothing(text: str, data: st.DataObject) -> 
 
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole, stopped = said([text])
-    assert said(pieces) == (whole, stopped)
+    whole, stopped = split([text])
+    assert split(pieces) == (whole, stopped)
     written = "".join(OPENING + part + CLOSING if inside else part for inside, part in whole)
     assert text.startswith(written) and (stopped or written == text)
     outside = "|".join(part for inside, part in whole if not inside)
     assert stopped == (len(written) < len(text)) and "stop" not in outside
 
 
-def test_a_call_in_free_text_is_told_as_one() -> None:
+def test_tool_call_in_free_text_is_split_out() -> None:
     call = OPENING + '{"name": "f", "arguments": {"x": 1}}' + CLOSING
     splitter = Splitter([], calls=True)
     assert [*splitter.push("so: " + call[:20]), *splitter.push(call[20:] + "<to"), (False, splitter.finish())] == [
@@ -172,7 +173,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_not_supported_is_refused_by_name(server: Running) -> None:
+def test_unsupported_fields_are_refused_by_name(server: Running) -> None:
     submitted = server.engine.stats().submitted
     with server.client as client:
         for given_too, name in REFUSED:
@@ -192,43 +193,48 @@ def test_what_is_not_supported_is_refused_by_name(server: Running) -> None:
             client.chat.completions.create(**{"model": "toy", "messages": ASK, "response_format": unknown, "stream": True})
 
 
-def test_a_client_that_leaves_frees_its_row(server: Running) -> None:
+def test_disconnect_frees_the_row(server: Running) -> None:
     before = server.count("cancelled")
     with server.client as client:
-        asked: Any = {"model": "toy", "messages": ASK, "max_tokens": 4000, "extra_body": ON}
-        with client.chat.completions.create(stream=True, **asked) as stream:
+        request: Any = {"model": "toy", "messages": ASK, "max_tokens": 4000, "extra_body": ON}
+        with client.chat.completions.create(stream=True, **request) as stream:
             for chunk in stream:
                 assert chunk.choices[0].finish_reason is None
                 break
-        waited(lambda: server.count("cancelled") == before + 1, "the row of a closed stream is decoded on")
+        waited(lambda: server.count("cancelled") == before + 1, "the row of a closed stream still decodes")
     body = json.dumps({"prompt": "x", "max_tokens": 4000, **ON}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    assert server.send(head + body) == b""  # not streamed, and gone as soon as it had asked
-    waited(lambda: server.count("cancelled") == before + 2, "the row of a client that left is decoded on")
+    assert server.send(head + body) == b""  # not streamed; disconnects right after the request
+    waited(lambda: server.count("cancelled") == before + 2, "the row of a client that left still decodes")
     assert server.engine.stats().running == 0
 
 
-def test_a_full_queue_is_told(server: Running) -> None:
+def counts_of(server: Running) -> tuple[int, int]:
+    stats = server.engine.stats()
+    return stats.running, stats.waiting
+
+
+def test_full_queue_is_status_429(server: Running) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True, **ON}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     wires = []
     try:
-        for running_rows, waiting in ((1, 0), (2, 0), (2, 1), (2, 2)):
+        for counts in ((1, 0), (2, 0), (2, 1), (2, 2)):  # running, waiting
             wires.append(socket.create_connection(("127.0.0.1", server.port)))
             wires[-1].sendall(request)
-            waited(lambda: (server.engine.stats().running, server.engine.stats().waiting) == (running_rows, waiting), "nobody took it")  # noqa: B023
+            waited(partial(lambda counts: counts_of(server) == counts, counts), "the request was not queued")
         with server.client as client, pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
             client.completions.create(model="toy", prompt="x", max_tokens=4)
         assert caught.value.response.headers["retry-after"] == "1"
     finally:
         for wire in wires:
             wire.close()
-    waited(lambda: not server.engine.has_work, "rows of clients that left are decoded on")
+    waited(lambda: not server.engine.has_work, "rows of clients that left still decode")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_answers_end(number: signal.Signals) -> None:
-    """The first one; a second one would end them at once."""
+    """After the first signal, running answers end."""
     text: list[str] = []
 
     def ask(port: int) -> None:

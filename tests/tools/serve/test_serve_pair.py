@@ -1,4 +1,4 @@
-"""The example server with the demonstration's real pair, asked by OpenAI's client. `make models` runs this."""
+"""The example server with the demonstration's model pair and OpenAI's client. Run by `make models`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_record_is_extracted_streamed_or_not(server: Running) -> None:
     assert isinstance(parsed, Person)
 
 
-def test_a_tool_is_called_and_its_answer_heard(server: Running) -> None:
+def test_tool_result_is_used(server: Running) -> None:
     asked: Any = [{"role": "user", "content": "Please tell Theodora that the course begins at 18:30."}]
     with server.client as client:
 
@@ -85,8 +85,8 @@ def test_a_tool_is_called_and_its_answer_heard(server: Running) -> None:
     assert free.message.content or free.message.tool_calls
 
 
-def test_two_clients_at_once_and_one_that_leaves(server: Running) -> None:
-    """Nobody's text depends on who else is there."""
+def test_concurrent_clients_and_a_disconnect(server: Running) -> None:
+    """Answers do not depend on concurrent requests."""
     before = server.count("cancelled")
 
     async def ask() -> None:
@@ -111,7 +111,7 @@ def test_two_clients_at_once_and_one_that_leaves(server: Running) -> None:
                 await leaving
 
     asyncio.run(ask())
-    waited(lambda: server.count("cancelled") == before + 1, "the row of a client that left is decoded on")
+    waited(lambda: server.count("cancelled") == before + 1, "the row of a client that left still decodes")
 
 
 BAD: list[dict[str, Any]] = [
@@ -124,7 +124,7 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-def test_a_bad_body_is_refused_and_the_next_one_answered(server: Running) -> None:
+def test_bad_body_is_refused_and_the_next_is_answered(server: Running) -> None:
     with server.client as client:
         for spoilt in BAD:
             with pytest.raises(openai.BadRequestError) as caught:

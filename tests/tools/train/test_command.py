@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def model_folder(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A tiny target whose tokenizer its own library reads."""
+    """A tiny target with a tokenizer."""
     shutil.copytree(folder_of("llama-3.1", lean=True), folder)
     letters = {letter: index for index, letter in enumerate([*map(chr, range(0x21, 0x7F)), "Ġ"])}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
@@ -109,10 +109,10 @@ def test_bad_lines_are_refused_by_name(tmp_path_factory: pytest.TempPathFactory,
         read_texts(data, bare, 160, 100)
 
 
-def test_what_is_always_proposed() -> None:
+def test_stop_ids_and_ascii_are_always_proposed() -> None:
     vocabulary = Vocabulary([b"</s>", b"a", b"the", b"{", b"7", b"7", b"\xff", b" end", b"\n", b"."], stop_token_ids=[0])
     assert always_proposed(vocabulary) == [0, 1, 3, 4, 8, 9]
-    frequencies = torch.tensor([0, 0, 5, 0, 0, 0, 9, 5, 0, 0, 99])  # the last one is padding of the logits
+    frequencies = torch.tensor([0, 0, 5, 0, 0, 0, 9, 5, 0, 0, 99])  # the last logit is padding
     assert choose_proposed(frequencies, vocabulary, 8).tolist() == [0, 1, 2, 3, 4, 6, 8, 9]
     assert choose_proposed(frequencies, vocabulary, None).tolist() == list(range(10))
     with pytest.raises(
@@ -138,7 +138,7 @@ def listed(flags: dict[str, Any], *more: object) -> list[str]:
     return [str(each) for name, value in flags.items() for each in (f"--{name}", value)] + [str(each) for each in more]
 
 
-def test_wrong_flags_exit_with_2_and_say_why(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_flags_exit_with_2(flags: dict[str, Any], tmp_path: Path) -> None:
     assert "--ttt-steps" in process("--help").stdout
     full = tmp_path / "full"
     full.mkdir()
@@ -158,7 +158,7 @@ def test_wrong_flags_exit_with_2_and_say_why(flags: dict[str, Any], tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_data_is_told(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_data_is_refused(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, strange = tmp_path / "empty.jsonl", tmp_path / "data.csv"
     empty.write_text("\n")
     strange.touch()
@@ -179,8 +179,10 @@ SHORT = ("--draft-vocab", 96, "--batch-tokens", 128, "--ttt-steps", 2, "--eval-s
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.soak)])
-def test_from_prompts_to_an_engine(flags: dict[str, Any], kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Interrupted in its fourth step, resumed, reported, and loaded by an engine as any public head is."""
+def test_train_from_prompts_and_load_in_an_engine(
+    flags: dict[str, Any], kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Interrupt in step four, resume, report, and load the head in an engine."""
     flags["kind"] = kind
     steps = ("--answers", 12, "--temperature", 0, "--steps", 8, "--lr", 3e-3, *SHORT, "--quiet")
     whole = TrainingSet.order
@@ -208,8 +210,8 @@ def test_from_prompts_to_an_engine(flags: dict[str, Any], kind: str, capsys: pyt
         assert engine.generate(prompt, max_new_tokens=24).tokens == job.tokens
 
 
-def test_texts_as_long_as_the_target_reads(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its positions are no whole pages, and its prompts are cut to leave room for answers: a report that fails comes after hours."""
+def test_texts_as_long_as_the_position_limit(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Positions are not a multiple of the page size; prompts are cut to leave room for answers."""
     small = Path(shutil.copytree(flags["target"], tmp_path / "small"))
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
@@ -227,12 +229,12 @@ def test_texts_as_long_as_the_target_reads(flags: dict[str, Any], tmp_path: Path
         assert train_head.main(listed({**flags, "out": tmp_path / str(index)}, *once)) == 0
         document = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert len(document["example"]) == 24 and document["acceptance"][0]["greedy"]["rounds"] > 0
-        assert document["held_out"]["losses"][0] > 0  # else there was nothing to foresee: a prompt that is cut leaves room for its answer
+        assert document["held_out"]["losses"][0] > 0  # a cut prompt leaves room for its answer
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.soak)])
-def test_from_what_an_engine_saved(flags: dict[str, Any], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And another model's states are refused."""
+def test_train_from_saved_hidden_states(flags: dict[str, Any], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """States of another model are refused."""
     flags |= {"kind": kind, "data": tmp_path / "states"}
     config = EngineConfig(
         max_rows=4, num_speculative_tokens=0, max_length=64, greedy_only=True, eager=True, save_hidden_states=flags["data"]
@@ -249,9 +251,7 @@ def test_from_what_an_engine_saved(flags: dict[str, Any], kind: str, tmp_path: P
     assert "off, want states of this target" in capsys.readouterr().err
 
 
-def test_states_that_an_eagle3_head_cannot_be_fed_with_are_refused(
-    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_without_features_are_refused_for_eagle3(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = StatesWriter(tmp_path / "states", StatesLayout("target", 160, (), 0, 64, "float32"), 1 << 20)
     writer.put(SavedText(torch.arange(4), 1, *[torch.zeros(3, 64)] * 2))
     writer.close()

@@ -1,4 +1,4 @@
-"""What trains and measures the demonstration's draft: its prompts, its figures, its card."""
+"""Training of the demonstration's draft: prompts, figures, model card."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_prompt_follows_from_its_seed() -> None:
     assert len({str(prompt(seed).messages) for seed in range(200)}) > 180
 
 
-def test_every_kind_asks_and_all_of_its_schemas_can_be_enforced() -> None:
+def test_schemas_of_every_prompt_kind_compile() -> None:
     compiler = GrammarCompiler(Vocabulary.printable(), isolation="none")
     for kind in KINDS:
         asked = prompt(1, kind)
@@ -44,7 +44,7 @@ def test_every_kind_asks_and_all_of_its_schemas_can_be_enforced() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LISTS))
-def test_what_is_held_out_is_a_fifth_of_every_list_and_never_trained_on(name: str) -> None:
+def test_a_fifth_of_every_list_is_held_out(name: str) -> None:
     listed = LISTS[name]
     drawn = {side: {Words(random.Random(seed), side).of(listed) for seed in range(400)} for side in (True, False)}
     assert drawn[True] | drawn[False] == set(listed) and len(set(listed)) == len(listed)
@@ -52,13 +52,13 @@ def test_what_is_held_out_is_a_fifth_of_every_list_and_never_trained_on(name: st
     assert len(drawn[True]) == -(-len(listed) // 5)
 
 
-def test_names_of_measured_prompts_occur_in_no_training_prompt() -> None:
+def test_held_out_names_occur_in_no_training_prompt() -> None:
     trained = " ".join(str(prompt(seed).messages) for seed in range(500))
     for name in [word for index, word in enumerate(words.LAST) if index % 5 == 0]:
         assert f" {name}" not in trained.replace(f"'{name}", ""), name
 
 
-def test_how_often_drafts_held_is_counted_where_they_were_offered() -> None:
+def test_acceptance_counts_offered_drafts_only() -> None:
     def job(*accepted: int) -> list[StepEvent]:
         return [StepEvent(1, tuple(range(number + 1)), number) for number in accepted]
 
@@ -67,7 +67,7 @@ def test_how_often_drafts_held_is_counted_where_they_were_offered() -> None:
     assert figures["tokens_per_round"] == round(17 / 7, 3)
 
 
-def test_the_card_tells_what_was_found() -> None:
+def test_card_has_the_measured_figures() -> None:
     row = {"tokens_per_round": 2.345, "held": [0.9, 0.5, 0.25, 0.1]}
     measured: dict[str, Any] = {"drafts": 4, "prompts_of_each_kind": 20, "new_tokens": 96}
     measured |= {name: {"person": row, "json": row} for name in VARIANTS}
@@ -96,7 +96,7 @@ def options(work: Path, **changed: Any) -> Any:
     return SimpleNamespace(**vars(train_demo.parse(["--work", str(work)])) | changed)
 
 
-def test_training_gets_flags_that_it_knows_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_training_flags_are_valid_and_resume_works(tmp_path: Path) -> None:
     head = tmp_path / "head"
     flags = train_demo.training_flags(options(tmp_path), tmp_path / "model", tmp_path / "states", head)
     assert not train_head.parse(flags).resume
@@ -106,7 +106,7 @@ def test_training_gets_flags_that_it_knows_and_goes_on_where_it_was(tmp_path: Pa
     assert "--steps 3000" in train_demo.recipe(options(tmp_path))
 
 
-def test_the_ratios_of_the_benchmark_are_those_promised() -> None:
+def test_benchmark_ratios_match_the_targets() -> None:
     rates = {"plain": 30, "plain + grammar": 25, "speculative + grammar": 60, "transformers + grammar": 20}
     found: dict[str, Any] = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
     found |= {"head alone, masked": {"tokens_per_second": 40, "tokens_per_round": 2.4}}
@@ -114,7 +114,7 @@ def test_the_ratios_of_the_benchmark_are_those_promised() -> None:
     assert list(bench_demo.ratios(found).values()) == [2.4, 1.2, 1.25, 3.0]
 
 
-def test_the_benchmark_holds_answers_against_their_schemas() -> None:
+def test_benchmark_validates_answers() -> None:
     schema = SCHEMAS["review"]
     good = b'{"product": "tent", "sentiment": "positive", "rating": 5, "summary": "fine", "would_recommend": true}'
     assert bench_demo.valid(good, schema)

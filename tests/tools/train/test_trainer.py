@@ -1,4 +1,4 @@
-"""Training a head: its unrolled chains are what drafting computes, it learns, resumes bit for bit, and is a command."""
+"""Training a head: unrolled chains equal drafting, training raises acceptance, resume is bit exact."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def random_head(kind: str, its: Llama) -> Head:
 
 
 @pytest.mark.parametrize(("kind", "changes"), HEADS)
-def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str, Any]) -> None:
-    """From every place of two texts, the runtime's own drafter over its paged cache gives the same logits at drafts 1 to 6."""
+def test_unrolled_chains_equal_drafting(kind: str, changes: dict[str, Any]) -> None:
+    """From every position of two texts, the runtime's drafter with its paged cache gives the same logits at drafts 1 to 6."""
     its = target(**changes)
     head = random_head(kind, its)
     made = torch.Generator().manual_seed(3)
@@ -85,8 +85,8 @@ def test_unrolled_chains_are_what_drafting_computes(kind: str, changes: dict[str
 
 
 @pytest.mark.parametrize(("kind", "changes"), HEADS)
-def test_chains_are_the_same_whichever_of_them_are_grown(kind: str, changes: dict[str, Any]) -> None:
-    """A text's first chains may be left out, all of them too; the others see its first pairs all the same."""
+def test_chains_are_independent_of_each_other(kind: str, changes: dict[str, Any]) -> None:
+    """Omitting the first chains of a text does not change the others."""
     its = target(**changes)
     head = random_head(kind, its)
     made = torch.Generator().manual_seed(4)
@@ -101,7 +101,7 @@ def test_chains_are_the_same_whichever_of_them_are_grown(kind: str, changes: dic
         torch.testing.assert_close(part, whole[grown], rtol=1e-5, atol=1e-5)
 
 
-def test_a_collection_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+def test_interrupted_collection_resumes(tmp_path: Path) -> None:
     its = target()
     made = torch.Generator().manual_seed(5)
     texts = [Text(tuple(torch.randint(0, 60, (length,), generator=made).tolist()), 1) for length in (5, 90, 3, 17)]
@@ -113,7 +113,7 @@ def test_a_collection_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 
 
 class Lesson(NamedTuple):
-    """What the cases below learn from: the answers of a tiny target, whose next token is often the one behind the last."""
+    """Training data: answers of a tiny target whose next token is often the successor of the last."""
 
     checkpoint: Checkpoint
     states: SavedStates
@@ -140,7 +140,7 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
 
 @pytest.mark.parametrize(("kind", "margin"), [("eagle3", 0.25), pytest.param("mtp", 1.0, marks=pytest.mark.soak)])
 def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, margin: float) -> None:
-    """In the engine, on texts that were held out; `margin` is in tokens per round."""
+    """Measured in the engine on held-out texts; `margin` in tokens per round."""
     trainer = lesson.trainer(kind)
     target, vocabulary, prompts = trainer.head.target, lesson.checkpoint.vocabulary, trainer.data.prompts(8, 64)
     before = measure(target, trainer.head.drafter(), vocabulary, prompts, 3, 16)
@@ -154,7 +154,7 @@ def test_training_raises_acceptance(lesson: Lesson, tmp_path: Path, kind: str, m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resuming_changes_no_bit(lesson: Lesson, tmp_path: Path, dtype: str) -> None:
+def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None:
     checkpoint = tmp_path / "checkpoint.safetensors"
     options: dict[str, Any] = {"steps": 7, "dtype": dtype, "draft_vocab": 100, "kind": "eagle3"}
     whole = lesson.trainer(**options)
@@ -177,8 +177,8 @@ def test_resuming_changes_no_bit(lesson: Lesson, tmp_path: Path, dtype: str) -> 
         whole.resume(checkpoint)
 
 
-def test_what_counts_is_what_an_answer_should_say(lesson: Lesson) -> None:
-    """Every place of a batch against the texts themselves: the token taken, the state foreseen, and whether it is an answer's."""
+def test_loss_counts_answer_tokens_only(lesson: Lesson) -> None:
+    """Every position of a batch against the texts: input token, predicted state, and whether it belongs to an answer."""
     trainer = lesson.trainer("eagle3")
     indices = trainer.data.learned[:5]
     batch = trainer.data.batch(indices)
@@ -205,7 +205,7 @@ def test_what_counts_is_what_an_answer_should_say(lesson: Lesson) -> None:
 
 
 def test_the_loss_is_cross_entropy_against_the_targets_distribution(lesson: Lesson) -> None:
-    """Written once more in float64, place by place, over the whole vocabulary: what is not proposed adds nothing."""
+    """Reference in float64, position by position, over the whole vocabulary."""
     trainer = lesson.trainer("eagle3", draft_vocab=100)
     head, batch = trainer.head, trainer.data.batch(trainer.data.learned[:3])
     proposed = head.proposed.tolist()

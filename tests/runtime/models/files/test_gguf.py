@@ -179,7 +179,7 @@ def test_the_front_of_a_whole_file_is_walked_to_its_end(tmp_path: Path, order: g
         ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', want none"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, entry: tuple[str, str] | None, wanted: str) -> None:
+def test_unsupported_fields_are_refused_by_name(tmp_path: Path, kind: str, entry: tuple[str, str] | None, wanted: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
     if entry:
         writer.add_string(*entry)
