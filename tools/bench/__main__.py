@@ -3,7 +3,7 @@
 Times on a shared machine are noise: compare the ratios of interleaved variants, and the counts. No time is a failure.
 
     python -m tools.bench                          all parts
-    python -m tools.bench --only round stages --rows 1 4
+    python -m tools.bench --only round --rows 1 4
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=150, help="rounds of each variant (default: 150)")
     parser.add_argument("-k", "--drafts", type=int, default=4, help="drafts per round (default: 4)")
     parser.add_argument("--backend", default="auto", choices=("auto", "tape", "cuda"))
-    parser.add_argument("--only", choices=PARTS, help="run only these parts (default: all)")
+    parser.add_argument("--only", choices=PARTS, help="run only this part (default: all)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     context = Context(rehearsal=not torch.cuda.is_available(), quick=False)
