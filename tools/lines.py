@@ -39,6 +39,7 @@ DECODE_RING = (
     "graphs/round.py",
     "graphs/stages.py",
     "graphs/drafting.py",
+    "graphs/draft_select.py",
     "graphs/batch.py",
     "graphs/buffers.py",
     "graphs/shapes.py",
