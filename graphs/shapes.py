@@ -34,7 +34,7 @@ class Limits:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:
             raise ValueError(
-                f"Limits.num_pages: got {self.num_pages}, expected >= {self.pages_per_row} so that a row of max_length {self.max_length} fits"
+                f"Limits.num_pages: got {self.num_pages}, expected >= {self.pages_per_row} for one row of max_length={self.max_length}"
             )
 
     @property
