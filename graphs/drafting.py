@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.draft_select import settle_draft
+from stepgraph.graphs.draft_select import select_draft
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
@@ -63,7 +63,7 @@ def choose_draft(
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
     found = None if chain is None else chain[:, step - 1]
     wanted = buffers.batch_forced[step - 1, : len(after.rows)] if ruling is not None and "batch_forced" in buffers else None
-    settled = settle_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
+    settled = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
     certain = [each for each in (settled.looked_up, settled.forced) if each is not None]
     if settled.looked_up is not None:
         buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, settled.looked_up)

@@ -228,7 +228,7 @@ def _told(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: in
 def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: float) -> dict[str, object]:
     return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
-        "implementation": kernels.implementation(context.device),
+        "implementation": kernels.describe(context.device),
         "torch": torch.__version__,
         "asked_of_every_row": {column.name.lower(): value for column, value in ASKED.items()},
         "legal_share": LEGAL,

@@ -16,12 +16,11 @@ import torch
 
 from stepgraph.graphs.attention.paged import AttentionShape, by_reference
 from stepgraph.graphs.attention.probe import TOLERANCE, differs
-from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.model import Attend
 from stepgraph.sampling.kernels import operation
 
 if TYPE_CHECKING:
-    from stepgraph.graphs.attention.paged_flashinfer import PlannedAttention
+    from stepgraph.graphs.attention.flashinfer import PlannedAttention
 
 WISHES = ("auto", "flashinfer", "triton", "reference")
 LEAST_CAPABILITY = (8, 0)
@@ -72,7 +71,7 @@ def choose_attention(device: torch.device, wanted: str, shapes: tuple[AttentionS
     if wanted == "auto" and not shapes:
         return OPERATION
     if wanted == "auto" and device.type != "cuda":
-        why = cpu_kernels.why_not(*(shape.dtype for shape in shapes))
+        why = operation.why_no_c(*(shape.dtype for shape in shapes))
         return AttentionChoice("reference", "reference", (f"no native: {why}",)) if why else AttentionChoice("native", "native")
     found = {name: _candidate(name, device, shapes, page_size) for name in WISHES[1:] if wanted in ("auto", name)}
     if wanted != "auto":
@@ -98,7 +97,7 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         return _Candidate(why)
     try:
         log.warning("flashinfer's attention is built or loaded for %s; the first time takes some minutes", device)
-        module = importlib.import_module("stepgraph.graphs.attention.paged_flashinfer")
+        module = importlib.import_module("stepgraph.graphs.attention.flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned)

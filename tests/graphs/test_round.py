@@ -18,8 +18,8 @@ from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, advance
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
+from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import VOCABULARY, compiled
 from tools.gpu.checks.states import GRAMMAR, ROWS, RoundBench
 

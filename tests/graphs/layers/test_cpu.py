@@ -12,22 +12,19 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.choose import choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape, attention_reference
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_reference
+from stepgraph.graphs.attention.paged import AttentionShape, paged_attention
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.layers.cpu import calls
 from stepgraph.graphs.layers.dense import (
-    gated_operation,
     linear,
     normed,
     opened,
     product,
-    product_operation,
     rms_norm,
-    rms_norm_operation,
     silu_and_mul,
 )
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
 
 LIBRARY = cpu_kernels.load()
@@ -53,7 +50,7 @@ def test_attention_is_the_reference_s(heads: int, kv_heads: int, size: int, dtyp
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
         for window in (0, 1, 50):
             wanted, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
-            attention_reference(*arguments(case, window, wanted))
+            paged_attention.run_reference(*arguments(case, window, wanted))
             run = cpu_kernels.prepared(calls.attention)(*arguments(case, window, found))
             assert run is not None
             run()
@@ -104,7 +101,7 @@ def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     wanted_cache = [each.clone() for each in cache]
     wanted = torch.empty(6, 3, size, dtype=dtype)
-    rope_and_write_kv_reference(*(*states, slots, wanted, *wanted_cache))
+    rope_and_write_kv.run_reference(*(*states, slots, wanted, *wanted_cache))
     found = rope_and_write_kv(*(*states, slots, *cache))
     assert torch.equal(found, wanted)
     assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
@@ -189,9 +186,9 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
-    opcheck(rms_norm_operation, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
-    opcheck(product_operation, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
-    opcheck(gated_operation, (random(3, 8), torch.empty(3, 4)))
+    opcheck(rms_norm.out, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
+    opcheck(product.out, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
+    opcheck(silu_and_mul.out, (random(3, 8), torch.empty(3, 4)))
 
 
 def test_what_is_learned_goes_through_torch() -> None:
@@ -236,13 +233,13 @@ def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch)
     reason = Unavailable("they were not built")
     monkeypatch.setattr(cpu_kernels, "load", lambda: reason)
     wanted = torch.empty_like(case.query)
-    attention_reference(*arguments(case, 0, wanted))
+    paged_attention.run_reference(*arguments(case, 0, wanted))
     assert torch.equal(case.run(), wanted)
     assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), normed(random(3, 24), weight, 1e-5))
     assert torch.equal(silu_and_mul(random(3, 24)), opened(random(3, 24)))
     states, slots, cache = turning(12, torch.float32)
     wanted_turned, other = torch.empty(6, 3, 12), [each.clone() for each in cache]
-    rope_and_write_kv_reference(*(*states, slots, wanted_turned, *other))
+    rope_and_write_kv.run_reference(*(*states, slots, wanted_turned, *other))
     assert torch.equal(rope_and_write_kv(*(*states, slots, *cache)), wanted_turned)
     choice = choose_attention(torch.device("cpu"), "auto", (AttentionShape(torch.float32, 2, 1, 8),), 16)
     assert str(choice) == "reference; no native: they were not built"

@@ -15,12 +15,12 @@ from stepgraph.graphs.layers import dense as pointwise
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.layers.cpu import calls as layer_calls
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain, mask_rows
 from stepgraph.sampling.kernels import cpu as native
 from stepgraph.sampling.kernels.cpu import calls as choice_calls
 from stepgraph.sampling.kernels.cpu import loader
+from stepgraph.sampling.native import Unavailable
 
 MADE = torch.Generator().manual_seed(5)
 PAGE, LONGEST = 4, 12
@@ -53,56 +53,56 @@ def spread(tensor: Tensor) -> Tensor:
 Operation = tuple[Callable[..., None], Any, list[Any], list[Tensor]]
 OPERATIONS: dict[str, Operation] = {
     "product": (
-        pointwise.product_operation,
+        pointwise.product.out,
         cpu_kernels.prepared(layer_calls.product),
         [numbers(3, 8), numbers(5, 8), numbers(5), None],
         [torch.zeros(3, 5)],
     ),
     "rms_norm": (
-        pointwise.rms_norm_operation,
+        pointwise.rms_norm.out,
         cpu_kernels.prepared(layer_calls.rms_norm),
         [numbers(3, 8), numbers(8), 1e-5],
         [torch.zeros(3, 8)],
     ),
-    "gate": (pointwise.gated_operation, cpu_kernels.prepared(layer_calls.gate), [numbers(3, 8)], [torch.zeros(3, 4)]),
+    "gate": (pointwise.silu_and_mul.out, cpu_kernels.prepared(layer_calls.gate), [numbers(3, 8)], [torch.zeros(3, 4)]),
     "place_tokens": (
-        slot_mapping.place_tokens_operation,
+        slot_mapping.place_tokens.out,
         cpu_kernels.prepared(layer_calls.place_tokens),
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
         like(POSITIONS, POSITIONS, POSITIONS),
     ),
     "shift_entries": (
-        slot_mapping.shift_entries_operation,
+        slot_mapping.shift_entries.out,
         cpu_kernels.prepared(layer_calls.shift_entries),
         [POSITIONS, SLOTS, TABLES, PAGE, 1, 2],
         like(POSITIONS, SLOTS),
     ),
     "angles": (
-        slot_mapping.angles_operation,
+        slot_mapping.rope_angles.out,
         cpu_kernels.prepared(layer_calls.angles),
         [torch.tensor([0, 5]), torch.tensor([1.0, 0.25])],
         [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4)],
     ),
     "place_masks": (
-        slot_mapping.place_masks_operation,
+        slot_mapping.scatter_masks.out,
         cpu_kernels.prepared(layer_calls.place_masks),
         [torch.tensor([2, 0]), torch.tensor([[0, 7, 1, 1], [1, 7, 0, 1]]), LEGAL],
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
     "settle_draft": (
-        draft_select.settle_draft_operation,
+        draft_select.select_draft_tensors.out,
         cpu_kernels.prepared(layer_calls.settle_draft),
         [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),
     "mask_status": (
-        mask_rows.mask_status_operation,
+        mask_rows.mask_status.out,
         native.prepared(choice_calls.mask_status),
         [TAGS, None, torch.tensor([0, 1]), torch.tensor([7, 8]), ALIVE, 3],
         [torch.zeros(2, 1, dtype=torch.int64)],
     ),
     "chain_accept": (
-        chain.chain_accept_operation,
+        chain.chain_accept.out,
         native.prepared(choice_calls.chain_accept),
         [SAMPLED, TRUE, DRAFTS, torch.tensor([2, 2]), OK, STOPS, torch.tensor([9, 2]), None],
         [torch.zeros(2, dtype=torch.int64) for _ in range(3)],

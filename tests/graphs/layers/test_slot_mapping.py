@@ -15,9 +15,9 @@ from stepgraph.graphs import draft_select
 from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.native import Unavailable
 
 pytestmark = pytest.mark.skipif(isinstance(cpu_kernels.load(), Unavailable), reason=str(cpu_kernels.load()))
 PAGE, PAGES = 4, 5
@@ -127,13 +127,11 @@ def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
     places = torch.ones(2, 3, dtype=torch.int64)
     column, flags = places[:, 0], places.bool()
-    opcheck(slot_mapping.place_tokens_operation, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
-    opcheck(slot_mapping.shift_entries_operation, (places, places, places, PAGE, 1, 0, places.clone(), places.clone()))
-    opcheck(slot_mapping.angles_operation, (torch.arange(3), torch.ones(2), torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
+    opcheck(slot_mapping.place_tokens.out, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
+    opcheck(slot_mapping.shift_entries.out, (places, places, places, PAGE, 1, 0, places.clone(), places.clone()))
+    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
-    opcheck(
-        slot_mapping.place_masks_operation, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
-    )
+    opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     some = torch.arange(2)
     alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, some.clone(), some.bool(), some.bool())
-    opcheck(draft_select.settle_draft_operation, alone)
+    opcheck(draft_select.select_draft_tensors.out, alone)

@@ -10,7 +10,7 @@ import triton
 
 from stepgraph.graphs.attention import paged_triton, rope_kv_triton
 from stepgraph.graphs.attention.paged import attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from tests.graphs.attention.test_paged import Case, make_case
 from tools.bench_attention import Shape, figures
 
@@ -131,7 +131,7 @@ def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, siz
         found, expected = (
             [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
         )
-        for run_it, outputs in ((rope_kv_triton.rope_and_write_kv, found), (rope_and_write_kv_reference, expected)):
+        for run_it, outputs in ((rope_kv_triton.rope_and_write_kv, found), (rope_and_write_kv.run_reference, expected)):
             arguments: list[Any] = [*parts, cosines, sines, slots, *outputs]
             run_it(*arguments)
         near = 2**-6 if dtype is torch.bfloat16 else 0.0

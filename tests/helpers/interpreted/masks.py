@@ -32,7 +32,7 @@ def _quiet() -> None:
 def compare(case: Case, tile: int = 0) -> Processed:
     """Program and reference on the same inputs: equal bits, but that both zeros are one."""
     ours, expected = case.outputs(), case.outputs()
-    processors.process_reference(*case.arguments(expected))
+    processors.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
     processor_programs.process(*case.arguments(ours), tile=tile)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -124,7 +124,7 @@ def test_mask_status_equals_the_reference(places: int) -> None:
         arguments = (tags, chosen, owner, generated, ruled, first)
         if chosen is None:
             arguments = (tags[rows].transpose(0, 1).contiguous().transpose(0, 1), *arguments[1:])
-        mask_rows.mask_status_reference(*arguments, outputs[0])
+        mask_rows.mask_status.run_reference(*arguments, outputs[0])
         mask_programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
         told = outputs[0][ruled]

@@ -14,13 +14,13 @@ from torch import Tensor
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling import bitmask, kernels
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.kernels import cpu as native
-from stepgraph.sampling.kernels.chain import chain_accept_reference
-from stepgraph.sampling.kernels.choice import masked_argmax_reference
+from stepgraph.sampling.kernels.chain import chain_accept
+from stepgraph.sampling.kernels.choice import masked_argmax
 from stepgraph.sampling.kernels.cpu import calls
 from stepgraph.sampling.kernels.cpu.loader import find_library, open_library
-from stepgraph.sampling.kernels.mask_rows import mask_status_reference
+from stepgraph.sampling.kernels.mask_rows import mask_status
+from stepgraph.sampling.native import Unavailable
 
 LIBRARY = native.load()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, Unavailable), reason=str(LIBRARY))
@@ -44,7 +44,7 @@ def choice_outputs(batch: int, places: int) -> list[Tensor]:
 
 
 def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
-    best, token = compare(calls.masked_argmax, masked_argmax_reference, list(inputs), choice_outputs(*inputs[0].shape[:2]))
+    best, token = compare(calls.masked_argmax, masked_argmax.run_reference, list(inputs), choice_outputs(*inputs[0].shape[:2]))
     return best, token
 
 
@@ -128,7 +128,7 @@ def test_a_mask_is_used_by_the_same_rows(batch: int) -> None:
         constrained, rows = torch.rand(batch, generator=made) < 0.8, torch.randint(-9, 9, (batch,), generator=made)
         for chosen in (None, rows):
             inputs = [tags[:batch] if chosen is None else tags, chosen, state[:, 1], state[:, 3], constrained, first]
-            (status,) = compare(calls.mask_status, mask_status_reference, inputs, [torch.empty(batch, places, dtype=torch.int64)])
+            (status,) = compare(calls.mask_status, mask_status.run_reference, inputs, [torch.empty(batch, places, dtype=torch.int64)])
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "every status came through"
 
@@ -147,7 +147,7 @@ def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> No
         stop_ids, room, known = number(-1, 9, batch, stops), number(-1, 9, batch), number(0, count + 1, batch)
         for held in (None, known):
             inputs = [sampled, finite, drafts, number(-1, count + 3, batch), status, stop_ids, room, held]
-            found = compare(calls.chain_accept, chain_accept_reference, inputs, [torch.empty(batch, dtype=torch.int64)] * 3)
+            found = compare(calls.chain_accept, chain_accept.run_reference, inputs, [torch.empty(batch, dtype=torch.int64)] * 3)
             finishes |= set(found[2].tolist())
             lengths |= set(found[0].tolist())
     if batch == 8:
@@ -155,8 +155,8 @@ def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> No
 
 
 def step(b: StaticBuffers) -> None:
-    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.ruled)
-    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled, status=status)
+    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.constrained)
+    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained, status=status)
     finite, numbers = torch.isfinite(best), b.numbers
     emission = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
     b.output.copy_(torch.stack([emission.emitted, emission.accepted, emission.finish]))
@@ -181,9 +181,9 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         buffers.logits.copy_(torch.randn(2, 3, 64, generator=made))
         buffers.masks.copy_(bitmask.pack(torch.rand(2, 3, 64, generator=made) < 0.1))
         buffers.numbers.fill_(number)
-        buffers.ruled.copy_(torch.tensor([True, False]))
+        buffers.constrained.copy_(torch.tensor([True, False]))
         buffers.tags.copy_(torch.tensor([number, number, 0, 1]).expand(2, 3, 4) + torch.arange(3)[:, None] * torch.tensor([0, 0, 1, 0]))
-        best = bitmask.apply(buffers.logits, buffers.masks, buffers.ruled).argmax(-1)
+        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained).argmax(-1)
         buffers.drafts.copy_(best[:, :2]).sub_(torch.tensor([[0, seed % 2], [0, 0]]))
         run_eager(step, buffers)
         wanted = buffers.output.clone()

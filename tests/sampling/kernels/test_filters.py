@@ -43,10 +43,10 @@ def test_functions_give_what_the_plain_ones_give() -> None:
 
 def test_operations_are_registered_as_torch_wants_them() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
-    opcheck(filters.distribution_operation, (logits, PARAMS, torch.empty(3, 2, 33)))
+    opcheck(filters.distribution.out, (logits, PARAMS, torch.empty(3, 2, 33)))
     for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
         outputs = (torch.empty(3, width), torch.empty(3, dtype=torch.int64))
-        opcheck(filters.draw_operation, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, *outputs))
+        opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, *outputs))
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -148,7 +148,7 @@ class TestChoice:
             engine = Engine(target, ToyDraft(target), config=config)
             notes = engine.capture().notes
             engine.close()
-            assert f"kernels: {kernels.implementation('cpu')}" in notes
+            assert f"kernels: {kernels.describe('cpu')}" in notes
             assert any(note.startswith("filters: torch; no flashinfer: ") for note in notes) != greedy_only
 
 
@@ -184,7 +184,7 @@ def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> 
     ids, seed = torch.randperm(300)[:101], torch.arange(3)
     expected, probs = torch.full((2, 3, 300), -7.5)
     wanted, token = torch.full((2, 3), -9)
-    filters.draw_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, expected, wanted)
+    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, expected, wanted)
     programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, probs, token)
     assert torch.equal(probs, expected) and torch.equal(token, wanted)
 

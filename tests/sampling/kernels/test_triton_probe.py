@@ -36,7 +36,7 @@ def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check_choices(why: str) -> None:
     """Kernels, filters and attention are the references, and each choice has the reason."""
-    assert kernels.implementation(CUDA) == f"torch reference ({why})"
+    assert kernels.describe(CUDA) == f"torch reference ({why})"
     filters = kernels.choose_filters(CUDA)
     assert filters.name == "torch" and filters.passed_over[-1] == f"no triton: {why}"
     with pytest.raises(ValueError, match="filters: got 'triton'") as refused:
@@ -100,6 +100,6 @@ def test_one_launch_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[torch.device] = []
     monkeypatch.setattr(probe, "launch", launched.append)
     for _ in range(3):
-        assert kernels.implementation(CUDA) == kernels.implementation("cuda:1") == "triton"
+        assert kernels.describe(CUDA) == kernels.describe("cuda:1") == "triton"
         assert filter_choice.why_not("triton", CUDA) == ""
     assert launched == [CUDA, torch.device("cuda:1")]

@@ -200,8 +200,8 @@ class ThreeGraphs:
         self._graphs["target"].replay()
         self._fill_masks()  # while the target runs
         b.masks.copy_(b.masks_host, non_blocking=True)
-        b.ruled.copy_(b.ruled_host, non_blocking=True)
-        status, ruled = b.ruled[:, :-1].contiguous(), b.ruled[:, -1] != 0
+        b.constrained.copy_(b.ruled_host, non_blocking=True)
+        status, ruled = b.constrained[:, :-1].contiguous(), b.constrained[:, -1] != 0
         best, chosen = kernels.masked_argmax(b.logits, b.masks, None, ruled, status=status)
         room = b.told[:, -1] - b.told[:, -2]
         count = (b.told[:, places] - 1).clamp(min=0)

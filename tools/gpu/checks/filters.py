@@ -50,7 +50,7 @@ def _wanted(batch: int, width: int) -> tuple[Tensor, Tensor]:
     """The CPU's distribution and draw: seconds at the largest sizes, and the same for everything that is compared with them."""
     logits, params = filter_inputs(batch, width)
     seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
-    filters.draw_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
+    filters.draw.run_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
     return probs, token
 
 
@@ -65,7 +65,7 @@ def _check(context: Context, name: str, batch: int, width: int) -> Figures:
     draws = (token.cpu() != wanted) & ~rows
     assert name == "flashinfer" or not bool(rows.any()), f"V={width}: {int(rows.sum())} of {batch} rows differ from the CPU's"
     assert int(draws.sum()) <= batch // 50, f"V={width}: {int(draws.sum())} of {batch} draws differ"
-    distribution = partial(filters.distribution_operation, here[:, None], asked, probs[:, None])
-    draw = partial(filters.draw_operation, here, asked, seeds, seeds, int(Purpose.DRAFT), None, probs, token)
+    distribution = partial(filters.distribution.out, here[:, None], asked, probs[:, None])
+    draw = partial(filters.draw.out, here, asked, seeds, seeds, int(Purpose.DRAFT), None, probs, token)
     times = {"distribution_us": device_us(context, distribution)["median"], "draw_us": device_us(context, draw)["median"]}
     return {"different_rows": int(rows.sum()), "different_draws": int(draws.sum()), **times}
