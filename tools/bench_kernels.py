@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, filters, mask_rows, processors, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, masks, rejection
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context
@@ -103,7 +103,7 @@ def filter_figures(context: Context, rows: int, width: int, filtered: bool) -> d
     params = torch.tensor([SETTINGS[0 if filtered else 1]] * rows, device=context.device)
     seed = position = torch.arange(rows, device=context.device)
     probs, token = torch.empty_like(logits), torch.empty(rows, dtype=torch.int64, device=context.device)
-    arguments = (logits, params, seed, position, int(Purpose.DRAFT), None, probs, token)
+    arguments = (logits, params, seed, position, int(Purpose.DRAFT), None, None, probs, token)
     least = logits.numel() * 8 + rows * 40
     reads = 2 * FILTER_PASSES if filtered else 1
     scratch = rows * -(-width // FILTER_TILE) * (16 + reads * 2**FILTER_DIGIT_BITS * 16)
@@ -144,9 +144,9 @@ def rejection_figures(context: Context, batch: int, k: int, width: int) -> dict[
 
 def tag_figures(context: Context, batch: int, places: int) -> dict[str, object]:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
-    arguments: Any = (tags, rows, owner, generated, ruled, 2, torch.empty(batch, places, dtype=torch.int64, device=context.device))
+    arguments: Any = (tags, owner, generated, ruled, 2, rows, torch.empty(batch, places, dtype=torch.int64, device=context.device))
     least = batch * (places * 5 * 8 + 3 * 8 + 1)
-    kernel, plain = partial(mask_rows.mask_status.out, *arguments), partial(mask_rows.mask_status.run_reference, *arguments)
+    kernel, plain = partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments)
     return {"op": "mask_status", "shape": f"B={batch} N={places}", **_figures(context, least, least, kernel, plain)}
 
 
@@ -154,7 +154,7 @@ def process_figures(context: Context, batch: int, positions: int, width: int, as
     """bfloat16, every row with a mask that counts; `asking`: of every four rows three ask for biases, penalties or more stop tokens."""
     case = make_case(batch, positions, width, torch.bfloat16).on(context.device)
     assert case.ruling is not None and case.rows is not None
-    ruling = case.ruling._replace(ruled=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
+    ruling = case.ruling._replace(constrained=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
     rows = case.rows if asking else case.rows[:1].expand(batch).contiguous()  # the first row asks for nothing
     arguments = case._replace(ruling=ruling, rows=rows).arguments(case.outputs())
     lines, words, row = batch * positions, -(-width // WORD), case.settings.params[rows]
@@ -174,8 +174,8 @@ def process_figures(context: Context, batch: int, positions: int, width: int, as
             context,
             int(least),
             int(least + again),
-            partial(processors.process_logits.out, *arguments),
-            partial(processors.process_logits.run_reference, *arguments),
+            partial(masks.process_logits.out, *arguments),
+            partial(masks.process_logits.run_reference, *arguments),
         ),
     }
 

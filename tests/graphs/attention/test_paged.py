@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention.paged import PART, attention, cache_specs, paged_attention, write_cache
+from stepgraph.graphs.attention.paged import PART, attention, cache_specs, paged_attention
 from stepgraph.graphs.model import ModelInput
 
 PAGE = 8
@@ -145,7 +145,8 @@ def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
     def step(b: StaticBuffers) -> None:
         inputs = ModelInput(b.positions, b.positions, b.slots, b.tables, PAGE)
         for layer in range(2):
-            write_cache(b.a_keys[layer], b.a_values[layer], b.states[:, :, :2], b.states[:, :, 2:], b.slots)
+            b.a_keys[layer].index_put_((b.slots,), b.states[:, :, :2])
+            b.a_values[layer].index_put_((b.slots,), b.states[:, :, 2:])
             b.seen.add_(attention(b.states, b.a_keys[layer], b.a_values[layer], inputs))
 
     recorded = backend.capture(step, buffers)

@@ -49,7 +49,7 @@ def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
 def test_the_operation_is_registered_as_torch_wants_it() -> None:
     keys = torch.zeros(9, KV_HEADS, SIZE)
     query = mixed()[0]
-    opcheck(rope_and_write_kv.out, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), torch.empty(query.shape), keys, keys.clone()))
+    opcheck(rope_and_write_kv.out, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), keys, keys.clone(), torch.empty(query.shape)))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -116,8 +116,8 @@ def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target:
     seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
     expected, probs = torch.full((2, len(rows), target), -7.5)
     wanted, token = torch.full((2, len(rows)), -9)
-    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, expected, wanted)
-    programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, probs, token, tile=tile, digit_bits=3)
+    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, wanted)
+    programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, target, probs, token, tile=tile, digit_bits=3)
     assert torch.equal(probs, expected) and torch.equal(token, wanted)
     assert token[3].item() == 0 and bool((probs.gather(1, token[:, None])[:3] > 0).all())
 

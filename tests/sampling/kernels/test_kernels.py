@@ -15,10 +15,9 @@ import torch
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
-from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
+from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, operation, rejection
-from stepgraph.sampling.kernels import cpu as native
 from stepgraph.sampling.native import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -116,10 +115,10 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     inputs = chain_inputs()
     sampled, finite, drafts, count, status, stops, room = inputs
     accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
-    emission = acceptance.emit(sampled, finite, accepted, status, stops, room)
-    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), emission, strict=True))
+    outcome = acceptance.emit(sampled, finite, accepted, status, stops, room)[1:]
+    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), outcome, strict=True))
     none = torch.tensor([0, 0])
-    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
+    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none)[0].tolist() == [1, 1]
 
 
 def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one() -> None:
@@ -210,11 +209,11 @@ def test_a_tape_repeats_a_rejection_in_place() -> None:
 
 
 def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = any(native.FOLDER.glob("_choices*.so"))
-    assert kernels.describe("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
+    run = "C where" if not native.why_not() else "torch (no C: it was not built"
+    assert kernels.describe("cpu").startswith(run)
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
-    assert kernels.describe("cpu") == "torch reference (in C: planted)"
+    assert kernels.describe("cpu") == "torch (no C: planted)"
     monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
-    assert kernels.describe("cuda") == "torch reference (planted for cuda)"
+    assert kernels.describe("cuda") == "torch (planted for cuda)"
     monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
     assert kernels.describe("cuda:0") == "triton"

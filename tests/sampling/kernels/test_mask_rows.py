@@ -16,8 +16,7 @@ from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, mask_rows
-from stepgraph.sampling.kernels import processors as kernel_processors
+from stepgraph.sampling.kernels import GrammarMask, masks
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
@@ -36,9 +35,9 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_are_registered_as_torch_wants_them() -> None:
     tags, owner, generated, ruled, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(mask_rows.mask_status.out, (some, chosen, owner, generated, ruled, 1, torch.empty(5, 3, dtype=torch.int64)))
+        opcheck(masks.mask_status.out, (some, owner, generated, ruled, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, ruled=False, first=2)):
-        opcheck(kernel_processors.process_logits.out, case.arguments(case.outputs()))
+        opcheck(masks.process_logits.out, case.arguments(case.outputs()))
 
 
 def test_mask_status_reads_the_rows_it_is_told() -> None:
@@ -96,9 +95,9 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
     buffers.rows.copy_(rows)
 
     def step(b: StaticBuffers) -> None:
-        status = kernels.mask_status(b.tags, b.owner, b.generated, b.constrained, 2, b.rows)
-        ruling = GrammarMask(b.masks, None, b.constrained, status)
-        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], ruling=ruling)
+        status = kernels.mask_status(b.tags, b.owner, b.generated, b.ruled, 2, b.rows)
+        ruling = GrammarMask(b.masks, None, b.ruled, status)
+        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=ruling)
         b.processed.copy_(found.logits)
         b.finite.copy_(found.finite)
         b.status.copy_(found.status)

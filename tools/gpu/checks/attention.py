@@ -50,7 +50,7 @@ def _check_turning(context: Context, dtype: torch.dtype) -> None:
     cache = torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device)
     expected = torch.empty_like(query, memory_format=torch.contiguous_format)
     found = rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1])
-    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, expected, cache[2], cache[3])
+    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, cache[2], cache[3], expected)
     assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} turned numbers differ"
     assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 
