@@ -70,7 +70,7 @@ def select_draft_tensors(
     constrained: Contiguous | None,
     status: Contiguous | None,
 ) -> SelectedDraft:
-    took_found = took_forced = torch.zeros_like(alive)
+    took_found = took_forced = None
     mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
     if looked_up is not None:
         took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & legal(looked_up, *mask)

@@ -134,7 +134,8 @@ class Operation(Generic[P, R]):
         """`out`, by the reference."""
         found = self.reference(*arguments[: len(self._names)])  # type: ignore[call-arg]
         for output, result in zip(arguments[len(self._names) :], _tensors(found), strict=True):
-            output.copy_(result)
+            if result is not None:
+                output.copy_(result)
 
     def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
@@ -215,7 +216,7 @@ def _count_tensors(returned: Any) -> int:
     return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))
 
 
-def _tensors(returned: Any) -> tuple[Tensor, ...]:
+def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
 
 

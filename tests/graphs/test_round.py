@@ -15,6 +15,7 @@ from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import bitmask, processors, rng, sampler
+from stepgraph.sampling import native as c_library
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, advance
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus

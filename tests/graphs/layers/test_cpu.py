@@ -63,10 +63,10 @@ def test_what_nobody_vouches_for_is_not_read() -> None:
     tables[0, 2:] = 10**9
     assert torch.equal(case._replace(inputs=case.inputs._replace(block_tables=tables)).run(), before)
     tables[0, 1] = 10**9
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         case._replace(inputs=case.inputs._replace(block_tables=tables)).run()
     tables[0, 1] = -1
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         case._replace(inputs=case.inputs._replace(block_tables=tables)).run()
 
 
@@ -107,7 +107,7 @@ def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
 def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot: int) -> None:
     states, slots, cache = turning(12, torch.float32)
     slots[-1] = slot
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         rope_and_write_kv(*(*states, slots, *cache))
     assert all(bool(each.isnan().all()) for each in cache)
 

@@ -138,7 +138,7 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
     column, flags = places[:, 0], places.bool()
     opcheck(slot_mapping.place_tokens.out, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
     opcheck(slot_mapping.shift_entries.out, (places, places, places, PAGE, 1, 0, places.clone(), places.clone()))
-    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
+    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
     opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     some = torch.arange(2)

@@ -147,8 +147,8 @@ def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> No
 
 
 def step(b: StaticBuffers) -> None:
-    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.constrained)
-    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained, status=status)
+    status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.ruled)
+    best, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled, status=status)
     finite, numbers = torch.isfinite(best), b.numbers
     outcome = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
     b.output.copy_(torch.stack(outcome))
@@ -173,9 +173,9 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         buffers.logits.copy_(torch.randn(2, 3, 64, generator=made))
         buffers.masks.copy_(bitmask.pack(torch.rand(2, 3, 64, generator=made) < 0.1))
         buffers.numbers.fill_(number)
-        buffers.constrained.copy_(torch.tensor([True, False]))
+        buffers.ruled.copy_(torch.tensor([True, False]))
         buffers.tags.copy_(torch.tensor([number, number, 0, 1]).expand(2, 3, 4) + torch.arange(3)[:, None] * torch.tensor([0, 0, 1, 0]))
-        best = bitmask.apply(buffers.logits, buffers.masks, buffers.constrained).argmax(-1)
+        best = bitmask.apply(buffers.logits, buffers.masks, buffers.ruled).argmax(-1)
         buffers.drafts.copy_(best[:, :2]).sub_(torch.tensor([[0, seed % 2], [0, 0]]))
         run_eager(step, buffers)
         wanted = buffers.output.clone()

@@ -161,7 +161,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
     buffers = StaticBuffers(specs, backend.device)
 
     def step(b: StaticBuffers) -> None:
-        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained)
+        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled)
         drawn = kernels.race(torch.softmax(b.logits[:, 0], -1), b.seed, b.seed, rng.Purpose.DRAFT)
         torch.cat([token, drawn[:, None]], 1, out=b.tokens)
 
@@ -171,7 +171,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
         made = torch.Generator().manual_seed(seed)
         buffers.logits.normal_(generator=made)
         buffers.masks.random_(-(2**31), 2**31 - 1, generator=made)
-        buffers.constrained.copy_(torch.tensor([True, False, True]))
+        buffers.ruled.copy_(torch.tensor([True, False, True]))
         buffers.seed.random_(generator=made)
         recorded.replay()
         replayed = buffers.tokens.clone()

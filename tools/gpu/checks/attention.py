@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from stepgraph.graphs.attention.choose import WISHES, AttentionChoice, choose_attention
+from stepgraph.graphs.attention.choose import ATTENTION, AttentionChoice, choose_attention
 from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionShape, attention
 from stepgraph.graphs.attention.probe import differs
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
@@ -21,7 +21,7 @@ def attention_choices_equal_reference(context: Context) -> Figures:
     """Rounds recorded once and replayed with other lengths, prompts in chunks; FlashInfer, which is built here, at one size only."""
     found = context.found
     sizes = HEAD_SIZES[:1] if context.rehearsal else HEAD_SIZES
-    for name, dtype, size in itertools.product(WISHES[:0:-1], (torch.bfloat16, torch.float16), sizes):
+    for name, dtype, size in itertools.product(ATTENTION[:0:-1], (torch.bfloat16, torch.float16), sizes):
         windows = (None,) if name == "flashinfer" else (None, 70)
         shape, label = AttentionShape(dtype, 8, 2, size, windows), f"{name} {str(dtype)[6:]} size={size}"
         if (dtype, size) != (torch.bfloat16, 64) and (name == "flashinfer" or not context.fits(label)):
