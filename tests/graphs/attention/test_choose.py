@@ -180,7 +180,8 @@ def test_an_engine_refuses_what_it_cannot_have() -> None:
     target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
     for wanted in ("triton", "flashinfer"):
         config = EngineConfig(attention=wanted, num_speculative_tokens=0, max_length=32)
-        with pytest.raises(ValueError, match=rf"EngineConfig\.attention: got '{wanted}', expected an implementation that runs on cpu: .* not on cpu"):
+        refusal = rf"EngineConfig\.attention: got '{wanted}', expected an implementation that runs on cpu: .* not on cpu"
+        with pytest.raises(ValueError, match=refusal):
             Engine(target, config=config)
     config = EngineConfig(attention="reference", num_speculative_tokens=0, max_length=32, max_rows=1, greedy_only=True)
     with Engine(target, config=config) as engine:

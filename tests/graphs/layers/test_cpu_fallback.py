@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import draft_select
+from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import dense as pointwise
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import bitmask, native
@@ -78,7 +78,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
     "select_draft": (
-        draft_select.select_draft_tensors,
+        drafting.select_draft_tensors,
         [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),

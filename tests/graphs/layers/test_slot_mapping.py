@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import draft_select
+from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import native
 from stepgraph.sampling.bitmask import WORD
@@ -108,18 +108,18 @@ def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: b
     )
 
 
-def reference_selection(*case: Any) -> draft_select.SelectedDraft:
+def reference_selection(*case: Any) -> drafting.SelectedDraft:
     *given, mask = case
     first = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
-    selected = draft_select.select_draft_tensors.reference(*given, *first)
+    selected = drafting.select_draft_tensors.reference(*given, *first)
     looked_up, forced = (None if asked is None else taken for asked, taken in zip(given[5:7], selected[1:], strict=True))
-    return draft_select.SelectedDraft(selected.tokens, looked_up, forced)
+    return drafting.SelectedDraft(selected.tokens, looked_up, forced)
 
 
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())
 def test_drafts_are_settled_as_torch_settles_them(seed: int, ruled: bool, looked_up: bool, forced: bool) -> None:
     case = settling_case(seed, 8, ruled, looked_up, forced)
-    found, expected = draft_select.select_draft(*case), reference_selection(*case)
+    found, expected = drafting.select_draft(*case), reference_selection(*case)
     assert torch.equal(found.tokens, expected.tokens)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert (mine is None) == (theirs is None) and (mine is None or theirs is None or torch.equal(mine, theirs))
@@ -130,7 +130,7 @@ def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
     case[5] = torch.full((8,), 10_000)
     case[7] = case[7]._replace(constrained=torch.ones(8, dtype=torch.bool))
     with pytest.raises(IndexError):
-        draft_select.select_draft(*case)
+        drafting.select_draft(*case)
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
@@ -143,4 +143,4 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
     opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     some = torch.arange(2)
     alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, some.clone(), some.bool(), some.bool())
-    opcheck(draft_select.select_draft_tensors.out, alone)
+    opcheck(drafting.select_draft_tensors.out, alone)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from stepgraph.graphs.buffers import ResultLayout
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import chi_square_p
@@ -44,7 +45,11 @@ def test_every_operation_of_the_sampled_path_is_told(capsys: pytest.CaptureFixtu
     document = json.loads(printed[-1])
     assert [(shape["rows"], shape["drafts"]) for shape in document["shapes"]] == [(2, 0), (2, 2)]
     told = {entry["name"] for shape in document["shapes"] for entry in shape["operations"]}
-    assert {"whole stage", "reject_sample", "masked_argmax", "chain_accept"} <= told <= {"whole stage", "settle_draft", *kernels.__all__}
+    assert (
+        {"whole stage", "reject_sample", "masked_argmax", "chain_accept"}
+        <= told
+        <= {"whole stage", "select_draft", "process_logits", "scatter_masks", *kernels.__all__}
+    )
     for shape in document["shapes"]:
         assert shape["turns"] >= 3
         assert shape["accept_over_plain"]["p50"] > 0
@@ -61,4 +66,4 @@ def test_what_is_asked_of_every_row_is_what_its_columns_say() -> None:
         expected = torch.full((2,), float(bench_sampling.ASKED.get(column, 0)))
         assert torch.equal(scene.buffers.row_params[:2, column], expected)
     scene.accept(True)()
-    assert bool((scene.buffers.results[:2, 0] >= 1).all()), "every row emits"
+    assert bool((scene.buffers.results[:2, ResultLayout(1).columns["emitted"]] >= 1).all()), "every row emits"
