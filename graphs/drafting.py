@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.draft_select import settle_draft
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.bitmask import WORD
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
 
 
 def draft_prefill(
@@ -58,49 +61,49 @@ def choose_draft(
     they are looked up or forced by the grammar.
     chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
     """
-    ruling = grammar_mask_of(buffers, after, step) if masked else None
+    mask = grammar_mask_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
-    finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    finite, tokens = choose(buffers, after, step, logits, mask, d2t)
     found = None if chain is None else chain[:, step - 1]
-    wanted = buffers.batch_forced[step - 1, : len(after.rows)] if ruling is not None and "batch_forced" in buffers else None
-    settled = settle_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
-    certain = [each for each in (settled.looked_up, settled.forced) if each is not None]
-    if settled.looked_up is not None:
-        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, settled.looked_up)
-    if settled.forced is not None:
-        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
+    forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
+    draft = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, forced, mask)
+    certain = [each for each in (draft.looked_up, draft.forced) if each is not None]
+    if draft.looked_up is not None:
+        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, draft.looked_up)
+    if draft.forced is not None:
+        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
     if sampled and certain:
         buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
-    return settled.tokens
+    return draft.tokens
 
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int) -> GrammarMask:
     """The mask that guides draft `step`, filled by a host node of this round."""
-    ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
+    constrained, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-    return GrammarMask(masks, None, ruled, status)
+    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1)
+    return GrammarMask(masks, None, constrained, status)
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
-    if ruling is None:
+    if mask is None:
         best, choice = logits.max(-1)
     else:
-        masks, rows, ruled, status = ruling
-        best, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
+        masks, rows, constrained, status = mask
+        best, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
     return best.abs() < math.inf, choice if d2t is None else d2t[choice]
 
 
 def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
-    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
+    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
     params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
     width = None if d2t is None else buffers.row_draft_probs.shape[2]
     probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
@@ -126,3 +129,74 @@ def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
         [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1
     )
     buffers.row_state.index_copy_(0, after.rows, state)
+
+
+class SelectedDraft(NamedTuple):
+    tokens: Tensor  # [B] int64, -1 where a row drafts no more
+    looked_up: Tensor | None  # [B] bool: the token is the one that was looked up; None: without look-up
+    forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; None: without forced tokens
+
+
+def select_draft(
+    tokens: Tensor,
+    finite: Tensor,
+    alive: Tensor,
+    limit: Tensor,
+    step: int,
+    looked_up: Tensor | None = None,
+    forced: Tensor | None = None,
+    mask: GrammarMask | None = None,
+) -> SelectedDraft:
+    """tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
+
+    looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
+    leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
+    constrained is never forced.
+    """
+    first = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
+    selected, took_found, took_forced = select_draft_tensors(tokens, finite, alive, limit, step, looked_up, forced, *first)
+    return SelectedDraft(selected, None if looked_up is None else took_found, None if forced is None else took_forced)
+
+
+def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor) -> Tensor:
+    """[B] bool: whether each row's token is allowed, under masks [B, words] of status [B]. Unspecified for a token of -1."""
+    known = tokens.clamp(min=0)
+    words = masks.gather(1, known[:, None] // WORD).squeeze(1)
+    return ((words >> (known % WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
+
+
+def _select_in_c(
+    tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, looked_up: Tensor | None, *given: Tensor | None
+) -> bool:
+    forced, masks, constrained, status = given
+    dense = (tokens, finite, alive, forced, constrained, status)
+    return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
+
+
+def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft:
+    return SelectedDraft(torch.empty_like(tokens), torch.empty_like(finite), torch.empty_like(finite))
+
+
+@operation(_select_outputs, name="select_draft", c=CKernel("select_draft", _select_in_c))
+def select_draft_tensors(
+    tokens: Contiguous,
+    finite: Contiguous,
+    alive: Contiguous,
+    limit: Tensor,
+    step: int,
+    looked_up: Tensor | None,
+    forced: Contiguous | None,
+    masks: Tensor | None,
+    constrained: Contiguous | None,
+    status: Contiguous | None,
+) -> SelectedDraft:
+    took_found = took_forced = None
+    mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
+    if looked_up is not None:
+        took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & legal(looked_up, *mask)
+        tokens, finite = torch.where(took_found, looked_up, tokens), finite | took_found
+    if forced is not None:
+        assert mask is not None, "a token is forced only by a grammar"
+        took_forced = (forced >= 0) & mask[1] & (mask[2] == MaskStatus.OK)
+        tokens, finite = torch.where(took_forced, forced, tokens), finite | took_forced
+    return SelectedDraft(torch.where(alive & finite & (limit >= step), tokens, -1), took_found, took_forced)

@@ -48,17 +48,17 @@ def accept(
 
     forced: for benchmarks, the probability that draft j is accepted where the grammar allows it, independent of the models.
     """
-    ruling = None
+    mask = None
     if constrained:
         owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
-        ruled = batch.column(Column.CONSTRAINED) != 0
-        status = kernels.mask_status(buffers.row_tags, owner, generated, ruled, rows=batch.rows)
-        ruling = GrammarMask(buffers.row_masks, batch.rows, ruled, status)
+        has_grammar = batch.column(Column.CONSTRAINED) != 0
+        status = kernels.mask_status(buffers.row_tags, owner, generated, has_grammar, rows=batch.rows)
+        mask = GrammarMask(buffers.row_masks, batch.rows, has_grammar, status)
     choose = _choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, ruling, forced)
+    tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
-    emission = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
+    emission = Emission(tokens, *kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted))
     emission = emission._replace(
         emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
@@ -95,15 +95,15 @@ class Choice(NamedTuple):
 
 
 def _choose_greedy(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
 ) -> Choice:
     """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
-    if ruling is None:
+    if mask is None:
         best, tokens = logits.max(-1)
         status = torch.full_like(tokens, int(MaskStatus.OK))
     else:
-        status = ruling.status
-        best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.ruled, status=status)
+        status = mask.status
+        best, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
     finite, accepted = torch.isfinite(best), None
     if forced is not None:
         accepted = _force_accepted(batch, finite, status, forced)
@@ -112,10 +112,10 @@ def _choose_greedy(
 
 
 def _choose_sampled(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
 ) -> Choice:
     """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
-    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
+    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
@@ -154,7 +154,7 @@ def _after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     """Copy one stage of uploaded masks into the rows' masks; each tag holds the index among the row's K + 1 masks."""
     tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
-    slot_mapping.place_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
+    slot_mapping.scatter_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
 
 
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:
