@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.request import NO_DRAFTS, Job, StepEvent
 
 EXIT_SECONDS = 10.0  # that an interpreter waits, which ends without close(), for a round on its way
 
@@ -26,23 +26,14 @@ class Reading:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.known = self.read = 0  # tokens
-        self._count_anew()
+        self.drafts = NO_DRAFTS  # since the last read
         self.fresh = self.ended = False
         self.readers: list[asyncio.Future[None]] = []  # for the event loop alone
 
     def add(self, event: StepEvent) -> None:
         self.known += len(event.tokens)
-        self.accepted_drafts += event.num_accepted_drafts
-        self.forced_drafts += event.num_forced_drafts
-        self.accepted_forced_drafts += event.num_accepted_forced_drafts
-        self.looked_up_drafts += event.num_looked_up_drafts
-        self.accepted_looked_up_drafts += event.num_accepted_looked_up_drafts
+        self.drafts = self.drafts.plus(event.drafts)
         self.fresh, self.ended = True, event.finish_reason is not None
-
-    def _count_anew(self) -> None:
-        """What of the drafts is known since it was last read."""
-        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0
-        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
 
     def end(self) -> None:
         """What is known of a job that ended without an event: the engine was closed."""
@@ -56,18 +47,13 @@ class Reading:
         event = StepEvent(
             job.id,
             tuple(job.tokens[new]),
-            self.accepted_drafts,
+            self.drafts,
             job.finish_reason if self.ended else None,
             job.error if self.ended else "",
             tuple(job.logprobs[new]),
-            self.forced_drafts,
-            self.accepted_forced_drafts,
-            self.looked_up_drafts,
-            self.accepted_looked_up_drafts,
             tuple(job.origins[new]),
         )
-        self.read, self.fresh = self.known, False
-        self._count_anew()
+        self.read, self.fresh, self.drafts = self.known, False, NO_DRAFTS
         return event
 
     def wake(self) -> None:

@@ -42,8 +42,7 @@ from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.profiled import make_in_flight
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
 from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.snapshot import take_stats
-from stepgraph.runtime.stats import EngineStats
+from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepGate, StepLock
 from stepgraph.runtime.trace import Trace, trace_rounds
 from stepgraph.runtime.upload import Uploader
@@ -240,7 +239,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far, and how it stands. From any thread, at any time, also behind the end."""
-        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self._graphs.eager)
+        backend, host, grammars, desk = self.backend.stats, self._host.stats, self._grammars.stats, self._desk
+        with desk.lock:
+            launches, eager = self._flights.launches, self._graphs.eager
+            return take_stats(backend, host, grammars, desk.counters, launches, desk.rows, desk.waiting, self._states, eager)
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() as text for Prometheus, with these labels on every line."""

@@ -11,10 +11,9 @@ from dataclasses import replace
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.forks import LEFT, leave_in_forks
 from stepgraph.runtime.grammar_queue import QueuedRequest
-from stepgraph.runtime.ledger import Counters
-from stepgraph.runtime.request import FINISH_REASONS, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
+from stepgraph.runtime.request import FINISH_REASONS, DraftCounts, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
 from stepgraph.runtime.slots import ActiveRequest, RowTable, Sharing
-from stepgraph.runtime.stats import Loss
+from stepgraph.runtime.stats import Counters, Loss
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compile.cache import Claim
 from stepgraph.sampling.grammar.compile.limits import named
@@ -36,7 +35,7 @@ class Scheduler:
         self._seats: dict[int, ActiveRequest] = {}
         self.jobs: dict[int, Job] = {}
         self.rows = RowTable(limits, sharing)
-        self.ledger = Counters(limits.num_speculative_tokens)
+        self.counters = Counters(limits.num_speculative_tokens)
         leave_in_forks(self._leave)
 
     @property
@@ -54,13 +53,13 @@ class Scheduler:
             still_open("submit")
             if len(self._waiting) >= max_queued:
                 raise QueueFullError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
-            most = max(self.ledger.most_waiting, len(self._waiting) + 1)
+            most = max(self.counters.most_waiting, len(self._waiting) + 1)
             # An interrupt comes out of a call. From here on there is but the last one, so that it finds nothing done, or all.
             self.jobs[waiting.job.id] = waiting.job
             if waiting.claim is not None:
                 self._claims[waiting.job.id] = waiting.claim
-            self.ledger.submitted += 1
-            self.ledger.most_waiting = most
+            self.counters.submitted += 1
+            self.counters.most_waiting = most
             self._waiting.append(waiting)
 
     def give_up(self, waiting: QueuedRequest) -> None:
@@ -102,7 +101,7 @@ class Scheduler:
                 elif seat := self.rows.take(first.job, first.matcher):
                     self._seats[seat.job.id] = seat
                     seat.job.queue_seconds = time.perf_counter() - seat.job.submitted_at
-                    self.ledger.queue_seconds.add(seat.job.queue_seconds)
+                    self.counters.queue_seconds.add(seat.job.queue_seconds)
                 else:
                     break
                 self._waiting.popleft()
@@ -117,7 +116,7 @@ class Scheduler:
         """So many more prompt tokens of a seat are on their way."""
         with self.lock:
             self.rows.share(seat)
-            self.ledger.prompt_tokens += tokens
+            self.counters.prompt_tokens += tokens
 
     def record(
         self,
@@ -133,38 +132,25 @@ class Scheduler:
     ) -> StepEvent:
         """Book what a round emitted for a seat. `forced`, `looked_up`: a bit per draft: whether a grammar forced or a look-up found it."""
         looked_up, held = (~(-1 << offered) if self._only_looks_up else looked_up) & ~forced, ~(-1 << accepted)
-        forced_drafts, accepted_forced = forced.bit_count(), (forced & held).bit_count()
-        looked_up_drafts, accepted_looked_up = looked_up.bit_count(), (looked_up & held).bit_count()
-        job, ledger = seat.job, self.ledger
+        drafts = DraftCounts(
+            accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
+        )
+        job, counters = seat.job, self.counters
         with self.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
-                ledger.first_token_seconds.add(job.first_token_seconds)
-            ledger.tokens += len(tokens)
-            ledger.accepted_drafts += accepted
-            ledger.forced_drafts += forced_drafts
-            ledger.accepted_forced_drafts += accepted_forced
-            ledger.looked_up_drafts += looked_up_drafts
-            ledger.accepted_looked_up_drafts += accepted_looked_up
+                counters.first_token_seconds.add(job.first_token_seconds)
+            counters.tokens += len(tokens)
+            counters.drafts = counters.drafts.plus(drafts)
             if offered or (job.rounds and job.num_speculative_tokens):
-                ledger.drafted(len(tokens), offered, accepted, lost)
+                counters.add_drafting_round(len(tokens), offered, accepted, lost)
         origins = origins_of(len(tokens), accepted, forced, looked_up)
         job.tokens.extend(tokens)
         job.origins.extend(origins)
         job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        event = StepEvent(
-            job.id,
-            tuple(tokens),
-            accepted,
-            logprobs=tuple(logprobs),
-            num_forced_drafts=forced_drafts,
-            num_accepted_forced_drafts=accepted_forced,
-            num_looked_up_drafts=looked_up_drafts,
-            num_accepted_looked_up_drafts=accepted_looked_up,
-            origins=origins,
-        )
+        event = StepEvent(job.id, tuple(tokens), drafts, logprobs=tuple(logprobs), origins=origins)
         if code == FinishCode.RUNNING:
             return event
         error = ""
@@ -181,7 +167,7 @@ class Scheduler:
         with self.lock:
             job.error, job.finish_reason = error, reason
             del self.jobs[job.id]
-            self.ledger.finished[reason] += 1
+            self.counters.finished[reason] += 1
             claim = self._claims.pop(job.id, None)
             if seat is not None:
                 del self._seats[job.id]
@@ -191,7 +177,7 @@ class Scheduler:
             claim.release()
         if self._ended:
             self._ended(job)
-        return StepEvent(job.id, (), 0, reason, error)
+        return StepEvent(job.id, (), finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         with self.lock:  # a submit that came in time is among the jobs; a later one is refused
