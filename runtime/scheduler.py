@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.forks import LEFT, leave_in_forks
@@ -23,12 +24,40 @@ def id_of(job: Job | int) -> int:
     return job.id if isinstance(job, Job) else job
 
 
+class RequestObserver(Protocol):
+    """Receives the events of all requests, in order, on the thread that causes them. Its methods must not raise."""
+
+    def submitted(self, job: Job) -> None:
+        """Before the job is queued, since another thread may step it at once."""
+
+    def refused(self, job: Job) -> None:
+        """The job was not queued after all."""
+
+    def cancel_requested(self, job_id: int) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def emitted(self, job: Job, tokens: Sequence[int]) -> None: ...
+
+    def finished(self, job: Job) -> None: ...
+
+    def closed(self, why: str) -> None:
+        """Before the remaining jobs are ended."""
+
+
 class Scheduler:
     """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
 
-    def __init__(self, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None = None, only_looks_up: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        sharing: Sharing,
+        ended: Callable[[Job], None] | None = None,
+        only_looks_up: bool = False,
+        observer: RequestObserver | None = None,
+    ) -> None:
         """only_looks_up: every draft that no grammar forces was found in a text."""
-        self.lock, self._ended, self._only_looks_up = threading.Lock(), ended, only_looks_up
+        self.lock, self._ended, self._only_looks_up, self._observer = threading.Lock(), ended, only_looks_up, observer
         self._waiting: collections.deque[QueuedRequest] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
@@ -49,6 +78,8 @@ class Scheduler:
             return bool(self._seats or self._cancelled or any(waiting.ready for waiting in self._waiting))
 
     def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
+        if self._observer:
+            self._observer.submitted(waiting.job)
         with self.lock:
             still_open("submit")
             if len(self._waiting) >= max_queued:
@@ -66,10 +97,15 @@ class Scheduler:
         """Nobody will know of this job, whether it came into the queue or not."""
         if waiting.job.id in self.jobs:
             self.ask_cancel(waiting.job.id)
-        elif waiting.claim is not None:
+            return
+        if self._observer:
+            self._observer.refused(waiting.job)
+        if waiting.claim is not None:
             waiting.claim.release()
 
     def ask_cancel(self, asked: Job | int) -> bool:
+        if self._observer:
+            self._observer.cancel_requested(id_of(asked))
         with self.lock:
             job = self.jobs.get(id_of(asked))
             if job is None or job.finished or (isinstance(asked, Job) and asked is not job):  # another engine's has an id of this one's
@@ -81,6 +117,9 @@ class Scheduler:
         return True
 
     def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
+        """The first call of every step."""
+        if self._observer:
+            self._observer.step_begins()
         with self.lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
@@ -136,6 +175,8 @@ class Scheduler:
             accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
         )
         job, counters = seat.job, self.counters
+        if tokens and self._observer:
+            self._observer.emitted(job, tokens)
         with self.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
@@ -177,9 +218,13 @@ class Scheduler:
             claim.release()
         if self._ended:
             self._ended(job)
+        if self._observer:
+            self._observer.finished(job)
         return StepEvent(job.id, (), finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
+        if self._observer:
+            self._observer.closed(error)
         with self.lock:  # a submit that came in time is among the jobs; a later one is refused
             jobs = tuple(self.jobs.values())
             self._waiting.clear()

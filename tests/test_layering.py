@@ -65,7 +65,7 @@ def import_faults(root: Path) -> list[str]:
                 faults.append(f"{path}:{line}: {name} without stepgraph in front: a second copy of the module")
             elif layer in LAYERS and (parts[0] in ("tools", "tests") or parts[:2] in above(layer)):
                 faults.append(f"{path}:{line}: {layer} imports {name}")
-            elif layer in ("sampling", "graphs") and name in PUBLIC_NAMES:
+            if layer in ("sampling", "graphs") and name in PUBLIC_NAMES:
                 faults.append(f"{path}:{line}: {layer} imports {name}")
     return faults
 
