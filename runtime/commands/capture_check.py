@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import clip_repr
 from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, load_libraries, print_json
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.graphs.buffers import StaticBuffers
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """What --json prints, what is printed otherwise, and the exit code."""
-    from stepgraph.graphs.capture import CaptureError, capture
+    from stepgraph.graphs.backends import capture
+    from stepgraph.graphs.capture import CaptureError
 
     sys.path.insert(0, str(Path.cwd()))
     try:

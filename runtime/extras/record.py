@@ -29,8 +29,8 @@ from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.runtime.request import Job
-from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
