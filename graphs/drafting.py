@@ -190,6 +190,7 @@ def select_draft_tensors(
     constrained: Contiguous | None,
     status: Contiguous | None,
 ) -> SelectedDraft:
+    """The draft of every row: the forced token, else the looked-up one if it is legal, else the model\'s; -1 where a row drafts no more."""
     took_found = took_forced = None
     mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
     if looked_up is not None:

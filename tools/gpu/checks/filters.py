@@ -50,7 +50,7 @@ def _wanted(batch: int, width: int) -> tuple[Tensor, Tensor]:
     """The CPU's distribution and draw: seconds at the largest sizes, and the same for everything that is compared with them."""
     logits, params = filter_inputs(batch, width)
     seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
-    filters.draw.run_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
+    filters.draw.run_reference(logits, params, seed, seed, Purpose.DRAFT, None, None, probs, token)
     return probs, token
 
 

@@ -112,9 +112,9 @@ def _check_chain(context: Context, batch: int, k: int) -> Figures:
     outputs = [torch.empty_like(room) for _ in range(3)]
     reference: Call = partial(chain.chain_accept.run_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
     reference()
-    emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
-    for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
-        assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
+    found = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
+    for name, ours, expected in zip(("emitted", "accepted", "finish"), found, outputs, strict=True):
+        assert torch.equal(ours, expected), f"K={k}: {name} differs"
     return times_of(
         context, partial(chain.chain_accept.out, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
     )

@@ -1,4 +1,4 @@
-"""The C library, compiled into this tree if it was not built: a machine that only runs the checks installs nothing."""
+"""Compiles the C library into this tree, for hosts where stepgraph is not installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 120.0
 
 
 def compile_library(folder: Path = ROOT / "sampling") -> str:
-    """Build the library in `folder` unless it is there. Returns why there is none; empty if there is one."""
+    """Make `folder` hold the library. Returns why it does not; empty on success."""
     try:
         find_library(folder)
         return ""
@@ -25,14 +25,14 @@ def compile_library(folder: Path = ROOT / "sampling") -> str:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler on the path"
-    beside = folder / f"_native.{os.getpid()}"  # replaces the library atomically
+    unfinished = folder / f"_native.{os.getpid()}"
     sources = sorted(str(path) for source in SOURCES for path in (ROOT / source).glob("*.c"))
-    command = [compiler, *FLAGS, "-shared", "-fPIC", f"-I{ROOT / SOURCES[1]}", *sources, "-lm", "-o", str(beside)]
+    command = [compiler, *FLAGS, "-shared", "-fPIC", f"-I{ROOT / SOURCES[1]}", *sources, "-lm", "-o", str(unfinished)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-        os.replace(beside, folder / "_native.so")
+        os.replace(unfinished, folder / "_native.so")
     except subprocess.CalledProcessError as failure:
-        return f"{compiler}: {failure.stderr.strip()[-500:]}"
+        return f"{compiler}: {failure.stderr.strip()[-500:] or f'exit code {failure.returncode}'}"
     except (OSError, subprocess.TimeoutExpired) as failure:
         return str(failure)
     return ""
