@@ -39,7 +39,7 @@ ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOL
 PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
-    "JSON text of a schema as it is given, blanks and all": MAX_GIVEN_CHARS,
+    "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
     "levels of a schema": MAX_DEPTH,
     "repetitions in a pattern": MAX_REPEAT,
     "characters or ids of a marker": MAX_MARKER,
