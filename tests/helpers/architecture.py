@@ -105,9 +105,10 @@ def table(files: list[str]) -> str:
 def updated(text: str) -> str:
     """The document with its tables traced anew. Each table is between `<!-- NAME -->` and `<!-- end -->`."""
     for name, files in LISTS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        assert pattern.search(text), name
-        text = pattern.sub(lambda found, rows=table(files()): found[1] + rows + found[2], text)  # type: ignore[misc]
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("\n<!-- end -->")
+        assert end, f"{PATH}: no table {name!r}"
+        text = before + begin + table(files()) + end + after
     return text
 
 
