@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "sampling/grammar/link/c"
-LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
+LINK = ("forced", "host_link", "marker", "matcher", "pool")
 KERNELS = "graphs/layers/cpu"
 CHOICES = "sampling/kernels/cpu"
 

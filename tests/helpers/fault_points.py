@@ -18,7 +18,7 @@ from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.graphs.tape.event import TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
 from tests.helpers.planted import fail, innermost, plant
