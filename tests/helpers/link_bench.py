@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.library import load
-from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
-from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
@@ -90,7 +90,7 @@ class Request:
 
     owner: int
     grammar: CompiledConstraint
-    rows: tuple[MatcherRow, MatcherRow]
+    rows: tuple[PythonRow, NativeRow]
     history: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: int = 0
@@ -104,7 +104,7 @@ class LinkPair:
         self.slots, self.drafts, self.random, self.vocabulary = slots, drafts, random, vocabulary
         first, second = (Memory.make(slots, drafts, vocabulary.mask_words, vocabulary) for _ in range(2))
         self.memories = first, second
-        self.links: tuple[HostLink, HostLink] = (
+        self.links: tuple[PythonLink, NativeLink] = (
             PythonLink(*self.memories[0].all, forcing=self.memories[0].forcing),
             native_link(self.memories[1], threads=threads),
         )
@@ -121,11 +121,13 @@ class LinkPair:
 
     def admit(self, slot: int, grammar: CompiledConstraint, matchers: list[Matcher]) -> None:
         self.num_admitted += 1
-        first, second = (link.row(self.num_admitted, matcher) for link, matcher in zip(self.links, matchers, strict=True))
-        self.requests[slot] = Request(self.num_admitted, grammar, (first, second))
+        python, native = self.links
+        rows = python.row(self.num_admitted, matchers[0]), native.row(self.num_admitted, matchers[1])
+        self.requests[slot] = Request(self.num_admitted, grammar, rows)
 
     def push_batch(self) -> None:
-        for which, link in enumerate(self.links):
+        links: tuple[HostLink, HostLink] = self.links
+        for which, link in enumerate(links):
             link.push_batch([request.rows[which] if request else None for request in self.requests])
 
     def node(self, *steps: HostStep) -> None:
@@ -221,11 +223,9 @@ class LinkPair:
     def accept(self) -> None:
         """Verification: a random prefix of the drafts is accepted and one token added; sometimes the history is impossible."""
         for request in filter(None, self.requests):
-            row = request.rows[0]
-            pending_drafts = int(getattr(row, "pending_drafts", 0))
             if request.finish != ROW_RUNNING:
                 continue
-            request.accepted = self.random.randint(0, min(pending_drafts, len(request.drafts)))
+            request.accepted = self.random.randint(0, min(request.rows[0].pending_drafts, len(request.drafts)))
             legal = self.legal(request, request.accepted)
             wrong = self.random.random() < 0.02
             if not legal and not wrong:
@@ -243,11 +243,10 @@ class LinkPair:
         assert torch.equal(python.tags, native.tags)
         assert python.forced is not None and native.forced is not None and torch.equal(python.forced, native.forced)
         for request in filter(None, self.requests):
-            first, second = (
-                [getattr(row, name) for name in ("fault", "last_mask_status", "committed", "pending_drafts", "fills")]
-                for row in request.rows
-            )
-            assert first == second
+            row, native_row = request.rows
+            assert row.fault == native_row.fault
+            for name in ("last_mask_status", "committed", "pending_drafts"):
+                assert getattr(row, name) == getattr(native_row.struct, name)
         assert self.links[0].stats == self.links[1].stats
 
 

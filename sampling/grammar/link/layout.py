@@ -102,7 +102,6 @@ class RowStruct(Structure):
         ("owner", c_int64),
         ("committed", c_int64),
         ("pending_drafts", c_int64),
-        ("fills", c_int64),
         ("fuel_seconds", c_double),
         ("last_mask_status", c_int32),
         ("known_open", c_int32),

@@ -237,7 +237,7 @@ class LLGuidanceRow(Protocol):
 class NativeRow:
     """One constrained request: a struct that host nodes access, and everything that the struct points to.
 
-    A marker is handled in C around the library's own matcher. The properties that read the struct are for tests and messages.
+    A marker is handled in C around the library's own matcher.
     """
 
     def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
@@ -296,22 +296,6 @@ class NativeRow:
     def fault(self) -> str:
         text: bytes = self._library.quick.stepgraph_fault(byref(self.struct))
         return text.decode(errors="replace")
-
-    @property
-    def committed(self) -> int:
-        return int(self.struct.committed)
-
-    @property
-    def pending_drafts(self) -> int:
-        return int(self.struct.pending_drafts)
-
-    @property
-    def last_mask_status(self) -> MaskStatus:
-        return MaskStatus(self.struct.last_mask_status)
-
-    @property
-    def fills(self) -> int:
-        return int(self.struct.fills)
 
 
 def _close_llguidance(library: NativeLibrary, grammar: LLGuidanceNativeGrammar, start: LLGuidanceStart, matcher: int) -> None:

@@ -29,7 +29,6 @@ class PythonRow:
     committed: int = 0  # tokens of the history that the matcher has accepted permanently
     pending_drafts: int = 0  # drafts accepted after them
     last_mask_status: MaskStatus = MaskStatus.NONE  # the walk over drafts continues only after OK
-    fills: int = 0
     fault: str = ""
     forced: ForcedText = field(default_factory=ForcedText)
 
@@ -171,7 +170,6 @@ class PythonLink:
 
     def _fill(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
         self._fills += 1
-        row.fills += 1
         row.last_mask_status = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
         self._tags_np[stage, slot] = (row.owner, row.committed, index, row.last_mask_status)
         if row.last_mask_status == MaskStatus.OK and stage == index:

@@ -51,7 +51,6 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
     count(&link->fills);
-    row->fills++;
     int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
     int32_t status = fill_mask(row, mask, link->shape.words);
     if (status < 0) return;

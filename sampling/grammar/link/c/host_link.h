@@ -90,7 +90,6 @@ typedef struct {
     int64_t owner;
     int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
     int64_t pending_drafts;   /* drafts accepted after them */
-    int64_t fills;
     double fuel_seconds;      /* processor time limit of one library call */
     int32_t last_mask_status; /* the walk over drafts continues only after OK */
     int32_t known_open;       /* the library has reported "not terminated" and no stop token was accepted since */

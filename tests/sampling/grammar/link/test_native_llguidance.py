@@ -189,7 +189,7 @@ def test_hundreds_of_rows_leak_nothing() -> None:
         link, rows = rows_of(memory, compiled, 4)
         link.push_batch(rows)
         link.node(WALK)()
-        assert [row.fills for row in rows] == [4] * 4
+        assert link.stats.fills == 4 * 4
         link.close()
         del link, rows
         if number % 50 == 49:
