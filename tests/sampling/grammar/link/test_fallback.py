@@ -91,14 +91,14 @@ def test_with_a_compiler_the_library_is_built() -> None:
 
 
 def test_a_file_that_is_not_a_library_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "_link.so"
+    path = tmp_path / "_native.so"
     path.write_bytes(b"not an object file")
-    with pytest.raises(Unavailable, match=r"_link\.so cannot be loaded: "):
+    with pytest.raises(Unavailable, match=r"_native\.so cannot be loaded: "):
         NativeLibrary(path)
 
 
 DIFFERENCES: list[tuple[Any, str, Any, str]] = [
-    (library, "OWN_LAYOUT", (2,), r"_link.*so was built from other sources; install stepgraph again"),
+    (library, "OWN_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
     (importlib.metadata, "version", lambda name: "0.3.0", "xgrammar: got 0.3.0, expected 0.2.8 or a later 0.2"),
     (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar: got 0.2.7, expected 0.2.8 or a later 0.2"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi: got 0\.1\.\d+, expected 9\.9"),

@@ -25,9 +25,9 @@ from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES
 from stepgraph.sampling.grammar.link.mask_row import classify
 from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.toy_engines import STOP, VOCABULARY, Setup, make_engine, needs_native, plain
