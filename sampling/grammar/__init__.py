@@ -6,9 +6,10 @@ from stepgraph.sampling.grammar.compile.coverage import Coverage
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.unsupported import Refusal
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 __all__ = [
     "Claim",

@@ -12,7 +12,8 @@ from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 SIGNATURES = {
     "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),

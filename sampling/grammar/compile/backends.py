@@ -12,10 +12,10 @@ import torch
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits, check_size, named
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import EndlessError
 
 # Under "auto" in this order. xgrammar first: its grammars are written here rule by rule and keep the masks of their states, so a

@@ -19,8 +19,8 @@ from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint, checked_backend
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from stepgraph.sampling.lifetimes import end_at_exit
 
 Isolation = Literal["process", "none"]

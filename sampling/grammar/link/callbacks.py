@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LibraryStruct
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 ACCEPT = ROLLBACK = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p)
 FILL = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -27,8 +27,8 @@ from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import HostAction, HostLink, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 HOST_LINKS = ("auto", "native", "python")
 

@@ -21,9 +21,10 @@ from stepgraph.sampling.grammar.link.library import NativeLibrary
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceStart
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 _mixed: weakref.WeakKeyDictionary[Vocabulary, npt.NDArray[np.int32]] = weakref.WeakKeyDictionary()  # words with ids that are no text
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from stepgraph.sampling.grammar.link.node_log import NodeLog
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 
 
 class HostAction(IntEnum):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar
-from stepgraph.sampling.grammar.link.mask_row import checked_row, classify
+from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 FORCED_BYTES = 128  # of a forced text that are looked at together
 TAIL_BYTES = 32  # at the end of a text that was cut there: what they are written in depends on the rest

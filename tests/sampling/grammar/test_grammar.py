@@ -150,7 +150,7 @@ def test_rollback_is_not_limited_to_a_window(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("a*", backend))
     start = filled(matcher)
     assert all(matcher.accept_token(encode(b"a")[0]) for _ in range(500))
-    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, want 0\.\.500"):
+    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, expected 0\.\.500"):
         matcher.rollback(501)
     matcher.rollback(500)
     assert filled(matcher) == start

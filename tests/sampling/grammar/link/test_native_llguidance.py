@@ -22,13 +22,13 @@ from stepgraph.sampling.grammar.link import native as native_link
 from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LLGuidanceStruct
 from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MOST_LESSONS, LLGuidanceApi
-from stepgraph.sampling.grammar.link.mask_row import classify
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, advance
 from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.matchers.protocol import classify
 from tests.helpers.link_bench import OTHER_COMPILER, WALK, A, Memory, Twins, resident, running
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import SIGNATURES

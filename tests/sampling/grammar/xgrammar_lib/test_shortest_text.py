@@ -8,8 +8,8 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 VOCABULARY = Vocabulary.printable()
 BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
