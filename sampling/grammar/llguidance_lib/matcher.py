@@ -123,7 +123,7 @@ class LLGuidanceMatcher:
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens that were accepted, a stop token included."""
         if not 0 <= num_tokens <= self.num_accepted:
-            raise ValueError(f"rollback.num_tokens: got {num_tokens}, want 0..{self.num_accepted}, the number of accepted tokens")
+            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         count = num_tokens - self._ended if num_tokens else 0
         self._ended = self._ended and num_tokens == 0
         if count == 0 or self._fault:
