@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
 from stepgraph.sampling.grammar.compile.cache import CacheEntry, Claim, GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
@@ -20,7 +21,7 @@ from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Con
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import end_at_exit
 
 Isolation = Literal["process", "none"]
