@@ -77,7 +77,7 @@ def test_what_was_found_once_is_refused_or_works(doors: Callable[[str], Door], c
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "sampling_long_value": (params, "shown", repr),
     "constraint_ebnf_payload": (limits, "_grammar_of", lambda payload: json.loads(payload)[1]),
-    "ranks_wide": (table, "MOST_IDS", 10**60),
+    "ranks_wide": (table, "MAX_IDS", 10**60),
 }
 
 

@@ -65,7 +65,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         r"attention: got 'fast', want one of 'auto', .*'reference'",
     ),
     (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
-    (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, want at most 3600"),
+    (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected at most 3600"),
     (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, want 0 to 1"),
     (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, want whole numbers from 0 to 2"),
     (
@@ -79,14 +79,14 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, want a string"),  # type: ignore[arg-type]
-    (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), want a JSON object"),
+    (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
         r"got the special token '\\ud800', want a text without halves of surrogate pairs",
     ),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0}, special_tokens={"<|im_end|>": 1}, logits_width=0),
-        r"logits_width: got 0, want a whole number from 1 to 2097152, or None",
+        r"logits_width: got 0, expected a whole number from 1 to 2097152, or None",
     ),
 ]
 
@@ -143,7 +143,7 @@ def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> Non
     (tmp_path / "some.tiktoken").write_bytes(ranks)
     assert len(Vocabulary.from_tiktoken(tmp_path / "some.tiktoken", special_tokens={"<|im_end|>": 4}).tokens) == 5, "between empty lines"
     (tmp_path / "tokenizer.json").write_text('{"model": "\\ud800"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"tokenizer\.json: no JSON: half of a surrogate pair in a text"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not JSON: half of a surrogate pair in a string"):
         Vocabulary.from_tokenizer_json(tmp_path / "tokenizer.json")
 
 

@@ -209,7 +209,7 @@ def test_whitespace_is_free_only_on_request_and_only_within_a_bound(backend: Bac
     ],
 )
 def test_malformed_vocabularies_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want "):
+    with pytest.raises(ValueError, match=r": got .*, expected "):
         build()
 
 

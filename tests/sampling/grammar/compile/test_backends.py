@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Unsupported, Vocabulary, coverage
 from stepgraph.sampling.grammar.compile import backends, worker_process
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -47,7 +47,7 @@ def test_a_library_that_is_asked_for_is_the_only_one_that_is_asked(backend: Back
     assert AUTO.compile(constraint).backend == backend
     assert GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(Constraint.regex("a")).backend == backend
     other = Constraint.lark('start: "a"') if backend == "xgrammar" else Constraint.ebnf('root ::= "a"')
-    with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is .*'s notation"):
+    with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is a notation of"):
         GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(other)
 
 
@@ -61,16 +61,16 @@ def test_what_neither_enforces_is_refused_with_the_reasons_of_both() -> None:
 
 
 def test_the_coverage_names_every_keyword_with_its_place() -> None:
-    told = Constraint.json_schema(NEITHER).coverage()
-    assert not told.enforced and told.backend is None
-    assert {(refusal.where, refusal.keyword) for refusal in told.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
-    assert Refusal("#", "patternProperties", "is not enforced; remove it or express it otherwise") in told.refusals["xgrammar"]
-    told = Constraint.json_schema(COMBINED).coverage()
-    assert told.backend == "llguidance" and told.refusals["llguidance"] == () and told.unenforced == ()
-    assert [refusal.keyword for refusal in told.refusals["xgrammar"]] == ["allOf"]
-    assert Constraint.json_schema(COMBINED, backend="xgrammar").coverage().backend is None
-    assert Constraint.regex("a+").coverage().refusals == {"xgrammar": (), "llguidance": ()}
-    assert [refusal.where for refusal in Constraint.regex("(").coverage().unenforced] == ["#", "#"]
+    found = coverage(Constraint.json_schema(NEITHER))
+    assert not found.enforced and found.backend is None
+    assert {(part.where, part.keyword) for part in found.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
+    assert Unsupported("#", "patternProperties", "is not enforced; remove it or express it otherwise") in found.unsupported["xgrammar"]
+    found = coverage(Constraint.json_schema(COMBINED))
+    assert found.backend == "llguidance" and found.unsupported["llguidance"] == () and found.unenforced == ()
+    assert [part.keyword for part in found.unsupported["xgrammar"]] == ["allOf"]
+    assert coverage(Constraint.json_schema(COMBINED, backend="xgrammar")).backend is None
+    assert coverage(Constraint.regex("a+")).unsupported == {"xgrammar": (), "llguidance": ()}
+    assert [part.where for part in coverage(Constraint.regex("(")).unenforced] == ["#", "#"]
 
 
 BOMBS = {
@@ -85,9 +85,9 @@ BOMBS = {
 def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: str) -> None:
     bomb, limits = BOMBS[field]
     workers = {worker.pid for worker in worker_process._alive}
-    told = bomb.coverage(limits)
-    (reason,) = {refusal.reason for refusal in told.unenforced}
-    assert told.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
+    found = coverage(bomb, limits)
+    (reason,) = {part.reason for part in found.unenforced}
+    assert found.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
     assert {worker.pid for worker in worker_process._alive} <= workers, "its worker is still there"
     compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
     with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
@@ -97,10 +97,9 @@ def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: st
 
 def test_the_coverage_tells_what_it_finds_in_the_time_of_one_compile() -> None:
     properties = {f"p{place}": {"uniqueItems": True} for place in range(300)}
-    told = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar").coverage(
-        GrammarLimits(compile_seconds=1e-6)
-    )
-    assert len(told.unenforced) == 1 and told.backend is None
+    constraint = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar")
+    found = coverage(constraint, GrammarLimits(compile_seconds=1e-6))
+    assert len(found.unenforced) == 1 and found.backend is None
 
 
 def test_without_the_second_library_its_constraints_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +108,7 @@ def test_without_the_second_library_its_constraints_are_refused_by_its_name(monk
     assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "xgrammar"
     with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
         alone.compile(Constraint.json_schema(COMBINED))
-    assert "not installed" in Constraint.json_schema(COMBINED).coverage().refusals["llguidance"][0].reason
+    assert "not installed" in coverage(Constraint.json_schema(COMBINED)).unsupported["llguidance"][0].reason
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
@@ -154,23 +153,26 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ("json_object", "response_format: got str"),
         ({}, "response_format.type: got None"),
         ({"type": ["text"]}, "response_format.type: got"),
-        ({"type": "json"}, "response_format.type: got 'json', want one of text, json_object, json_schema"),
-        ({"type": "text", "json_schema": {}}, "response_format.json_schema: got a field that is not known"),
+        ({"type": "json"}, "response_format.type: got 'json', expected one of text, json_object, json_schema"),
+        ({"type": "text", "json_schema": {}}, "response_format.json_schema: got an unknown field"),
         ({"type": "json_schema"}, "response_format.json_schema: got None"),
-        ({"type": "json_schema", "schema": {}}, "response_format.schema: got a field that is not known"),
-        ({**NAMED, "strict": True}, "response_format.strict: got a field that is not known"),
+        ({"type": "json_schema", "schema": {}}, "response_format.schema: got an unknown field"),
+        ({**NAMED, "strict": True}, "response_format.strict: got an unknown field"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name: got None"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema: got None"),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}},
             "response_format.json_schema.strict: got 'yes'",
         ),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}}, "response_format.json_schema.x: got a field"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}},
+            "response_format.json_schema.x: got an unknown field",
+        ),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "description": 1}}, "description: got 1"),
     ],
 )
 def test_a_response_format_that_would_be_half_ignored_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+    with pytest.raises(ValueError, match=r": got .*, expected ") as caught:
         Constraint.response_format(value)
     assert message in str(caught.value)
 
@@ -196,7 +198,7 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
     ],
 )
 def test_malformed_tags_are_refused_by_field(tag: Any, field: str) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+    with pytest.raises(ValueError, match=r": got .*, expected ") as caught:
         Constraint.structural_tag(tag)
     assert str(caught.value).startswith(f"Constraint.structural_tag{field}: got")
 
@@ -211,5 +213,14 @@ def test_malformed_tags_are_refused_by_field(tag: Any, field: str) -> None:
     ],
 )
 def test_unknown_back_ends_and_blank_grammars_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want "):
+    with pytest.raises(ValueError, match=r": got .*, expected "):
         build()
+
+
+def test_coverage_stops_at_a_part_that_cannot_be_removed() -> None:
+    found = coverage(Constraint.json_schema({"anyOf": [5, {"type": "string", "pattern": 1}]}))
+    assert found.backend is None
+    assert {name: [part.where for part in parts] for name, parts in found.unsupported.items()} == {
+        "xgrammar": ["#/anyOf/0"],
+        "llguidance": ["#/anyOf/0"],
+    }

@@ -121,14 +121,22 @@ def test_a_worker_that_dies_costs_one_request_whose_error_names_what_happened(ki
 @pytest.mark.parametrize(
     ("limits", "constraint", "told"),
     [
-        ({"compile_seconds": 0.3}, SLOW, r"GrammarLimits.compile_seconds: got a compile that takes longer, want at most 0.3 s"),
-        ({"compile_bytes": 40 * MIB}, GREEDY, r"GrammarLimits.compile_bytes: got a compile that takes more, want at most 40 MiB of memory"),
-        ({"result_bytes": 2000}, Constraint.json_object(), r"GrammarLimits.result_bytes: got \d.* of compiled grammar, want at most 2,000"),
-        ({"max_chars": 30}, Constraint.regex("a" * 31), r"GrammarLimits.max_chars: got 31 characters, want at most 30"),
+        ({"compile_seconds": 0.3}, SLOW, r"GrammarLimits.compile_seconds: got a compile that takes longer, expected at most 0.3 s"),
+        (
+            {"compile_bytes": 40 * MIB},
+            GREEDY,
+            r"GrammarLimits.compile_bytes: got a compile that takes more, expected at most 40 MiB of memory",
+        ),
+        (
+            {"result_bytes": 2000},
+            Constraint.json_object(),
+            r"GrammarLimits.result_bytes: got \d.* of compiled grammar, expected at most 2,000",
+        ),
+        ({"max_chars": 30}, Constraint.regex("a" * 31), r"GrammarLimits.max_chars: got 31 characters, expected at most 30"),
         (
             {"max_nesting": 3},
             Constraint.ebnf('root ::= (((("a"))))'),
-            r"GrammarLimits.max_nesting: got 4 brackets open at once, want at mos",
+            r"GrammarLimits.max_nesting: got 4 brackets open at once, expected at mos",
         ),
     ],
 )
@@ -158,11 +166,11 @@ def test_the_fuel_of_llguidance_is_that_of_the_limits(limits: dict[str, int], co
 
 def test_limits_that_are_none_are_refused_by_name() -> None:
     for wrong, told in (
-        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, want a number > 0"),
+        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, expected a number > 0"),
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
-        ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, want an int >= 1"),
+        ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, expected an int >= 1"),
         ({"max_nesting": True}, "GrammarLimits.max_nesting: got True"),
-        ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, want at most 120000"),
+        ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, expected at most 120000"),
     ):
         with pytest.raises(ValueError, match=told):
             GrammarLimits(**wrong)

@@ -92,7 +92,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "\\x0a"}, "#: pattern: got"),
     ({"type": "string", "pattern": "("}, "parenthesis is not closed"),
     ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
-    ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, want at most maxLength"),
+    ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, expected at most maxLength"),
     ({"type": "string", "format": "colour"}, '#: format: "colour" is not enforced'),
     ({"type": "string", "format": "json-pointer"}, '#: format: "json-pointer" is not enforced'),
     ({"type": "number", "multipleOf": 0.5}, "#: multipleOf: got 0.5"),
@@ -101,7 +101,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "integer", "minimum": 3.5}, "#: minimum: got 3.5"),
     ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum greater than maximum"),
     ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000; enforced up to 1000"),
-    ({"properties": {f"p{index}": {} for index in range(501)}}, "#: properties: got 501 that are not required, want at most 500"),
+    ({"properties": {f"p{index}": {} for index in range(501)}}, "#: properties: got 501 that are not required, expected at most 500"),
     ({"properties": {f"p{index}": {} for index in range(101)}, "maxProperties": 7}, "#: properties: got 101 that are not required"),
     ({"type": "array", "items": [{}]}, "#/items: schema: got"),
     ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is not enforced"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_compiled_says_why(constraint: Constraint, message: str |
     ],
 )
 def test_malformed_constraints_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, want "):
+    with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, expected "):
         build()
 
 

@@ -287,7 +287,7 @@ def test_both_sides_have_the_same_vocabulary() -> None:
 
 def test_a_grammar_with_a_nul_is_refused() -> None:
     """In C a text ends there."""
-    with pytest.raises(ValueError, match="#: lark: holds a NUL character; write"):
+    with pytest.raises(ValueError, match="#: lark: contains a NUL character; write"):
         OTHER_COMPILER.compile(Constraint.lark('start: "a\0b"'))
     grammar = OTHER_COMPILER.compile(Constraint.lark("start: /a\\x00b/ | /c/")).grammar
     assert cast(LLGuidanceGrammar, grammar).native is not None

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import PRINTABLE, filled
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
 
@@ -83,13 +84,13 @@ def test_random_texts_are_valid_under_their_schemas() -> None:
         ({"maximum": -112841587.78826621}, "#: maximum: got -112841587.78826621; exact"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "#: exclusiveMinimum: got 0; enforced for integers"),
         ({"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]}, "#/allOf/0: exclusiveMaximum: got -1; enforced for integers"),
-        ({"type": "object", "minProperties": 2}, "#: minProperties: got 2, want at most 1"),
+        ({"type": "object", "minProperties": 2}, "#: minProperties: got 2, expected at most 1"),
         ({"enum": [[123456789.12345679]]}, "#: enum: got 123456789.12345679; exact"),
         ({"const": {"a": "hello\0there"}}, "#: const: holds '\\x00', which is left out"),
         ({"const": "\x7f"}, "#: const: holds '\\x7f'"),
         ({"pattern": "a\\x00b"}, "#: pattern: got '\\\\x00' at position 1"),
-        ({"patternProperties": {"a(?=b)": {}}}, "#: patternProperties: got (?= at position 1, want no look-around"),
-        ({"patternProperties": {"^a|b": {}}}, "#: patternProperties: got '^a|b', want anchors in a group"),
+        ({"patternProperties": {"a(?=b)": {}}}, "#: patternProperties: got (?= at position 1, expected no look-around"),
+        ({"patternProperties": {"^a|b": {}}}, "#: patternProperties: got '^a|b', expected anchors in a group"),
         ({"format": "iri"}, '#: format: "iri" is not enforced'),
         ({"$schema": "http://json-schema.org/draft-04/schema#"}, "#: $schema: got"),
         ({"$ref": "http://localhost/other.json"}, "does not fetch"),
@@ -260,13 +261,13 @@ def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
     assert takes(compiled, 'x{"%json": 1}') and not takes(compiled, 'x{"b": 1}')
     for text, message in [
         ('start: %json {"not": {}}', "#: not: is not enforced"),
-        ("start: %json {", "what follows %json is not JSON"),
-        ('start: %json {"type": "null", "type": "null"}', "what follows %json is not JSON .the key 'type' appears twice"),
+        ("start: %json {", "the text after %json is not JSON"),
+        ('start: %json {"type": "null", "type": "null"}', "the text after %json is not JSON .the key 'type' appears twice"),
         ('%llguidance [1]\nstart: "a"', "its %llguidance line is not one JSON object"),
         ('%llguidance {}\n%llguidance {}\nstart: "a"', "its %llguidance line is not one JSON object"),
-        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows what is no text"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows bytes that are not text"),
         ("start: <[1]>", r"#: <\[1\]>: names tokens"),
-        ("start: T\nT: ~/a/", "#: ~: allows what is no text"),
+        ("start: T\nT: ~/a/", "#: ~: allows bytes that are not text"),
         ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: does not hold"),
         ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: does not hold"),
         ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is none"),
@@ -274,3 +275,9 @@ def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
     ]:
         with pytest.raises(ValueError, match=f"constraint lark: cannot be compiled: .*{message}"):
             COMPILER.compile(Constraint.lark(text))
+
+
+def test_error_of_the_c_api_has_the_librarys_message() -> None:
+    tokenizer = LLGuidanceTokenizer(llguidance_api(), PRINTABLE)
+    with pytest.raises(ValueError, match='unknown name: "nothing"'):
+        tokenizer.grammar("start: nothing", {})

@@ -99,7 +99,7 @@ def test_a_slow_tokenizer_with_ids_of_its_own_is_refused(tmp_path: Path) -> None
     path.write_bytes(sentence_pieces().serialized_model_proto())
     words.write_text("".join(f"{letter} 1\n" for letter in "abc"), encoding="utf-8")
     slow = BartphoTokenizer(str(path), str(words))
-    with pytest.raises(ValueError, match=r"BartphoTokenizer: got .* in its sentencepiece model, want the model's own ids"):
+    with pytest.raises(ValueError, match=r"BartphoTokenizer: got .* in its sentencepiece model, expected the ids of the model"):
         Vocabulary.from_tokenizer(slow)
 
 

@@ -15,9 +15,9 @@ import xgrammar
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.constraints import pattern
 from stepgraph.sampling.grammar.constraints.charset import IN_JSON, spelled
+from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
-from stepgraph.sampling.grammar.xgrammar_lib import json_ebnf
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 from tests.helpers.grammar_texts import filled
 
 
@@ -92,12 +92,10 @@ def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypat
     constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
     assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
 
-    def as_it_stands(self: Any, text: str, root_rule_name: str) -> xgrammar.CompiledGrammar:
-        *rules, last = text.strip().split("\n")
-        return real(self, "\n".join(rules), root_rule_name=last.rpartition(" ")[2])
+    def without_first_rule(core: Any, kind: str, payload: str, any_whitespace: bool, least_bytes: int) -> Any:
+        return core.Grammar.from_ebnf(*ebnf.ebnf_text(core, kind, payload, any_whitespace))
 
-    real = xgrammar.GrammarCompiler.compile_grammar
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", as_it_stands)
+    monkeypatch.setattr(xgrammar_grammar, "parsed_grammar", without_first_rule)
     found = [disagreements(compiler(vocabulary).compile(constraint), Random(seed), 12) for seed in range(5)]
     assert any(found)
 
@@ -147,10 +145,10 @@ def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkey
         compiled = [compiler(vocabulary).compile(constraint) for constraint in STRINGS]
         return sum(len(disagreements(one, Random(seed), 12)) for one in compiled for seed in range(6))
 
-    texts = [ebnf_text(one, _converted)[0] for one in STRINGS]
-    assert [(BEHIND_STRING_AT_ONCE in text, BEHIND_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
+    texts = [ebnf.ebnf_text(xgrammar_grammar._CORE, one.kind, one.payload, one.any_whitespace)[0] for one in STRINGS]
+    assert [(ebnf.AFTER_STRING_NO_BLANKS in text, ebnf.AFTER_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
     assert found() == 0
-    monkeypatch.setattr(xgrammar_grammar, "BEHIND_STRING_AT_ONCE", r"(=([,}\]]))")  # forgets the names of properties
+    monkeypatch.setattr(ebnf, "AFTER_STRING_NO_BLANKS", r"(=([,}\]]))")  # forgets the names of properties
     assert found() > 0
 
 
@@ -169,7 +167,7 @@ def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> Non
         return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
 
     assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
-    monkeypatch.setattr(json_ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
+    monkeypatch.setattr(ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
     assert found(150, 200) > 0
 
 
@@ -232,7 +230,7 @@ def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> Non
         return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
 
     assert [found(text) for text in EBNF] == [False] * len(EBNF)
-    monkeypatch.setattr(xgrammar_grammar, "with_wide_classes", lambda text, root, normal: (text, root))
+    monkeypatch.setattr(ebnf, "_with_readable_classes", lambda core, text, root: (text, root))
     assert sum(found(text) for text in EBNF) >= 2
 
 

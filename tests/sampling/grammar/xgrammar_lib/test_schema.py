@@ -162,13 +162,13 @@ def test_what_javascript_reads_in_its_own_way(backend: str) -> None:
 )
 def test_patterns_that_would_be_misread_are_refused(backend: str, pattern: str) -> None:
     for constraint in (Constraint.regex(pattern), Constraint.json_schema({"type": "string", "pattern": pattern})):
-        with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, want|the parenthesis)"):
+        with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, expected|the parenthesis)"):
             COMPILERS[backend].compile(constraint)
 
 
 @pytest.mark.parametrize("pattern", [r"[\b]", r"\cA", r"[\t]", r"a\x0ab", '"'])
 def test_a_pattern_inside_a_json_string_names_no_character_that_is_escaped_there(pattern: str) -> None:
-    with pytest.raises(ValueError, match="want no character that JSON strings escape"):
+    with pytest.raises(ValueError, match="expected no character that JSON strings escape"):
         compiled({"type": "string", "pattern": pattern})
 
 
@@ -217,11 +217,11 @@ def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -
         assert not takes(schema, f'{{"abc": 1, "{name}": true}}') and not takes(schema, f'{{"{name}": true}}')
     assert takes({**schema, "minProperties": 1}, '{"x": true}') and not takes({**schema, "minProperties": 1}, "{}")
     for refused, reason in [
-        ({"type": "object", "additionalProperties": boolean, "minProperties": 2}, "minProperties: got 2, want at most 1"),
-        ({"type": "object", "minProperties": 2}, "minProperties: got 2, want at most 1"),
-        ({**schema, "required": ["abc"], "minProperties": 3}, "minProperties: got 3, want at most 2"),
-        ({"properties": {"é": {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name 'é'"),
-        ({"properties": {'a"': {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name"),
+        ({"type": "object", "additionalProperties": boolean, "minProperties": 2}, "minProperties: got 2, expected at most 1"),
+        ({"type": "object", "minProperties": 2}, "minProperties: got 2, expected at most 1"),
+        ({**schema, "required": ["abc"], "minProperties": 3}, "minProperties: got 3, expected at most 2"),
+        ({"properties": {"é": {}}, "additionalProperties": True}, "additionalProperties: is not enforced with the name 'é'"),
+        ({"properties": {'a"': {}}, "additionalProperties": True}, "additionalProperties: is not enforced with the name"),
     ]:
         with pytest.raises(ValueError, match=reason):
             compiled(refused)

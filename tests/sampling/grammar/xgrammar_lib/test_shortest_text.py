@@ -9,7 +9,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
+from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 
 VOCABULARY = Vocabulary.printable()
 BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
@@ -62,7 +62,7 @@ def after(compiler: GrammarCompiler, constraint: Constraint, text: str) -> Match
 
 
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xgrammar_grammar, "check_least", lambda parsed, limits: None)
+    monkeypatch.setattr(ebnf, "check_shortest_texts", lambda serialised, least_bytes: None)
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
@@ -73,7 +73,7 @@ def test_what_no_finite_text_satisfies_is_refused_by_the_name_of_its_rule(isolat
             with_worker.compile(constraint)
     for constraint in LONG.values():
         with pytest.raises(
-            ValueError, match=r"cannot be compiled: GrammarLimits.least_bytes: got [\d,]+ bytes that rule \w+ leads to, want"
+            ValueError, match=r"cannot be compiled: GrammarLimits.least_bytes: got [\d,]+ bytes that rule \w+ leads to, expected"
         ):
             with_worker.compile(constraint)
     with_worker.close()
@@ -87,7 +87,7 @@ def test_a_trial_from_the_start_would_not_find_it(rule: str, monkeypatch: pytest
 
 def test_what_is_forced_behind_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = Constraint.ebnf("\n".join(['root ::= "x" | "b" r0', *DOUBLING[:12], 'r12 ::= "a"']))
-    with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, want at most 1,000$"):
+    with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, expected at most 1,000$"):
         compiler(least_bytes=1000).compile(shorter)
     unguarded(monkeypatch)
     assert forced_bytes(after(compiler(least_bytes=1000), shorter, "b")) == b"a" * 4096
