@@ -82,7 +82,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
-        r"got the special token '\\ud800', want a text without halves of surrogate pairs",
+        r"got the special token '\\ud800', expected text without surrogates",
     ),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0}, special_tokens={"<|im_end|>": 1}, logits_width=0),
@@ -113,14 +113,14 @@ def test_a_link_in_c_has_room_for_some_rows_and_rounds() -> None:
 
 
 NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
-    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
-    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", want a number'),
-    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
-    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", want a list of strings'),
-    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
-    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
-    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, want an object"),
-    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, want an object, true or false"),
+    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
+    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", expected a number'),
+    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", expected a list of strings'),
+    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
+    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, expected an object"),
+    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, expected an object, true or false"),
 ]
 
 
@@ -132,9 +132,9 @@ def test_what_is_no_schema_is_refused_with_its_place(backend: Any, schema: dict[
 
 def test_other_texts_of_constraints_are_refused_with_their_place() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1)
-    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, want bounds that ascend"):
+    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, expected bounds that ascend"):
         compiler.compile(Constraint.regex("a{3,2}"))
-    with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', want what Constraint\.ebnf writes"):
+    with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', expected a payload that Constraint\.ebnf creates"):
         compiler.compile(replace(Constraint.ebnf('root ::= "a"'), payload="[1]"))
 
 

@@ -115,8 +115,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: not JSON"),
     "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: not JSON"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, expected a JSON object"),
-    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: want a plain file"),
-    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: want a plain file"),
+    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: expected a regular file"),
+    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: expected a regular file"),
     "a number of thousands of digits": (
         lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
         "config.json: not JSON: Exceeds|want ",  # where Python reads it, a field is refused

@@ -166,7 +166,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}},
-            "response_format.json_schema.x: got an unknown field",
+            "json_schema.x: got an unknown field",
         ),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "description": 1}}, "description: got 1"),
     ],

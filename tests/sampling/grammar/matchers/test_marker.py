@@ -200,5 +200,5 @@ def test_a_marker_of_no_end_is_refused() -> None:
     for marker in ("x" * 1001, [OPEN] * 1001):
         with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, expected at most 1000"):
             Constraint.regex("a").after(marker)
-    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, want text"):
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, expected text"):
         Constraint.regex("a").after("x\ud800")
