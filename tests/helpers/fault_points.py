@@ -14,8 +14,7 @@ from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.capture import HostNodeError
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.tape.backend import TapeBackend
-from stepgraph.graphs.tape.event import TapeEvent
+from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.link.native_row import NativeRow
@@ -253,12 +252,12 @@ def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = engine._host.announce
+    real = engine._host.push_batch
 
-    def announce(batch: Any) -> None:
+    def push_batch(batch: Any) -> None:
         fault.strike()
         real(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._host, "announce", announce)
+        patch.setattr(engine._host, "push_batch", push_batch)
         yield

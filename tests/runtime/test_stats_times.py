@@ -42,13 +42,13 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
         return next(ticks)
 
     def step(buffers: StaticBuffers) -> None:
-        flow = current_context()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
-            flow.host_node("think", lambda: buffers.answer_host.fill_(1), writes=[buffers.answer_host])
-            done = flow.record()
-        flow.wait(done)
+        context = current_context()
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
+            context.host_node("think", lambda: buffers.answer_host.fill_(1), writes=[buffers.answer_host])
+            done = context.record()
+        context.wait(done)
         buffers.answer.copy_(buffers.answer_host, non_blocking=True)
 
     specs = [BufferSpec("answer", (1,), torch.float32), BufferSpec("answer_host", (1,), torch.float32, "pinned")]
@@ -100,7 +100,7 @@ def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: s
     for turn in range(3):
         row = link.row(turn + 1, matcher if turn == 1 else grammar.matcher())
         running(memory, row)
-        link.announce([row])
+        link.push_batch([row])
         link.node(WALK)()
     stats, slow = link.stats, NODE_BOUNDS_NS.index(1_000_000) + 1
     assert sum(stats.nodes) == 3 and sum(stats.nodes[slow:]) >= 1 <= stats.longest_node_ns // 2_000_000
