@@ -1,6 +1,6 @@
-"""Bugs of the grammar libraries that are worked around, each shown to be there when its guard is taken away.
+"""Bugs of xgrammar that are worked around; each test fails without the workaround. Those of llguidance are in test_llguidance.py.
 
-A mask is right where it holds what `accept_token` takes, token for token. Those of llguidance are in test_llguidance.py.
+A mask is correct where it contains exactly the tokens that `accept_token` accepts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
 
 
 def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> list[tuple[bytes, list[int], list[int]]]:
-    """Walk at random; the texts behind which the mask and `accept_token` are of two minds, with what each holds legal."""
+    """The texts of a random walk after which mask and `accept_token` differ, with the tokens that each considers legal."""
     vocabulary = compiled.vocabulary
     matcher, ids, found = compiled.matcher(), list[int](), []
     for _ in range(steps):
@@ -38,10 +38,10 @@ def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> l
                 matcher.rollback(1)
         if taken != legal:
             found.append((vocabulary.decode(ids), legal, taken))
-        going_on = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
-        if status != MaskStatus.OK or not going_on:
+        continuations = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
+        if status != MaskStatus.OK or not continuations:
             break
-        ids.append(random.choice(going_on))
+        ids.append(random.choice(continuations))
         assert matcher.accept_token(ids[-1])
     return found
 
@@ -69,16 +69,16 @@ def wrong_masks() -> int:
     return found
 
 
-def test_masks_hold_what_is_accepted_token_for_token() -> None:
+def test_masks_agree_with_accept_token() -> None:
     assert wrong_masks() == 0
 
 
-def test_the_librarys_skipping_by_substring_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_substring_skipping_needs_the_hidden_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Vocabulary, "xgrammar_unsafe_ids", frozenset())
     assert wrong_masks() > 0
 
 
-def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_can_write_them() -> None:
+def test_unsafe_tokens_are_hidden_where_others_spell_them() -> None:
     vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
     assert vocabulary.xgrammar_unsafe_ids == {4}
     matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
@@ -87,7 +87,7 @@ def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_
     assert Vocabulary([b"b", b"cb", b""], [2]).xgrammar_unsafe_ids == set()
 
 
-def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recursive_root_rule_needs_a_separate_first_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([b"(", b")", b"))", b"a", b"a)", b""], stop_token_ids=[5])
     constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
     assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
@@ -100,8 +100,8 @@ def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypat
     assert any(found)
 
 
-def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It forbids `}]` behind a string that ends an object in an array."""
+def test_builtin_json_grammar_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forbids `}]` after a string that ends an object in an array."""
     tokens = [b"{", b"}", b"[", b"]", b'"', b"a", b": ", b", ", b"}]", b""]
     vocabulary, text = Vocabulary(tokens, stop_token_ids=[9]), [0, 4, 5, 4, 6, 2, 0, 4, 5, 4, 6, 4, 5, 4]  # {"a": [{"a": "a"
     matcher = compiler(vocabulary).compile(Constraint.json_object()).matcher()
@@ -114,7 +114,7 @@ def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert not int(mask[0, 0]) >> 8 & 1 and builtin.accept_token(8)
 
 
-def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
+def test_unmarked_control_tokens_are_text() -> None:
     tokens = [b'"', b"a", b"<|im_start|>", b""]
     in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), GrammarLimits(), 1) for ids in ([], [2])]
     legal = []
@@ -138,7 +138,7 @@ STRINGS = [
 ]
 
 
-def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_after_a_string_are_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in QUOTED), b""], stop_token_ids=[len(QUOTED)])
 
     def found() -> int:
@@ -148,7 +148,7 @@ def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkey
     texts = [ebnf.ebnf_text(xgrammar_grammar._CORE, one.kind, one.payload, one.any_whitespace)[0] for one in STRINGS]
     assert [(ebnf.AFTER_STRING_NO_BLANKS in text, ebnf.AFTER_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
     assert found() == 0
-    monkeypatch.setattr(ebnf, "AFTER_STRING_NO_BLANKS", r"(=([,}\]]))")  # forgets the names of properties
+    monkeypatch.setattr(ebnf, "AFTER_STRING_NO_BLANKS", r"(=([,}\]]))")  # excludes property names
     assert found() > 0
 
 
@@ -159,7 +159,7 @@ def long_string(low: int, high: int | None) -> Constraint:
     return Constraint.json_schema({"type": "string", "minLength": low, **({} if high is None else {"maxLength": high})})
 
 
-def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_strings_end_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*QUOTED, "aaaaaaaa", "\u6f22", '\u6f22"', "\u6f22a", "a\0", "\0a"]
     vocabulary = Vocabulary([*(text.encode() for text in texts), b""], stop_token_ids=[len(texts)])
 
@@ -202,7 +202,7 @@ PATTERNS = [
 ]
 
 
-def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_classes_beyond_ascii_survive_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
 
     def found(text: str) -> bool:
@@ -211,7 +211,7 @@ def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytes
 
     assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
     monkeypatch.setattr(pattern, "spelled_open", spelled)
-    assert sum(found(text) for text in PATTERNS) >= 5  # some are right as they stand, by what they leave out
+    assert sum(found(text) for text in PATTERNS) >= 5  # some are correct without the workaround
 
 
 EBNF = [
@@ -222,7 +222,7 @@ EBNF = [
 ]
 
 
-def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ebnf_classes_beyond_ascii_survive_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
 
     def found(text: str) -> bool:
@@ -235,8 +235,8 @@ def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
-def test_a_class_holds_what_it_held(isolation: Literal["none", "process"]) -> None:
-    """Escapes that run into what follows them where the library writes them, hyphens, signs of negation, quotes; and strings beside."""
+def test_rewritten_class_accepts_the_same_characters(isolation: Literal["none", "process"]) -> None:
+    """Escapes whose digits the library merges with the following text, hyphens, carets, quotes, and strings next to the class."""
     chars = "-]^\\\"'abcfx\x1f\x7f\x80\xe9\xff\u01fc\u0430\u0431\u044f\u0450\ud7ff\ue001\uffff\U0001f600\U0010ffff"
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], stop_token_ids=[256])
     classes = {
