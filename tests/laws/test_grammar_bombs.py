@@ -29,7 +29,7 @@ FATES = {
     "schema: 10,000 values": "",
     "schema: 3,000 properties": "GrammarLimits.(result|compile)_bytes",
     "schema: counted counts": "GrammarLimits.least_bytes",
-    "schema: a bound beyond floats": "want a whole number of 64 bits",
+    "schema: a bound beyond floats": "expected a whole number of 64 bits",
     "schema: a bound beyond numbers": "not JSON",
     "schema: a bound that is no number": "not JSON",
     "schema: half a character": "half of a surrogate pair",

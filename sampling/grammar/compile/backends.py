@@ -140,16 +140,20 @@ def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocab
 
 def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
     """ValueError where the text of a constraint exceeds `max_chars` or `max_nesting`."""
-    kind, text = constraint.kind, constraint.payload
-    if len(text) > limits.max_chars:
-        raise ValueError(over("max_chars", f"{len(text)} characters", limits.max_chars))
-    if kind == "ebnf":
-        parts = json.loads(text)
-        if not isinstance(parts, list) or [type(part) for part in parts] != [str, str]:
-            raise ValueError(f"Constraint.payload of ebnf: got {clip_repr(text)}, expected a payload that Constraint.ebnf creates")
-        text = parts[1]
+    kind, payload = constraint.kind, constraint.payload
+    if len(payload) > limits.max_chars:
+        raise ValueError(over("max_chars", f"{len(payload)} characters", limits.max_chars))
+    text = _grammar_of(payload) if kind == "ebnf" else payload
     if kind in _PIECES and (depth := _depth(kind, text)) > limits.max_nesting:
         raise ValueError(over("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
+
+
+def _grammar_of(payload: str) -> str:
+    """The grammar in the payload of a constraint of kind ebnf."""
+    parts = json.loads(payload)
+    if not isinstance(parts, list) or [type(part) for part in parts] != [str, str]:
+        raise ValueError(f"Constraint.payload of ebnf: got {clip_repr(payload)}, expected a payload that Constraint.ebnf creates")
+    return str(parts[1])
 
 
 def _depth(kind: str, text: str) -> int:
