@@ -32,7 +32,7 @@ DECODE_RING = (
     "runtime/request.py",
     "runtime/step_lock.py",
     "runtime/wake.py",
-    "runtime/ledger.py",
+    "runtime/stats.py",
     "runtime/models/llama.py",
     "runtime/models/eagle3.py",
     "runtime/models/rope.py",

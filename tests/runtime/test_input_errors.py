@@ -78,7 +78,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
-    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, want a string"),  # type: ignore[arg-type]
+    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
@@ -150,8 +150,8 @@ def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ({"kind": "submit"}, r"run\.jsonl:1: got .*want the first line of a file that Engine\(record=\.\.\.\) wrote"),
-        ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, want an object"),
+        ({"kind": "submit"}, r"run\.jsonl:1: got .*expected the first line of a file written by Engine\(record=\.\.\.\)"),
+        ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, expected an object"),
     ],
 )
 def test_a_recording_begins_with_what_was_recorded(tmp_path: Path, header: dict[str, Any], told: str) -> None:
