@@ -42,12 +42,12 @@ def intersection(left: CharSet, right: CharSet) -> CharSet:
     return complement(union((*complement(left), *complement(right))))
 
 
-def spelled(chars: CharSet) -> str:
+def ebnf_class(chars: CharSet) -> str:
     """The class of these characters in EBNF. Escapes have eight digits: the parser reads `\\x1fc` as one character."""
-    return f"[{''.join(map(_spelled, chars))}]"
+    return f"[{''.join(map(_code_range, chars))}]"
 
 
-def spelled_open(chars: CharSet) -> str:
+def readable_ebnf_class(chars: CharSet) -> str:
     """The same for a class that may follow any element, or be repeated.
 
     The library's look-ahead compares the last byte of each end of a range: U+0430 to U+044F would include "0" to "O". So ranges are
@@ -55,18 +55,18 @@ def spelled_open(chars: CharSet) -> str:
     alternative, to which the look-ahead does not apply; as that is slow when repeated, U+E000, where a range must begin, is left out.
     """
     has_nul = bool(chars) and chars[0][0] == 0
-    pieces = tuple(piece for first, last in chars for piece in _apart(first, last, has_nul))
+    pieces = tuple(piece for first, last in chars for piece in _cut(first, last, has_nul))
     own = {code for first, last in pieces for code in range(first, min(last, LAST_ASCII) + 1)}
     taken = {code for first, last in pieces for code in range(first & 0xFF, min(last & 0xFF, LAST_ASCII) + 1)}
     if taken <= own:
-        return spelled(pieces)
+        return ebnf_class(pieces)
     if len(pieces) == 1:
         (first, last), *_ = pieces
-        return f'"{_spelled(pieces[0])}"' if first == last else f"({spelled(((first, first),))} | {spelled(((first + 1, last),))})"
-    return f"({spelled(pieces[:1])} | {spelled(pieces[1:])})"
+        return f'"{_code_range(pieces[0])}"' if first == last else f"({ebnf_class(((first, first),))} | {ebnf_class(((first + 1, last),))})"
+    return f"({ebnf_class(pieces[:1])} | {ebnf_class(pieces[1:])})"
 
 
-def _apart(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
+def _cut(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
     """A range as several, which may overlap: ASCII, and the rest with as little ASCII in its last bytes as possible."""
     if first <= LAST_ASCII:
         yield first, min(last, LAST_ASCII)
@@ -84,12 +84,12 @@ def _apart(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def spelled_in_regex(chars: CharSet) -> str:
+def regex_class(chars: CharSet) -> str:
     """The class in the syntax of regular expressions."""
     return "[" + "".join(f"\\u{{{first:x}}}-\\u{{{last:x}}}" for first, last in chars) + "]"
 
 
-def _spelled(piece: tuple[int, int]) -> str:
+def _code_range(piece: tuple[int, int]) -> str:
     first, last = piece
     return f"\\U{first:08x}-\\U{last:08x}" if last > first else f"\\U{first:08x}"
 

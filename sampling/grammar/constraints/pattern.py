@@ -19,8 +19,8 @@ from stepgraph.sampling.grammar.constraints.charset import (
     charset,
     complement,
     intersection,
-    spelled_in_regex,
-    spelled_open,
+    readable_ebnf_class,
+    regex_class,
     union,
 )
 
@@ -49,20 +49,20 @@ class _Context(NamedTuple):
         raise ValueError(f"{self.where}: got {piece} at position {position}, expected {expected}")
 
 
-def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
+def pattern_to_ebnf(pattern: str, where: str, in_json: bool = False) -> str:
     """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced.
 
     Inside a JSON string, `.` and `[^...]` exclude the characters that must be escaped there; a pattern that names one is an error.
     """
-    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, spelled_open), "(", '""'))
+    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, readable_ebnf_class), "(", '""'))
 
 
-def regex_of(pattern: str, where: str, in_json: bool = False) -> str:
+def pattern_to_regex(pattern: str, where: str, in_json: bool = False) -> str:
     """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike.
 
     Inside a JSON string, characters are excluded that need a numeric escape there.
     """
-    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, spelled_in_regex), "(?:", ""))
+    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, regex_class), "(?:", ""))
 
 
 def _translated(pattern: str, context: _Context, opening: str, empty: str) -> list[str]:

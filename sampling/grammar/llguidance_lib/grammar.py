@@ -12,7 +12,7 @@ import llguidance
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.pattern import regex_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
@@ -99,7 +99,7 @@ def lark_of(constraint: Constraint) -> str:
     if kind == "ebnf":
         reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
-        return f"{_HEAD}start: TEXT\nTEXT: /(?:{regex_of(payload, 'pattern')})/\n"
+        return f"{_HEAD}start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
     if kind == "choice":
         return f"{_HEAD}start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
     if kind == "structural_tag":
@@ -112,7 +112,7 @@ def _tagged(groups: Sequence[TagGroup], any_whitespace: bool) -> str:
     """Free text, and one of the tags after each trigger. The text after the last tag contains no trigger, which would lack its tag."""
     rules, triggers = list[str](), list[str]()
     for index, group in enumerate(groups):
-        trigger = regex_of(_quoted(group.trigger), "trigger")
+        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
         triggers.append(trigger)
         tags = [f"{_literal(tag.begin)} %json {llguidance_schema(tag.schema, any_whitespace)} {_literal(tag.end)}" for tag in group.tags]
         rules.append(f"tag_{index}: trigger_{index} ({' | '.join(tags)})\ntrigger_{index}[lazy]: /(?s:.*){trigger}/\n")

@@ -144,12 +144,6 @@ class LLGuidanceMatcher:
         """Whether a stop token was accepted and not rolled back."""
         return self._ended
 
-    def reset(self) -> None:
-        """Return to the start of the text."""
-        self._history.clear()
-        self._ended, self._fault = False, ""
-        self._restart()
-
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._renewed_lexer():

@@ -13,9 +13,9 @@ from decimal import Decimal
 from typing import Any
 
 from stepgraph.sampling.grammar.constraints.charset import SPELLABLE, charset, intersection
-from stepgraph.sampling.grammar.constraints.pattern import regex_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
-from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, MAX_DEPTH, SOVEREIGN, types_of
+from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, DOMINANT, MAX_DEPTH, types_of
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uuid".split())
@@ -88,7 +88,7 @@ def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
             written[keyword] = int(value)
         elif keyword in _KNOWN - {"uniqueItems", "$schema"}:
             written[keyword] = value
-    if closed and not any(word in node for word in SOVEREIGN):
+    if closed and not any(word in node for word in DOMINANT):
         _close(written, node, where)
     return written
 
@@ -168,19 +168,19 @@ def _table(keyword: str, value: Any, where: str, depth: int, closed: bool) -> di
     children = {name: _written(child, pointer(where, keyword, name), depth + 1, closed) for name, child in value.items()}
     if keyword != "patternProperties":
         return children
-    return {_searching(name, where): child for name, child in children.items()}
+    return {_anchored_name_pattern(name, where): child for name, child in children.items()}
 
 
 def _regex(pattern: Any, where: str, keyword: str = "pattern") -> str:
     if not isinstance(pattern, str):
         reject(where, keyword, f"got {json.dumps(pattern)[:40]}, expected a string")
     try:
-        return regex_of(pattern, keyword, in_json=True)
+        return pattern_to_regex(pattern, keyword, in_json=True)
     except ValueError as error:
         reject(where, keyword, str(error).removeprefix(f"{keyword}: "))
 
 
-def _searching(pattern: str, where: str) -> str:
+def _anchored_name_pattern(pattern: str, where: str) -> str:
     """The pattern of a property name, which matches anywhere in it unless anchored."""
     body = _regex(pattern, where, "patternProperties")
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, by_letters, one_byte
+from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, decode_byte_escape, decode_byte_letters
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 
 # Token types.
@@ -40,9 +40,9 @@ def table_of_fields(read: Callable[[str], Any], path: Path, logits_width: int | 
         elif type_ == _USER_DEFINED:
             table.add(token_id, text.encode(), text)
         elif kind == "gpt2":
-            table.add(token_id, by_letters(text), text)
+            table.add(token_id, decode_byte_letters(text), text)
         else:
-            table.add(token_id, one_byte(text) if type_ == _BYTE else text.replace(SPACE_MARK, " ").encode(), text)
+            table.add(token_id, decode_byte_escape(text) if type_ == _BYTE else text.replace(SPACE_MARK, " ").encode(), text)
     ends = (read(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     table.stop_ids = [end for end in ends if end is not None]
     return table

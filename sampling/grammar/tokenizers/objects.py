@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, one_byte
+from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, decode_byte_escape
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import parse_object, table_of_json
 
@@ -36,7 +36,7 @@ def _piece_table(pieces: Any, where: str, logits_width: int | None) -> TokenTabl
         if pieces.is_control(token_id) or pieces.is_unknown(token_id) or pieces.is_unused(token_id):
             table.add_control(token_id, piece)
         else:
-            table.add(token_id, one_byte(piece) if pieces.is_byte(token_id) else piece.replace(SPACE_MARK, " ").encode(), piece)
+            table.add(token_id, decode_byte_escape(piece) if pieces.is_byte(token_id) else piece.replace(SPACE_MARK, " ").encode(), piece)
     return table
 
 

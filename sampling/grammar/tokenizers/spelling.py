@@ -17,7 +17,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _EXPECTED = "expected ByteLevel, or a Sequence of Replace, ByteFallback, Fuse and Strip, or Metaspace"
 
 
-def by_letters(text: str) -> bytes:
+def decode_byte_letters(text: str) -> bytes:
     """Byte-level: one byte per letter. A text with other letters is not byte-level and is encoded as UTF-8."""
     try:
         return bytes(_LETTER_BYTES[letter] for letter in text)
@@ -25,7 +25,7 @@ def by_letters(text: str) -> bytes:
         return text.encode()
 
 
-def one_byte(text: str) -> bytes:
+def decode_byte_escape(text: str) -> bytes:
     """The byte that a text such as <0x0A> denotes; empty for any other text."""
     found = _BYTE.fullmatch(text)
     return bytes([int(found[1], 16)]) if found else b""
@@ -36,11 +36,11 @@ def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
     steps = list(_steps(decoder))
     kinds = [step.get("type") for step in steps]
     if not steps and any(step.get("type") == "ByteLevel" for step in _steps(pre_tokenizer)):
-        return by_letters
+        return decode_byte_letters
     if not steps:
         raise ValueError(f"{where}: decoder: got none, which joins tokens with spaces, {_EXPECTED}")
     if kinds.count("ByteLevel") and set(kinds) <= {"ByteLevel", "Fuse"}:
-        return by_letters
+        return decode_byte_letters
     replaced, fallback, fused = list[tuple[str, str]](), False, False
     for step, kind in zip(steps, kinds, strict=True):
         if kind == "Replace" and not fused:
@@ -57,7 +57,7 @@ def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
     def spell(text: str) -> bytes:
         for old, new in replaced:
             text = text.replace(old, new)
-        return (one_byte(text) if fallback else b"") or text.encode()
+        return (decode_byte_escape(text) if fallback else b"") or text.encode()
 
     return spell
 

@@ -17,12 +17,12 @@ from stepgraph.sampling.grammar.constraints.charset import (
     LAST_ASCII,
     CharSet,
     complement,
+    ebnf_class,
     intersection,
-    spelled,
-    spelled_open,
+    readable_ebnf_class,
     union,
 )
-from stepgraph.sampling.grammar.constraints.pattern import ebnf_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import Tag, TagGroup, tag_groups
 from stepgraph.sampling.grammar.xgrammar_lib.schema import types_of
 from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import check_shortest_texts
@@ -42,7 +42,7 @@ AFTER_STRING, AFTER_STRING_NO_BLANKS = r"(=([ \n\r\t]* [,}\]:]))", r"(=([,}\]:])
 
 # A character inside a JSON string for the library's automata, which misread a range that spans several lengths of UTF-8.
 _STRING_CHAR = r"(?:[ !#-\\[\\]-\\u007f]|[\\u0080-\\u07ff]|[\\u0800-\\ud7ff\\ue000-\\uffff]|[\\u{10000}-\\u{10ffff}])"
-_COUNTED_CHAR = spelled_open(IN_JSON)  # the same for a counter
+_COUNTED_CHAR = readable_ebnf_class(IN_JSON)  # the same for a counter
 # Formats for which the library's own shape is wrong: it allows leading zeros.
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _SHAPES = {"ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}"}
@@ -81,7 +81,7 @@ def ebnf_text(core: Any, kind: str, payload: str, any_whitespace: bool) -> tuple
         root, grammar = json.loads(payload)
         return _with_readable_classes(core, grammar, root)
     if kind == "regex":
-        return f"root ::= {ebnf_of(payload, 'pattern')}", "root"
+        return f"root ::= {pattern_to_ebnf(payload, 'pattern')}", "root"
     if kind == "choice":
         return f"root ::= {' | '.join(map(_literal, json.loads(payload)))}", "root"
     if kind == "structural_tag":
@@ -148,7 +148,7 @@ def _explicit(node: Any, patterns: list[str]) -> Any:
     if pattern is not None:
         changed.pop("format", None)
         changed["pattern"] = f"pattern{len(patterns)}"
-        patterns.append(ebnf_of(pattern, "pattern", in_json=True))
+        patterns.append(pattern_to_ebnf(pattern, "pattern", in_json=True))
     types = types_of(node, "#")
     if types and "type" not in node:
         changed["type"] = types[0]
@@ -183,11 +183,11 @@ def _corrected(line: str, patterns: list[str]) -> str:
 def _corrected_token(token: re.Match[str]) -> str:
     """A negated class, always inside a JSON string, as the list of its characters; any other token with unambiguous escapes."""
     text = token.group()
-    return spelled(intersection(complement(_members(text[2:-1])), IN_JSON)) if text.startswith("[^") else _CHAR.sub(_fixed_width, text)
+    return ebnf_class(intersection(complement(_members(text[2:-1])), IN_JSON)) if text.startswith("[^") else _CHAR.sub(_fixed_width, text)
 
 
 def _with_readable_classes(core: Any, text: str, root: str) -> tuple[str, str]:
-    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.spelled_open`, and
+    """A user's grammar with its classes beyond ASCII in the form that the library reads correctly, see `charset.readable_ebnf_class`, and
     the name of its root rule; both unchanged where there is no such class."""
     if "[" not in text or not _MAYBE_WIDE.search(text):
         return text, root
@@ -202,7 +202,7 @@ def _readable_token(token: re.Match[str]) -> str:
     chars = _members(text[1 + negated : -1]) if text[0] == "[" else ()
     if not chars or chars[-1][1] <= LAST_ASCII:
         return _CHAR.sub(_fixed_width, text)
-    return spelled_open(complement(chars) if negated else chars)
+    return readable_ebnf_class(complement(chars) if negated else chars)
 
 
 def _members(members: str) -> CharSet:

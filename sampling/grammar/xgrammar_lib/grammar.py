@@ -14,7 +14,7 @@ import xgrammar
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.pattern import ebnf_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -56,7 +56,7 @@ class XGrammarBuilder:
         if kind == "lark":
             reject("#", "lark", "is a notation of llguidance; xgrammar expects ebnf")
         elif kind == "regex":
-            ebnf_of(payload, "pattern")
+            pattern_to_ebnf(payload, "pattern")
         elif kind == "json_schema":
             check_schema(json.loads(payload))
         elif kind == "structural_tag":

@@ -112,12 +112,6 @@ class XGrammarMatcher:
         """Whether a stop token was accepted and not rolled back."""
         return bool(self._matcher.is_terminated())
 
-    def reset(self) -> None:
-        """Return to the start of the text."""
-        self._matcher.reset()
-        self._num_accepted = 0
-        self._fault = ""
-
     def _burn(self, start: float) -> None:
         seconds = time.thread_time() - start
         if seconds > self._fuel_seconds:

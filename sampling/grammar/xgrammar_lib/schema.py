@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from stepgraph.sampling.fields import is_int
-from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, ebnf_of
+from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
@@ -36,7 +36,7 @@ KEYWORDS = {
 # Enforced by shape: a 30th of February is a date. The library's two json-pointer formats allow raw quotes and backslashes.
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uri-reference uuid uri-template".split())
 # In the order in which the library looks for them: the first one found hides all others.
-SOVEREIGN = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+DOMINANT = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 def check_schema(schema: Any) -> None:
@@ -55,7 +55,7 @@ def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
         for name, child in _table(node, table, where):
             _check_node(child, root, pointer(where, table, name), depth + 1)
     asserted = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")}
-    sovereign = next((key for key in SOVEREIGN if key in node), None)
+    sovereign = next((key for key in DOMINANT if key in node), None)
     if sovereign is None:
         _check_typed(node, asserted, root, where, depth)
         return
@@ -118,7 +118,7 @@ def _check_string(node: dict[str, Any], where: str) -> None:
         if not isinstance(node["pattern"], str):
             reject(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, expected a string")
         try:
-            ebnf_of(node["pattern"], "pattern", in_json=True)
+            pattern_to_ebnf(node["pattern"], "pattern", in_json=True)
         except ValueError as error:
             reject(where, "pattern", str(error).removeprefix("pattern: "))
     if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
@@ -226,7 +226,7 @@ def _target(reference: Any, root: Any) -> Any:
     return root[parts[1]].get(parts[2]) if isinstance(root.get(parts[1]), dict) else None
 
 
-def _followed(node: Any, root: Any) -> Any:
+def _resolved(node: Any, root: Any) -> Any:
     while isinstance(node, dict) and "$ref" in node:
         node = _target(node["$ref"], root)
     return node
@@ -259,7 +259,7 @@ def _check_branches(branches: Any, keyword: str, root: Any, where: str, depth: i
     for index, child in enumerate(branches):
         _check_node(child, root, pointer(where, keyword, index), depth + 1)
     if keyword == "oneOf":
-        followed = [_followed(child, root) for child in branches]
+        followed = [_resolved(child, root) for child in branches]
         for index, left in enumerate(followed):
             if not all(_disjoint(left, right) for right in followed[index + 1 :]):
                 reject(where, keyword, "is enforced as anyOf; expected branches that differ by type, const, or a required property's const")
@@ -274,18 +274,18 @@ def _disjoint(left: Any, right: Any) -> bool:
         return not ours & theirs
     first, second = types_of(left, "oneOf"), types_of(right, "oneOf")
     # Only declared types count: a branch with an inferred type accepts values of other types too.
-    if "type" in left and "type" in right and not _spread(first) & _spread(second):
+    if "type" in left and "type" in right and not _merged_numbers(first) & _merged_numbers(second):
         return True
     shared = set(left.get("required", [])) & set(right.get("required", []))
-    return first == second == ["object"] and any(_tagged(left["properties"][name], right["properties"][name]) for name in shared)
+    return first == second == ["object"] and any(_differ(left["properties"][name], right["properties"][name]) for name in shared)
 
 
-def _tagged(left: Any, right: Any) -> bool:
+def _differ(left: Any, right: Any) -> bool:
     ours, theirs = _constants(left), _constants(right)
     return bool(ours and theirs and not ours & theirs)
 
 
-def _spread(types: list[str]) -> set[str]:
+def _merged_numbers(types: list[str]) -> set[str]:
     return {"number" if name == "integer" else name for name in types}
 
 

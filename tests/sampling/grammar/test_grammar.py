@@ -50,7 +50,7 @@ def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher.rollback(2)
     assert not matcher.is_terminated()
     assert filled(matcher) == (MaskStatus.OK, sorted([b, STOP]))
-    matcher.reset()
+    matcher.rollback(matcher.num_accepted)
     assert filled(matcher) == (MaskStatus.OK, [a]) and matcher.num_accepted == 0
 
 

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files import checkpoint
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import read_config
-from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, spelling_of
+from stepgraph.sampling.grammar.tokenizers.spelling import decode_byte_letters, spelling_of
 from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save
 
 FAMILY = "llama-3.1"
@@ -76,7 +76,7 @@ def test_the_token_table(folder: Path) -> None:
     assert vocabulary.stop_token_ids == (2,) and set(vocabulary.control_token_ids) == {0, 1}, "<call> is text: it is not special"
     change_json(folder / "generation_config.json", eos_token_id=[2, 1])
     assert open_checkpoint(folder).vocabulary.stop_token_ids == (2, 1)
-    assert by_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
+    assert decode_byte_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
     replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     spell = spelling_of({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}, None, "sentencepiece")
     assert spell("\u2581caf\u00e9") == " caf\u00e9".encode() and spell("<0x0A>") == b"\n"

@@ -14,7 +14,7 @@ import xgrammar
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.constraints import pattern
-from stepgraph.sampling.grammar.constraints.charset import IN_JSON, spelled
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, ebnf_class
 from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
@@ -167,7 +167,7 @@ def test_long_strings_end_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -
         return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
 
     assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
-    monkeypatch.setattr(ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
+    monkeypatch.setattr(ebnf, "_COUNTED_CHAR", ebnf_class(IN_JSON))
     assert found(150, 200) > 0
 
 
@@ -210,7 +210,7 @@ def test_pattern_classes_beyond_ascii_survive_the_look_ahead(monkeypatch: pytest
         return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
 
     assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
-    monkeypatch.setattr(pattern, "spelled_open", spelled)
+    monkeypatch.setattr(pattern, "readable_ebnf_class", ebnf_class)
     assert sum(found(text) for text in PATTERNS) >= 5  # some are correct without the workaround
 
 
