@@ -16,11 +16,11 @@ from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher, SharedStart
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.native import Unavailable
 
 # The library does not report the memory of a grammar. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two
 # of this. The states that a lexer adds while masks are computed are not included; `GrammarLimits.lexer_states` bounds them.
