@@ -19,7 +19,8 @@ from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.link.native import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.helpers.planted import fail, innermost, plant
 
 CAUSE = "planted fault"

@@ -11,7 +11,8 @@ from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct, XGrammarStr
 from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 
 def innermost(matcher: Matcher) -> Matcher:

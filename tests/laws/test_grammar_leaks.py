@@ -13,7 +13,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, FinishReason
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.compile.cache import GrammarCache
+from stepgraph.sampling.grammar.compile.compiler import GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine

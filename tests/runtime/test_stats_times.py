@@ -18,8 +18,8 @@ from stepgraph.sampling.grammar.link.layout import layout_of
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from tests.helpers.link_bench import WALK, ForeignMatcher, Memory, native_link, set_running
 from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine

@@ -44,9 +44,10 @@ from stepgraph.sampling.grammar.link.protocol import HostAction, HostLink, HostS
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, forced_bytes
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 HOST_LINKS = ("auto", "native", "python")
 CALLBACK_TYPES = {  # of the functions in LibraryStruct

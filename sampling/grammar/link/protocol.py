@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from stepgraph.sampling.grammar.link.node_log import NodeLog
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 
 NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)  # as in host_link.c
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import ForcedText, Forcing
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 
 @dataclass

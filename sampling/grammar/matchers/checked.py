@@ -7,9 +7,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 MASKS_KEPT = 16  # more than a round has drafts: after a rollback a token is compared with the mask of an earlier position
 

@@ -11,11 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.link.mask_row import checked_row
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
+from stepgraph.sampling.grammar.matchers.protocol import Matcher, checked_row
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 Int32s = npt.NDArray[np.int32]
 

@@ -22,11 +22,11 @@ from stepgraph.sampling.grammar.link import native as native_link
 from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LLGuidanceStruct
 from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
-from stepgraph.sampling.grammar.link.mask_row import classify
 from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.matchers.protocol import classify
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
@@ -285,7 +285,7 @@ def test_c_and_python_use_the_same_vocabulary() -> None:
 
 def test_a_grammar_with_a_nul_is_rejected() -> None:
     """A C string ends there."""
-    with pytest.raises(ValueError, match="#: lark: holds a NUL character; write"):
+    with pytest.raises(ValueError, match="#: lark: contains a NUL character; write"):
         LLGUIDANCE_COMPILER.compile(Constraint.lark('start: "a\0b"'))
     grammar = LLGUIDANCE_COMPILER.compile(Constraint.lark("start: /a\\x00b/ | /c/")).grammar
     assert cast(LLGuidanceGrammar, grammar).native is not None

@@ -270,3 +270,8 @@ def test_a_matcher_out_of_fuel_forces_nothing() -> None:
     matcher: Any = COMPILER.compile(Constraint.choice(["name"])).matcher()
     matcher._fuel_seconds = -1.0
     assert matcher.forced_bytes() == b"" and matcher.fault.startswith("one step of the grammar took")
+
+
+def test_text_with_a_byte_that_no_token_has_is_not_split() -> None:
+    table = TokenTable(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
+    assert table.split(b"aba") == [1, 0] and table.split(b"abc") == []

@@ -198,7 +198,7 @@ def test_masks_equal_the_transition_function(marker: str | tuple[int, ...]) -> N
 
 def test_a_marker_that_is_too_long_or_not_unicode_is_rejected() -> None:
     for marker in ("x" * 1001, [OPEN] * 1001):
-        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, want at most 1000"):
+        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, expected at most 1000"):
             Constraint.regex("a").after(marker)
-    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, want text"):
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, expected text"):
         Constraint.regex("a").after("x\ud800")
