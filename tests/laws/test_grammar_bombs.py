@@ -29,14 +29,14 @@ FATES = {
     "schema: 10,000 values": "",
     "schema: 3,000 properties": "GrammarLimits.(result|compile)_bytes",
     "schema: counted counts": "GrammarLimits.least_bytes",
-    "schema: a bound beyond floats": "want a whole number of 64 bits",
+    "schema: a bound beyond floats": "expected a whole number of 64 bits",
     "schema: a bound beyond numbers": "not JSON",
     "schema: a bound that is no number": "not JSON",
     "schema: half a character": "half of a surrogate pair",
-    "schema: two million characters": "got 2000013 characters, want at most 1000000",
+    "schema: two million characters": "got 2000013 characters, expected at most 1000000",
     "schema, llguidance: counted counts": "",
-    "pattern: 10,000 groups": "GrammarLimits.max_nesting: got 10000 brackets open at once, want at most 50",
-    "pattern: a million times": "want at most 100000 repetitions",
+    "pattern: 10,000 groups": "GrammarLimits.max_nesting: got 10000 brackets open at once, expected at most 50",
+    "pattern: a million times": "expected at most 100000 repetitions",
     "pattern: counted counts": "GrammarLimits.compile_bytes|length",
     "pattern: catastrophic": "",
     "pattern: 100,000 characters": "",
@@ -46,8 +46,8 @@ FATES = {
     "ebnf: a million times": "",
     "ebnf: rules that double": "GrammarLimits.least_bytes",
     "ebnf: itself, and no end": "rule root: no text of finite length satisfies it",
-    "ebnf: no end, behind a letter": "rule endless: no text of finite length satisfies it",
-    "ebnf: rules that double, behind a letter": "GrammarLimits.least_bytes: got 262,144 bytes that rule r42 leads to, want at most 200,000",
+    "ebnf: no end, after a letter": "rule endless: no text of finite length satisfies it",
+    "ebnf: rules that double, after a letter": "got 262,144 bytes that rule r42 leads to, expected at most 200,000",
     "ebnf: each other": "no text of finite length satisfies it",
     "ebnf: 29,000 that may be missing": "GrammarLimits.compile_bytes",
     "lark: 10,000 groups": "GrammarLimits.max_nesting",
@@ -84,14 +84,14 @@ def fate(engine: Engine, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FATES)
-def test_a_bomb_ends_by_name_or_is_served_and_nobody_else_feels_it(engine: Engine, name: str) -> None:
+def test_expensive_grammar_is_refused_or_served_without_affecting_others(engine: Engine, name: str) -> None:
     told = fate(engine, name)
     assert re.search(FATES[name] or SERVED, told), told
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("limits", [SMALL, GrammarLimits()], ids=["small", "default"])
-def test_every_bomb_ends_by_name_or_is_served(limits: GrammarLimits) -> None:
+def test_every_expensive_grammar_is_refused_or_served(limits: GrammarLimits) -> None:
     with make_engine(SETUP, grammar_limits=limits) as engine:
         for name in BOMBS:
             fate(engine, name)

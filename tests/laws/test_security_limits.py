@@ -24,9 +24,9 @@ from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatu
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
-from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MOST_JSON_BYTES
-from stepgraph.sampling.grammar.xgrammar_lib.json_ebnf import MAX_WHITESPACE
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
 from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, filled
@@ -39,14 +39,14 @@ ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOL
 PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
-    "JSON text of a schema as it is given, blanks and all": MAX_GIVEN_CHARS,
+    "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
     "levels of a schema": MAX_DEPTH,
     "repetitions in a pattern": MAX_REPEAT,
     "characters or ids of a marker": MAX_MARKER,
     "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
-    "bytes of a JSON file of a model": MOST_JSON_BYTES,
+    "bytes of a JSON file of a model": MAX_JSON_BYTES,
     "parameters that a config may claim": float(f"{_MOST_PARAMETERS:.1e}"),
-    "ids of a tokenizer": MOST_IDS,
+    "ids of a tokenizer": MAX_IDS,
     "tensors, fields and values of arrays of a GGUF file": MOST_VALUES,
     "bytes of an index of hidden states": MOST_INDEX_BYTES,
 }
@@ -55,14 +55,14 @@ SMALL: dict[str, Any] = {"max_length": 24, "page_size": 4, "num_pages": 12, "max
 
 
 @pytest.mark.parametrize(("what", "name", "default"), ROWS, ids=[row[1] if "." in row[1] else row[0] for row in ROWS])
-def test_a_limit_is_what_the_table_says(what: str, name: str, default: str) -> None:
+def test_limit_equals_the_table(what: str, name: str, default: str) -> None:
     number, _, unit = default.replace(",", "").partition(" ")
     owner, _, field = name.strip("`").partition(".")
     found = FIXED[what] if name == "*fixed*" else getattr(OWNERS[owner], field)
     assert found == float(number) * UNITS.get(unit, 1)
 
 
-def test_the_table_is_whole() -> None:
+def test_table_lists_every_limit() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
     assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 32
@@ -105,7 +105,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
-def test_a_limit_of_grammars_is_refused_by_its_name(field: str) -> None:
+def test_exceeded_grammar_limit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
         TWICE[field]()
     assert len(str(caught.value)) < 1000
@@ -124,35 +124,35 @@ def full_gguf(path: Path) -> None:
 
 
 def wide_tokenizer(path: Path) -> None:
-    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MOST_IDS}}, "decoder": {"type": "ByteLevel"}}))
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MAX_IDS}}, "decoder": {"type": "ByteLevel"}}))
     Vocabulary.from_tokenizer_json(path)
 
 
 HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "num_attention_heads": 128, "vocab_size": 9}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"want at most {MAX_GIVEN_CHARS}"),
+    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"expected at most {MAX_GIVEN_CHARS}"),
     "levels": (lambda folder: COMPILER.check(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
     "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_REPEAT + 1}}}")), f"at most {MAX_REPEAT} repetitions"),
-    "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"want at most {MAX_MARKER}"),
+    "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),
     "JSON file": (
-        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MOST_JSON_BYTES + 1)),
-        f"at most {MOST_JSON_BYTES}",
+        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),
+        f"at most {MAX_JSON_BYTES}",
     ),
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, want at most"),
-    "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"want one from 0 to {MOST_IDS - 1}"),
+    "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"want at most {MOST_VALUES}"),
     "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
+def test_exceeded_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
     call, wanted = REFUSED[name]
     with pytest.raises(ValueError, match=wanted):
         call(tmp_path)
 
 
-def test_blanks_in_a_row_are_few() -> None:
+def test_whitespace_runs_are_bounded() -> None:
     constraint = Constraint.json_object(any_whitespace=True)
     for blanks, taken in ((MAX_WHITESPACE, True), (MAX_WHITESPACE + 1, False)):
         assert accepts(constraint, b"{" + b" " * blanks + b"}") == taken
@@ -173,12 +173,12 @@ def engine() -> Iterator[Engine]:
         ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, want at most max_bias_ids=1"),
     ],
 )  # fmt: skip
-def test_an_engine_refuses_what_is_beyond_its_sizes(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
+def test_engine_sizes_are_enforced(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ValueError, match=wanted):
         engine.submit(**{"max_new_tokens": 2, **asked})
 
 
-def test_rows_and_the_queue_are_bounded(engine: Engine) -> None:
+def test_rows_and_queue_are_bounded(engine: Engine) -> None:
     ask: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
     jobs = []
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_rows_and_the_queue_are_bounded(engine: Engine) -> None:
     assert not engine.has_work
 
 
-def test_compiles_and_the_cache_are_bounded() -> None:
+def test_compilations_and_cache_are_bounded() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, max_compiles=1, cache_bytes=1)
     claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
@@ -205,7 +205,7 @@ def test_compiles_and_the_cache_are_bounded() -> None:
     compiler.close()
 
 
-def test_a_body_is_bounded() -> None:
+def test_request_body_is_bounded() -> None:
     size = str(Bounds.body_bytes + 1).encode()
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-length", size)]})
     with pytest.raises(HttpError) as caught:

@@ -1,15 +1,10 @@
-"""The native half of the host link: a small C library, built when the package is installed where there is a compiler.
-
-Knows how to find and check it; native_link.py uses it.
-"""
+"""Loads the C library of the native host link and declares its functions. It is built at installation if there is a C compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
-import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 from stepgraph.sampling.grammar.link.layout import (
@@ -22,16 +17,14 @@ from stepgraph.sampling.grammar.link.layout import (
     layout_of,
 )
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding
+from stepgraph.sampling.native import Unavailable, find_library
 
 __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
 
-FOLDER = Path(__file__).parent
-
 
 class NativeLibrary:
-    """The loaded library. `quick` keeps the GIL around calls that only touch a few words; `waiting` releases it."""
+    """The loaded library. Functions of `quick` keep the GIL because they only access a few words; those of `waiting` release it."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -67,30 +60,11 @@ class NativeLibrary:
 
     @functools.cached_property
     def llguidance(self) -> LLGuidanceBinding:
-        """Unavailable, with the reason, where that library cannot be called from C."""
+        """Raises Unavailable with the reason if llguidance cannot be called from C."""
         return LLGuidanceBinding(self.quick, llguidance_api())
-
-    def counts(self, link: int) -> CountsStruct:
-        counts = CountsStruct()
-        self.quick.stepgraph_counts(link, byref(counts))
-        return counts
-
-    def fault(self, row: RowStruct) -> str:
-        text: bytes = self.quick.stepgraph_fault(byref(row))
-        return text.decode(errors="replace")
-
-
-def find_library(folder: Path = FOLDER) -> Path:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"_link{suffix}"
-        if path.exists():
-            return path
-    raise Unavailable("it was not built: there was no C compiler when stepgraph was installed")
 
 
 @functools.cache
 def load() -> NativeLibrary:
-    """The library of this installation; Unavailable, with the reason, where it cannot be used."""
-    if os.name != "posix":
-        raise Unavailable(f"not on {os.name}")
+    """The library of this installation. Raises Unavailable with the reason if it cannot be used."""
     return NativeLibrary(find_library())

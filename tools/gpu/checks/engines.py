@@ -97,7 +97,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
                 outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
-                accepted = engine.stats().accepted_drafts
+                accepted = engine.stats().drafts.accepted
         (ours, kept), (theirs, wanted) = outcomes
         assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"

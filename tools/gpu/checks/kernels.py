@@ -15,7 +15,7 @@ from torch import Tensor
 from stepgraph.sampling import bitmask, kernels, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, filters, rejection
-from stepgraph.sampling.kernels.filter_choice import WISHES
+from stepgraph.sampling.kernels.filter_choice import FILTERS
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks.context import Context, Figures, summary
 
@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 def kernels_equal_references(context: Context) -> Figures:
     """Every kernel against plain torch on the same inputs: masked choices, races, chains; time of both."""
-    found: Figures = {"implementation": kernels.implementation(context.device)}
+    found: Figures = {"implementation": kernels.describe(context.device)}
     for batch, k in itertools.product((1, 64), (0, 4, 8)):
         found[f"chain_accept B={batch} K={k}"] = _check_chain(context, batch, k)
     for batch, width in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
@@ -75,12 +75,12 @@ def _check_choice(context: Context, batch: int, width: int, dtype: torch.dtype) 
     status[batch // 3] = int(MaskStatus.COMPLETE)
     best = torch.empty(batch, 2, device=context.device)
     token = torch.empty(batch, 2, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.masked_argmax_reference, logits, masks, rows, ruled, None, status, best, token)
+    reference: Call = partial(choice.masked_argmax.run_reference, logits, masks, rows, ruled, None, status, best, token)
     reference()
     found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled, status=status)
     torch.testing.assert_close(found_best, best, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found_token, token), f"V={width} {dtype}: {int((found_token != token).sum())} tokens differ"
-    return times_of(context, partial(choice.masked_argmax_operation, logits, masks, rows, ruled, None, status, best, token), reference)
+    return times_of(context, partial(choice.masked_argmax.out, logits, masks, rows, ruled, None, status, best, token), reference)
 
 
 def _check_race(context: Context, batch: int, width: int) -> Figures:
@@ -91,13 +91,13 @@ def _check_race(context: Context, batch: int, width: int) -> Figures:
     weights = sampler.distribution(scores.to(context.device), row.to(context.device))
     seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(context.device) for _ in range(2))
     token = torch.empty(batch, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    reference: Call = partial(choice.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
-        choice.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
+        choice.race.run_reference(weights, seed, position + step, Purpose.DRAFT, token)
         different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
     assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
-    times = times_of(context, partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    times = times_of(context, partial(choice.race.out, weights, seed, position, int(Purpose.DRAFT), token), reference)
     return {"draws": repeats * batch, "different": different, **times}
 
 
@@ -113,13 +113,13 @@ def _check_chain(context: Context, batch: int, k: int) -> Figures:
     on_cpu = (sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, draw(7, 3, low=-1), draw(12, low=1))
     sampled, finite, drafts, count, status, stops, room = (tensor.to(context.device) for tensor in on_cpu)
     outputs = [torch.empty_like(room) for _ in range(3)]
-    reference: Call = partial(chain.chain_accept_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
+    reference: Call = partial(chain.chain_accept.run_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
     reference()
-    emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
-    for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
-        assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
+    found = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
+    for name, ours, expected in zip(("emitted", "accepted", "finish"), found, outputs, strict=True):
+        assert torch.equal(ours, expected), f"K={k}: {name} differs"
     return times_of(
-        context, partial(chain.chain_accept_operation, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
+        context, partial(chain.chain_accept.out, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
     )
 
 
@@ -168,7 +168,7 @@ SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95,
 def filters_equal_references(context: Context) -> Figures:
     """Filters in torch, triton and flashinfer: distributions equal the CPU's bit for bit, draws except near ties; time of each."""
     found = context.found
-    for name in WISHES[:0:-1]:  # flashinfer last: it may have to be compiled
+    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be compiled
         try:
             kernels.choose_filters(context.device, name)
         except ValueError as refusal:
@@ -196,7 +196,7 @@ def _expected_draw(batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Distribution and draw on the CPU. Cached, since the largest sizes take seconds."""
     logits, params = filter_inputs(batch, width)
     seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
-    filters.draw_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
+    filters.draw.run_reference(logits, params, seed, seed, Purpose.DRAFT, None, None, probs, token)
     return probs, token
 
 
@@ -211,8 +211,8 @@ def _check_filters(context: Context, name: str, batch: int, width: int) -> Figur
     draws = (token.cpu() != wanted) & ~rows
     assert name == "flashinfer" or not bool(rows.any()), f"V={width}: {int(rows.sum())} of {batch} rows differ from the CPU's"
     assert int(draws.sum()) <= batch // 50, f"V={width}: {int(draws.sum())} of {batch} draws differ"
-    distribution = partial(filters.distribution_operation, here[:, None], asked, probs[:, None])
-    draw = partial(filters.draw_operation, here, asked, seeds, seeds, int(Purpose.DRAFT), None, probs, token)
+    distribution = partial(filters.distribution.out, here[:, None], asked, probs[:, None])
+    draw = partial(filters.draw.out, here, asked, seeds, seeds, int(Purpose.DRAFT), None, None, probs, token)
     times = {"distribution_us": device_us(context, distribution)["median"], "draw_us": device_us(context, draw)["median"]}
     return {"different_rows": int(rows.sum()), "different_draws": int(draws.sum()), **times}
 
@@ -234,7 +234,7 @@ class Judgement(NamedTuple):
 
 def rejection_equals_reference(context: Context) -> Figures:
     """Exact rejection against plain torch on the same inputs, for several widths and chain lengths; time of both."""
-    found: Figures = {"implementation": kernels.implementation(context.device)}
+    found: Figures = {"implementation": kernels.describe(context.device)}
     for batch, k, width in itertools.product((1, 8, 64), (0, 1, 4, 8), (1_000, 151_669)):
         if not context.rehearsal or batch * (k + 1) * width <= 160_000:
             name = f"B={batch} K={k} V={width}"
@@ -277,7 +277,7 @@ def _check_rejection(context: Context, batch: int, k: int, width: int) -> Figure
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
         moved = inputs._replace(length=inputs.length + 10 * step)
-        rejection.reject_sample_reference(*moved, tokens, accepted)
+        rejection.reject_sample.run_reference(*moved, tokens, accepted)
         found, held = kernels.reject_sample(*moved)
         assert torch.equal(held, accepted), f"B={batch} K={k} V={width}: {held.tolist()} drafts accepted, expected {accepted.tolist()}"
         different += int((found != tokens).any(1).sum())
@@ -285,6 +285,6 @@ def _check_rejection(context: Context, batch: int, k: int, width: int) -> Figure
     return {
         "rows": repeats * batch,
         "different": different,
-        "kernel_us": device_us(context, partial(rejection.reject_sample_operation, *inputs, tokens, accepted))["median"],
-        "reference_us": device_us(context, partial(rejection.reject_sample_reference, *inputs, tokens, accepted))["median"],
+        "kernel_us": device_us(context, partial(rejection.reject_sample.out, *inputs, tokens, accepted))["median"],
+        "reference_us": device_us(context, partial(rejection.reject_sample.run_reference, *inputs, tokens, accepted))["median"],
     }

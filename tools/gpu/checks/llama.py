@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.attention.choose import WISHES, AttentionChoice, choose_attention
-from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionShape, attention, attention_operation, attention_reference
+from stepgraph.graphs.attention.choose import ATTENTION, AttentionChoice, choose_attention
+from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionShape, attention, paged_attention
 from stepgraph.graphs.attention.probe import differs
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -64,14 +64,14 @@ def _check_attention(context: Context, batch: int, count: int, length: int, size
     found = attention(query, keys, values, inputs, window or None)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5)
     expected, output = torch.empty_like(query), torch.empty_like(query)
-    attention_reference(query.float(), keys.float(), values.float(), *arguments, expected)
+    paged_attention.run_reference(query.float(), keys.float(), values.float(), *arguments, expected)
     live = inputs.slots >= PAGE
     torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=0.02, atol=0.02)
     one = ModelInput(inputs.positions[-1:], inputs.positions[-1:], inputs.slots[-1:], inputs.block_tables[-1:], PAGE)
     alone = attention(query[-1:], keys, values, one, window or None)
     assert torch.equal(alone[0][live[-1]], found[-1][live[-1]]), "the output of a row depends on the batch"
-    kernel = partial(attention_operation, query, keys, values, *arguments, output)
-    reference = partial(attention_reference, query, keys, values, *arguments, output)
+    kernel = partial(paged_attention.out, query, keys, values, *arguments, output)
+    reference = partial(paged_attention.run_reference, query, keys, values, *arguments, output)
     return times_of(context, kernel, reference)
 
 
@@ -111,7 +111,7 @@ def attention_choices_equal_reference(context: Context) -> Figures:
     """Every attention kernel equals the reference: captured rounds replayed at other lengths, prompts in chunks; FlashInfer at one size."""
     found = context.found
     sizes = HEAD_SIZES[:1] if context.rehearsal else HEAD_SIZES
-    for name, dtype, size in itertools.product(WISHES[:0:-1], (torch.bfloat16, torch.float16), sizes):
+    for name, dtype, size in itertools.product(ATTENTION[:0:-1], (torch.bfloat16, torch.float16), sizes):
         windows = (None,) if name == "flashinfer" else (None, 70)
         shape, label = AttentionShape(dtype, 8, 2, size, windows), f"{name} {str(dtype)[6:]} size={size}"
         if (dtype, size) != (torch.bfloat16, 64) and (name == "flashinfer" or not context.fits(label)):
@@ -140,7 +140,7 @@ def _check_rope(context: Context, dtype: torch.dtype) -> None:
     cache = torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device)
     expected = torch.empty_like(query, memory_format=torch.contiguous_format)
     found = rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1])
-    rope_and_write_kv_reference(query, key, value, cosines, sines, slots, expected, cache[2], cache[3])
+    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, cache[2], cache[3], expected)
     assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} rotated values differ"
     assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 

@@ -1,0 +1,238 @@
+"""Split attention in Triton: the keys of a row are cut into parts, one program each, and a second launch joins what they found.
+
+The launch depends on shapes alone, so it can be captured: programs beyond a row's length end at once. Where a part begins does
+not depend on the batch, so a row's result has the same bits in every bucket. The query heads that share a cache head, and all
+queries of a row, are rows of one matrix product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.graphs.attention import paged
+
+MOST_PARTS = 64
+LEAST_PART = 128  # keys
+MOST_HEAD_SIZE = 256
+_LOG2_E = 1.4426950408889634
+_COUNTED = tl.constexpr(128)  # positions looked at together for a row's last one
+
+
+class Tile(NamedTuple):
+    """What one program takes at a time."""
+
+    rows: int  # of queries
+    keys: int
+    size: int  # of a head, rounded up
+    warps: int
+
+
+def tile_for(rows: int, size: int) -> Tile:
+    """Rounds have few rows, prompts many."""
+    wide = max(16, triton.next_power_of_2(size))
+    most = 64 if wide <= 128 else 32
+    return Tile(min(most, max(16, triton.next_power_of_2(rows))), 64 if wide <= 128 else 32, wide, 4 if wide <= 64 else 8)
+
+
+def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
+    """Keys of a part, and how many parts there are, for a table of so many keys: the same for every row."""
+    part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MOST_PARTS)))
+    return part, triton.cdiv(keys, part)
+
+
+@triton.jit
+def last_position(positions, slots, count, PAGE: tl.constexpr):
+    """Of one row: inert positions, which lie in the scratch page, vouch for nothing."""
+    last = tl.full([], -1, tl.int64)
+    for start in range(0, count, _COUNTED):
+        place = start + tl.arange(0, _COUNTED)
+        slot = tl.load(slots + place, mask=place < count, other=0)
+        last = tl.maximum(last, tl.max(tl.load(positions + place, mask=slot >= PAGE, other=-1), 0))
+    return last
+
+
+@triton.jit
+def product(left, right, WIDE: tl.constexpr):
+    if WIDE:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def weigh(scores, value, peak, total, summed, WIDE: tl.constexpr):
+    """Add entries to a running softmax of powers of two. scores [ROWS, KEYS], minus infinity where a query may not look."""
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(peak - level)
+    summed = summed * shrink[:, None] + product(weights.to(value.dtype), value, WIDE)
+    return higher, total * shrink + tl.sum(weights, 1), summed
+
+
+@triton.jit
+def attend_part(
+    query,  # [B, Q, heads, size]
+    keys,  # [slots, kv_heads, size]
+    values,
+    positions,  # [B, Q] int64
+    slots,  # [B, Q] int64
+    tables,  # [B, pages] int64
+    output,  # [B, Q, heads, size], written where there is one part
+    sums,  # [B * Q * heads, parts, SIZE] float32, written elsewhere
+    peaks,  # [B * Q * heads, parts] float32; minus infinity: the part saw nothing, and its sum is not written
+    totals,  # as peaks
+    count,  # Q
+    heads,
+    pages,
+    cache_stride,
+    part,  # keys of one part
+    window,  # 0: none
+    scale,  # of powers of two
+    size: tl.constexpr,
+    GROUPS: tl.constexpr,  # query heads of one cache head
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALONE: tl.constexpr,  # there is one part
+    WIDE: tl.constexpr,  # multiply in float32: Triton's interpreter takes bfloat16 for whole numbers
+):
+    """One part of the keys of one row and cache head, for ROWS of its queries."""
+    batch, head, parts = tl.program_id(0), tl.program_id(1), tl.cdiv(pages * PAGE, part)
+    block, number = tl.program_id(2) // parts, tl.program_id(2) % parts
+    last = last_position(positions + batch * count, slots + batch * count, count, PAGE).to(tl.int32)
+    row, column = block * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
+    real = row < count * GROUPS
+    line = (batch * count + row // GROUPS).to(tl.int64) * heads + head * GROUPS + row % GROUPS
+    begin = number * part
+    position = tl.load(positions + batch * count + row // GROUPS, mask=real, other=-1).to(tl.int32)
+
+    end = tl.minimum(tl.minimum(last, tl.max(position, 0)) + 1, begin + part)
+    if window > 0:
+        oldest = tl.min(tl.where(real, position, last), 0) - window + 1
+        begin = tl.maximum(begin, oldest // KEYS * KEYS)
+    asking = row < tl.where(begin < end, count * GROUPS, 0)  # nobody, where there is nothing to see
+    asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    summed = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(begin, end, KEYS):
+        place = start + tl.arange(0, KEYS)
+        held = place < end
+        page = tl.load(tables + batch * pages + place // PAGE, mask=held, other=0)
+        entry = (page * PAGE + place % PAGE) * cache_stride + head * size
+        key = tl.load(keys + entry[None, :] + column[:, None], mask=held[None, :] & (column < size)[:, None], other=0.0)
+        seen = held[None, :] & (place[None, :] <= position[:, None])
+        if window > 0:
+            seen = seen & (place[None, :] > position[:, None] - window)
+        scores = product(asked, key, WIDE) * scale
+        scores = tl.where(seen, scores, float("-inf"))
+        value = tl.load(values + entry[:, None] + column[None, :], mask=held[:, None] & (column < size)[None, :], other=0.0)
+        peak, total, summed = weigh(scores, value, peak, total, summed, WIDE)
+
+    if ALONE:
+        found = summed / tl.where(total == 0, 1.0, total)[:, None]
+        wanted = real[:, None] & (column < size)[None, :]
+        tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
+    else:
+        peak = tl.where(total == total, peak, total)  # NaN, which a maximum may lose, goes on as NaN
+        written = real & (peak != float("-inf"))
+        tl.store(peaks + line * parts + number, peak, mask=real)
+        tl.store(totals + line * parts + number, total, mask=written)
+        tl.store(sums + (line[:, None] * parts + number) * SIZE + column[None, :], summed, mask=written[:, None])
+
+
+@triton.jit
+def join_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """What the parts of one query and head found, weighed together. PARTS is a power of two >= parts."""
+    line = tl.program_id(0).to(tl.int64)
+    number, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
+    peak = tl.load(peaks + line * parts + number, mask=number < parts, other=float("-inf"))
+    highest = tl.max(peak, 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.load(totals + line * parts + number, mask=peak != float("-inf"), other=0.0)
+    whole = tl.sum(total * tl.exp2(peak - level), 0)
+    summed = tl.zeros([SIZE], tl.float32)
+    for each in range(0, parts):
+        mine = tl.load(peaks + line * parts + each)
+        written = tl.where(mine != float("-inf"), size, 0)
+        found = tl.load(sums + (line * parts + each) * SIZE + column, mask=column < written, other=0.0)
+        summed += found * tl.exp2(mine - level)
+    summed = summed / tl.where(whole == 0, 1.0, whole)
+    tl.store(output + line * size + column, summed.to(output.dtype.element_ty), mask=column < size)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    page_size: int,
+    window: int,
+    scale: float,
+    output: Tensor,
+    *,
+    least_part: int = LEAST_PART,
+) -> None:
+    if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill
+        return paged.paged_attention.run_reference(query, keys, values, positions, slots, tables, page_size, window, scale, output)
+    batch, count, heads, size = query.shape
+    if size > MOST_HEAD_SIZE:
+        raise ValueError(f"attention: got heads of {size} numbers, want at most {MOST_HEAD_SIZE} for the compiled kernel")
+    assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
+    kv_heads, pages = keys.shape[1], tables.shape[1]
+    groups = heads // kv_heads
+    tile = tile_for(groups * count, size)
+    part, parts = parts_of(pages * page_size, least_part)
+    lines = batch * count * heads if parts > 1 else 0
+    sums = torch.empty(lines, parts, tile.size, dtype=torch.float32, device=query.device)
+    peaks, totals = (torch.empty(lines, parts, dtype=torch.float32, device=query.device) for _ in range(2))
+    attend_part[(batch, kv_heads, triton.cdiv(groups * count, tile.rows) * parts)](
+        query,
+        keys,
+        values,
+        positions,
+        slots,
+        tables,
+        output,
+        sums,
+        peaks,
+        totals,
+        count,
+        heads,
+        pages,
+        keys.stride(0),
+        part,
+        window,
+        scale * _LOG2_E,
+        size=size,
+        GROUPS=groups,
+        PAGE=page_size,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        SIZE=tile.size,
+        ALONE=parts == 1,
+        WIDE=query.device.type == "cpu",
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+    if parts > 1:
+        join_parts[(lines,)](
+            sums,
+            peaks,
+            totals,
+            output,
+            parts,
+            size,
+            PARTS=triton.next_power_of_2(parts),
+            SIZE=tile.size,
+            num_warps=2,
+            enable_fp_fusion=False,
+        )

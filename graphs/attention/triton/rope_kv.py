@@ -1,0 +1,101 @@
+"""The Triton program of rope_and_write_kv: one instance per token and head, each number is read and written once.
+
+Products and sums are rounded as torch rounds them, so that both give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rotate_pair(first, second, cosines, sines, half, column, inside):
+    """Both halves of a head, rotated; each product is rounded before the sum."""
+    cosine = tl.load(cosines + column, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + column, mask=inside, other=0.0).to(tl.float32)
+    low = (first.to(tl.float32) * cosine).to(first.dtype).to(tl.float32) - (second.to(tl.float32) * sine).to(first.dtype).to(tl.float32)
+    cosine = tl.load(cosines + half + column, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + half + column, mask=inside, other=0.0).to(tl.float32)
+    high = (second.to(tl.float32) * cosine).to(first.dtype).to(tl.float32) + (first.to(tl.float32) * sine).to(first.dtype).to(tl.float32)
+    return low.to(first.dtype), high.to(first.dtype)
+
+
+@triton.jit
+def rotate_heads(
+    query,  # [N, heads, size], tokens `query_stride` apart
+    key,  # [N, kv_heads, size]
+    value,
+    cosines,  # [N, size]
+    sines,
+    slots,  # [N] int64
+    output,  # [N, heads, size]
+    keys,  # [slots, kv_heads, size], entries `cache_stride` apart
+    values,
+    query_stride,
+    key_stride,
+    value_stride,
+    cache_stride,
+    heads,
+    half,  # of a head's size
+    HALF: tl.constexpr,  # rounded up
+):
+    """One token's query head, or its key and value of one cache head."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, HALF)
+    inside = column < half
+    cosines += token * half * 2
+    sines += token * half * 2
+    if head < heads:
+        source = query + token * query_stride + head * half * 2 + column
+        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
+        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
+        rotated = output + (token * heads + head) * half * 2 + column
+        tl.store(rotated, low, mask=inside)
+        tl.store(rotated + half, high, mask=inside)
+    else:
+        source = key + token * key_stride + (head - heads) * half * 2 + column
+        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
+        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
+        entry = tl.load(slots + token) * cache_stride + (head - heads) * half * 2
+        tl.store(keys + entry + column, low, mask=inside)
+        tl.store(keys + entry + half + column, high, mask=inside)
+        source = value + token * value_stride + (head - heads) * half * 2 + column
+        tl.store(values + entry + column, tl.load(source, mask=inside, other=0.0), mask=inside)
+        tl.store(values + entry + half + column, tl.load(source + half, mask=inside, other=0.0), mask=inside)
+
+
+def rope_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+) -> None:
+    tokens, heads, size = query.shape
+    assert size % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
+    rotate_heads[(tokens, heads + key.shape[1])](
+        query,
+        key,
+        value,
+        cosines.contiguous(),
+        sines.contiguous(),
+        slots.contiguous(),
+        output,
+        keys,
+        values,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        keys.stride(0),
+        heads,
+        size // 2,
+        HALF=triton.next_power_of_2(size // 2),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )

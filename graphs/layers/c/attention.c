@@ -1,0 +1,170 @@
+/* Paged attention. Keys are read in tiles that begin at the same positions for every query, so that a query's sums have one order in any
+   batch. Keys that a query does not see are not multiplied at all. */
+
+#include "lanes.h"
+
+enum { TILE = 64, BLOCK = 32 };
+
+typedef struct {
+    const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */
+    const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
+    void *output;
+    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16;
+    float scale;
+} attention_call;
+
+/* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
+typedef struct {
+    float keys[TILE * MOST_SIZE], values[TILE * MOST_SIZE], query[BLOCK * MOST_SIZE], total[BLOCK * MOST_SIZE];
+    float highest[BLOCK], weight[BLOCK];
+    int64_t first[BLOCK], end[BLOCK]; /* the entries that each query sees */
+} block;
+
+INLINED float folded(const float part[LANES], int highest) {
+    float rest[LANES];
+    memcpy(rest, part, sizeof rest);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) {
+            float other = rest[lane + half];
+            rest[lane] = !highest ? rest[lane] + other : other > rest[lane] ? other : rest[lane];
+        }
+    return rest[0];
+}
+
+/* From and to are whole LANES of keys. */
+INLINED void score(const float *query, const float *keys, int64_t from, int64_t to, int64_t width, float scores[TILE]) {
+    for (int64_t key = from; key < to; key += LANES) {
+        lanes parts[LANES] = {0};
+#pragma GCC unroll 16
+        for (int one = 0; one < LANES; one++)
+            for (int64_t i = 0; i < width; i += LANES)
+                parts[one] += *(const lanes *)(query + i) * *(const lanes *)(keys + (key + one) * width + i);
+        summed_up(parts);
+        memcpy(scores + key, parts, sizeof *parts);
+    }
+}
+
+INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
+    int64_t from = held->first[one] - tile, to = held->end[one] - tile;
+    from = from < 0 ? 0 : from;
+    to = to > TILE ? TILE : to;
+    if (from >= to) return;
+    int64_t begin = from / LANES * LANES, finish = (to + LANES - 1) / LANES * LANES;
+    float scores[TILE], top[LANES], sums[LANES] = {0};
+    score(held->query + one * width, held->keys, begin, finish, width, scores);
+    for (int lane = 0; lane < LANES; lane++) top[lane] = held->highest[one];
+    for (int64_t key = begin; key < finish; key++) scores[key] = key >= from && key < to ? scores[key] : -INFINITY;
+    for (int64_t key = begin; key < finish; key += LANES)
+        for (int lane = 0; lane < LANES; lane++) top[lane] = scores[key + lane] > top[lane] ? scores[key + lane] : top[lane];
+    float highest = folded(top, 1), shrink = power_of_e(held->highest[one] - highest);
+    for (int64_t key = begin; key < finish; key += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            scores[key + lane] = power_of_e(scores[key + lane] - highest);
+            sums[lane] += scores[key + lane]; /* what is not seen adds 1e-38 to at least 1 */
+        }
+    held->highest[one] = highest;
+    held->weight[one] = held->weight[one] * shrink + folded(sums, 0);
+    float *kept = held->total + one * width;
+    lanes total[2][MOST_SIZE / LANES] = {{{0}}}; /* of even keys and of odd ones: neither sum waits for the other */
+    int64_t key = from;
+    for (; key + 2 <= to; key += 2)
+        for (int64_t i = 0; i < width / LANES; i++) {
+            const float *value = held->values + key * width + i * LANES;
+            total[0][i] += scores[key] * *(const lanes *)value;
+            total[1][i] += scores[key + 1] * *(const lanes *)(value + width);
+        }
+    for (int64_t i = 0; key < to && i < width / LANES; i++) total[0][i] += scores[key] * *(const lanes *)(held->values + key * width + i * LANES);
+    for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = *(lanes *)(kept + i * LANES) * shrink + (total[0][i] + total[1][i]);
+}
+
+INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t bfloat16) {
+    read_numbers(to, from, first, size, bfloat16);
+    for (int64_t i = size; i < width; i++) to[i] = 0.0f;
+}
+
+/* The entries [tile, end) of one head, and zeros behind them: what no entry was read into is not read either. */
+INLINED int read_tile(const attention_call *call, block *held, const int64_t *table, int64_t head, int64_t tile, int64_t end, int64_t width) {
+    int64_t size = call->size, live = end - tile < TILE ? end - tile : TILE, left = 0, slot = 0;
+    for (int64_t key = 0; key < live; key++, slot++, left--) {
+        if (!left) {
+            int64_t page = table[(tile + key) / call->page_size], inside = (tile + key) % call->page_size;
+            if (page < 0 || page >= call->cache_slots / call->page_size) return 1;
+            slot = page * call->page_size + inside;
+            left = call->page_size - inside;
+        }
+        int64_t first = (slot * call->kv_heads + head) * size;
+        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->bfloat16);
+        pad_and_read(held->values + key * width, call->values, first, size, width, call->bfloat16);
+    }
+    memset(held->keys + live * width, 0, (size_t)((TILE - live) * width) * sizeof(float));
+    return 0;
+}
+
+/* Queries [start, start + used) of one row and one head of its cache; a position's queries, one per head of the group, lie side by side. */
+INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t head, int64_t start, int64_t used, int64_t last, int64_t width) {
+    int64_t groups = call->heads / call->kv_heads, size = call->size, begin = last + 1, end = 0;
+    const int64_t *positions = call->positions + row * call->count;
+    for (int64_t one = 0; one < used; one++) {
+        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
+        int64_t position = positions[place];
+        held->first[one] = call->window && position >= call->window ? position - call->window + 1 : 0;
+        held->end[one] = (position < last ? position : last) + 1;
+        begin = held->first[one] < begin ? held->first[one] : begin;
+        end = held->end[one] > end ? held->end[one] : end;
+        float *wide = held->query + one * width;
+        pad_and_read(wide, call->query, ((row * call->count + place) * call->heads + query) * size, size, width, call->bfloat16);
+        for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
+        held->highest[one] = -INFINITY;
+        held->weight[one] = 0.0f;
+    }
+    memset(held->total, 0, (size_t)(used * width) * sizeof(float));
+    for (int64_t tile = begin / TILE * TILE; tile < end; tile += TILE) {
+        if (read_tile(call, held, call->tables + row * call->pages, head, tile, end, width)) return 1;
+        for (int64_t one = 0; one < used; one++) weigh(held, one, tile, width);
+    }
+    for (int64_t one = 0; one < used; one++) {
+        int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
+        float *total = held->total + one * width, weight = held->weight[one] == 0.0f ? 1.0f : held->weight[one];
+        for (int64_t i = 0; i < size; i++) total[i] /= weight;
+        write_numbers(call->output, ((row * call->count + place) * call->heads + query) * size, total, size, call->bfloat16);
+    }
+    return 0;
+}
+
+INLINED int attend_all(const attention_call *call, block *held, int64_t width) {
+    int64_t queries = call->count * (call->heads / call->kv_heads);
+    for (int64_t row = 0; row < call->batch; row++) {
+        int64_t last = -1;
+        for (int64_t i = row * call->count; i < (row + 1) * call->count; i++) /* inert positions vouch for nothing */
+            if (call->slots[i] >= call->page_size && call->positions[i] > last) last = call->positions[i];
+        if (last >= call->pages * call->page_size) return 1;
+        for (int64_t head = 0; head < call->kv_heads; head++)
+            for (int64_t start = 0; start < queries; start += BLOCK) {
+                int64_t used = queries - start < BLOCK ? queries - start : BLOCK;
+                if (attend(call, held, row, head, start, used, last, width)) return 1;
+            }
+    }
+    return 0;
+}
+
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const argument *given) {
+    const argument *query = given, *keys = given + 1, *tables = given + 5;
+    block held;
+    attention_call call = {
+        .query = query->data, .keys = keys->data, .values = given[2].data,
+        .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .output = given[9].data,
+        .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
+        .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .window = given[7].integer,
+        .bfloat16 = query->bfloat16, .scale = (float)given[8].real,
+    };
+    if (call.size == 64 && call.bfloat16) { /* with sizes that the compiler knows, sums stay in registers */
+        call.size = 64, call.bfloat16 = 1;
+        return attend_all(&call, &held, 64);
+    }
+    if (call.size == 128 && call.bfloat16) {
+        call.size = 128, call.bfloat16 = 1;
+        return attend_all(&call, &held, 128);
+    }
+    if (call.size == 64) return attend_all(&call, &held, 64);
+    return attend_all(&call, &held, (call.size + LANES - 1) / LANES * LANES);
+}

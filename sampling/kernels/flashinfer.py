@@ -1,0 +1,50 @@
+"""The filters by FlashInfer: it decides which weights stay, the normalisation is ours. Imported only where it was chosen.
+
+Every argument passed to it is a device tensor: a number would be baked into the graph. Rows without a finite logit are passed as
+zeros, because NaN makes its top-p search endless. Its top-k keeps a scratch buffer per device, allocated at the first call: the probe
+before every choice makes that call before anything is captured.
+"""
+
+from __future__ import annotations
+
+import flashinfer.sampling
+import torch
+from torch import Tensor
+
+from stepgraph.sampling import sampler
+from stepgraph.sampling.kernels.choice import race
+
+
+def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
+    batch, positions, width = logits.shape
+    own = params[:, None].expand(batch, positions, params.shape[1]).reshape(batch * positions, -1)
+    weighed = sampler.weigh(logits.reshape(batch * positions, width), own)
+    weights, top_k, top_p = weighed.weights, weighed.top_k.squeeze(1), weighed.top_p.squeeze(1)
+    most = torch.where((top_k > 0) & (top_k < width), top_k, width).to(torch.int32)
+    highest = flashinfer.sampling.top_k_mask_logits(weights, most)  # minus infinity where a weight goes
+    kept = torch.where((highest >= 0) & (weights >= weighed.min_p), weights, 0.0)
+    likely = kept / sampler.from_units(sampler.units(kept).sum(-1, keepdim=True)).clamp(min=1.0)
+    share = torch.where(weighed.alive.squeeze(1), top_p, 1.0)
+    stays = flashinfer.sampling.top_p_renorm_probs(likely, share) > 0
+    kept = torch.where(stays | (weighed.top_p >= 1), kept, 0.0)
+    probs.copy_(sampler.share(weighed, kept).view(probs.shape))
+
+
+def draw(
+    logits: Tensor,
+    params: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: int,
+    ids: Tensor | None,
+    width: int | None,
+    probs: Tensor,
+    token: Tensor,
+) -> None:
+    if ids is None:
+        distribution(logits[:, None], params, probs[:, None])
+    else:
+        own = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        distribution(logits[:, None], params, own[:, None])
+        probs.zero_().index_copy_(1, ids, own)
+    race.out(probs, seed, position, purpose, token)

@@ -1,0 +1,333 @@
+"""Triton programs of masks and of what a request asks of the logits, and how they are launched. Imported only where Triton is:
+`register.py` decides.
+
+The logits are split into tiles, one program each, so that a few rows fill a GPU. Each tile leaves the greatest logit before
+and after the request's own wishes; a second launch says from those what holds of a whole place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.sampler import Param
+
+PROCESS_TILE = 512  # tokens per program
+
+_OK = tl.constexpr(int(MaskStatus.OK))
+_NONE = tl.constexpr(int(MaskStatus.NONE))
+_DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
+_REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
+_PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
+_FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
+_LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
+_NAN = tl.constexpr(0x7FC00000)
+_TOP = tl.constexpr(0x7F800000)  # plus infinity as `_rank` has it; a NaN is above
+_BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
+
+
+@triton.jit
+def _rank(values):
+    """Float32 values as int32 that order like them, NaN above everything."""
+    bits = tl.where(values == values, values.to(tl.int32, bitcast=True), _NAN)
+    return bits ^ ((bits >> 31) & _LAST_ID)
+
+
+@triton.jit
+def _home(row, rows, HAS_ROWS: tl.constexpr):
+    """Where the tables have what belongs to a row of the batch."""
+    if HAS_ROWS:
+        row = tl.load(rows + row)
+    return row
+
+
+@triton.jit
+def _allowed(mask, covered, shut, words, ids, tokens, inside, HAS_IDS: tl.constexpr):
+    """Which logits of a tile a mask of `covered` tokens leaves, none if it is shut; and which stand under a word with any bit."""
+    if HAS_IDS:
+        bits = tl.where(shut, 0, tl.load(mask + (tokens >> 5), mask=ids < covered, other=-1))
+    else:
+        bits = tl.where(shut, 0, tl.load(mask + words, mask=words * 32 < covered, other=-1))[:, None]
+    return (((bits >> (tokens & 31)) & 1) != 0) & inside, bits != 0
+
+
+@triton.jit
+def _legal(source, legal, marked, whole):
+    """Logits as float32, minus infinity where they are not legal. With `whole` words, what has no bit is not even read."""
+    if whole:
+        values = tl.load(source, mask=marked, other=float("-inf")).to(tl.float32)
+    else:
+        values = tl.load(source, mask=legal, other=float("-inf")).to(tl.float32)
+    return tl.where(legal, values, float("-inf"))
+
+
+@triton.jit
+def _biased(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
+    """Values plus the amounts of the ids among their tokens; as many steps as there are such ids, if tokens are neighbours."""
+    slot = tl.arange(0, BIASES)
+    named = tl.load(ids + slot, mask=slot < count, other=-1)
+    added = tl.load(amounts + slot, mask=slot < count, other=0.0)
+    waiting = (named >= tl.min(tl.min(tokens, 1), 0)) & (named <= tl.max(tl.max(tokens, 1), 0))
+    for _ in range(tl.sum(waiting.to(tl.int32), 0)):
+        token = tl.min(tl.where(waiting, named, _LAST_ID), 0).to(tl.int32)
+        values += tl.where(tokens == token, tl.sum(tl.where(named == token, added, 0.0), 0), 0.0)
+        waiting = waiting & (named != token)
+    return values
+
+
+@triton.jit
+def _unstopped(values, tokens, stops, count):
+    """Values, minus infinity for a stop token."""
+    for column in range(count):
+        values = tl.where(tokens == tl.load(stops + column).to(tl.int32), float("-inf"), values)
+    return values
+
+
+@triton.jit
+def _counted(counts, tokens, drafts, count, step):
+    """Counts plus one for every draft that is the token."""
+    for draft in range(count):
+        counts += (tokens == tl.load(drafts + draft * step).to(tl.int32)).to(tl.float32)
+    return counts
+
+
+@triton.jit
+def _penalised(values, counts, seen, inside, repetition, presence, frequency):
+    """Values after the penalties of tokens that were said `counts` times; `seen` points to what the prompt says of them."""
+    said = counts > 0
+    if repetition != 1:
+        known = said | (tl.load(seen, mask=inside, other=0).to(tl.int32) != 0)
+        repeated = tl.where(values > 0, tl.math.div_rn(values, tl.zeros_like(values) + repetition), values * repetition)
+        values = tl.where(known, repeated, values)
+    return values - frequency * counts - presence * said.to(tl.float32)
+
+
+@triton.jit
+def process_tile(
+    logits,  # [B, Q, >= width]
+    masks,  # [R, Q, words] int32; this and the next three are not read unless HAS_MASKS
+    mask_rows,  # [B] int64; not read unless HAS_MASK_ROWS
+    constrained,  # [B] bool
+    status,  # [B, Q] int64
+    token_of,  # [width] int64, the target's token of each logit; not read unless HAS_IDS
+    rows,  # [B] int64, where each row's settings are; not read unless HAS_ROWS
+    row_params,  # [R, columns] float32
+    bias_ids,  # [R, biases] int64
+    biases,  # [R, biases] float32
+    stop_ids,  # [R, stops] int64
+    prompt_seen,  # [R, vocabulary] bool
+    output_counts,  # [R, vocabulary] int32
+    generated,  # [B] int64
+    before,  # [B, drafts] int64
+    processed,  # [B, Q, width] float32, written
+    peaks,  # [B * Q, tiles, 2] int32, written: the rank of the greatest legal logit, and of the greatest processed one
+    positions,
+    width,
+    columns,
+    num_biases,
+    num_stops,
+    vocabulary,
+    drafts,
+    first,
+    logits_row_stride,
+    logits_position_stride,
+    masks_row_step,
+    masks_position_step,
+    generated_step,
+    before_row_step,
+    before_place_step,
+    HAS_MASKS: tl.constexpr,
+    HAS_MASK_ROWS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """bitmask.apply and processors.process for WORDS * 32 logits of one place. What a row does not ask for is not read for it."""
+    line = tl.program_id(0)
+    row, position = (line // positions).to(tl.int64), line % positions
+    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    ids = words[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = ids < width
+    whole = (tl.program_id(1) + 1) * WORDS * 32 <= width  # no edge in this tile: wide loads and stores
+    tokens = ids
+    if HAS_IDS:
+        tokens = tl.load(token_of + ids, mask=inside, other=0).to(tl.int32)
+    legal, marked = inside, (words >= 0)[:, None]
+    if HAS_MASKS:
+        mask = masks + _home(row, mask_rows, HAS_MASK_ROWS) * masks_row_step + position.to(tl.int64) * masks_position_step
+        rule = tl.load(constrained + row).to(tl.int32)
+        shut = (rule != 0) & (tl.load(status + line) != _OK)
+        legal, marked = _allowed(mask, rule * width, shut, words, ids, tokens, inside, HAS_IDS)
+    source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
+    values = _legal(source, legal, marked, whole & (HAS_IDS == 0))
+    peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(peak, tl.max(tl.max(_rank(values), 1), 0))
+
+    home = _home(row, rows, HAS_ROWS)
+    place, asked = first + position, row_params + home * columns
+    if tl.load(bias_ids + home * num_biases) >= 0:
+        values = _biased(values, tokens, bias_ids + home * num_biases, biases + home * num_biases, num_biases, BIASES)
+    if (tl.load(generated + row * generated_step) + place).to(tl.float32) < tl.load(asked + _LEAST):
+        values = _unstopped(values, tokens, stop_ids + home * num_stops, num_stops)
+    repetition, presence, frequency = tl.load(asked + _REPETITION), tl.load(asked + _PRESENCE), tl.load(asked + _FREQUENCY)
+    if (repetition != 1) | (presence != 0) | (frequency != 0):
+        counts = tl.load(output_counts + home * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
+        counts = _counted(counts, tokens, before + row * before_row_step, tl.minimum(drafts, place), before_place_step)
+        values = _penalised(values, counts, prompt_seen + home * vocabulary + tokens, inside, repetition, presence, frequency)
+    tl.store(peak + 1, tl.max(tl.max(tl.where(inside, _rank(values), _BOTTOM), 1), 0))
+    target = processed + line.to(tl.int64) * width + ids
+    if whole:
+        tl.store(target, values)
+    else:
+        tl.store(target, values, mask=inside)
+
+
+@triton.jit
+def judge_places(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr, TILES: tl.constexpr):
+    """processors.mark_dead_ends for one place, and whether its best processed logit is a number. TILES is a power of two >= tiles."""
+    line = tl.program_id(0)
+    peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
+    allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
+    told = tl.full((), _OK, tl.int64)
+    if HAS_STATUS:
+        told = tl.load(status + line)
+    banned = (allowed > _BOTTOM) & (allowed < _TOP) & (left == _BOTTOM)
+    tl.store(judged + line, tl.where(banned & (told == _OK), _DEAD_END, told))
+    tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
+
+
+def process_logits(
+    logits: Tensor,
+    masks: Tensor | None,
+    mask_rows: Tensor | None,
+    constrained: Tensor | None,
+    status: Tensor | None,
+    ids: Tensor | None,
+    rows: Tensor | None,
+    params: Tensor,
+    bias_ids: Tensor,
+    biases: Tensor,
+    stop_ids: Tensor,
+    prompt_seen: Tensor,
+    output_counts: Tensor,
+    generated: Tensor,
+    before: Tensor,
+    first: int,
+    processed: Tensor,
+    finite: Tensor,
+    judged: Tensor,
+    *,
+    tile: int = PROCESS_TILE,
+) -> None:
+    batch, positions, width = logits.shape
+    lines, tiles = batch * positions, triton.cdiv(width, tile)
+    peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
+    process_tile[(lines, tiles)](
+        logits,
+        bias_ids if masks is None else masks,
+        generated if mask_rows is None else mask_rows,
+        generated if constrained is None else constrained,
+        generated if status is None else status,
+        generated if ids is None else ids,
+        generated if rows is None else rows,
+        params,
+        bias_ids,
+        biases,
+        stop_ids,
+        prompt_seen,
+        output_counts,
+        generated,
+        before,
+        processed,
+        peaks,
+        positions,
+        width,
+        params.shape[1],
+        bias_ids.shape[1],
+        stop_ids.shape[1],
+        output_counts.shape[1],
+        before.shape[1],
+        first,
+        *logits.stride()[:2],
+        *((0, 0) if masks is None else masks.stride()[:2]),
+        generated.stride(0),
+        *before.stride(),
+        HAS_MASKS=masks is not None,
+        HAS_MASK_ROWS=mask_rows is not None,
+        HAS_IDS=ids is not None,
+        HAS_ROWS=rows is not None,
+        WORDS=tile // 32,
+        BIASES=triton.next_power_of_2(bias_ids.shape[1]),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    judge_places[(lines,)](
+        peaks,
+        finite if status is None else status,
+        finite,
+        judged,
+        tiles,
+        HAS_STATUS=status is not None,
+        TILES=triton.next_power_of_2(tiles),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def check_tags(
+    tags,  # [R, N, 4] int64
+    rows,  # [B] int64; not read unless HAS_ROWS
+    owner,  # [B] int64
+    generated,  # [B] int64
+    constrained,  # [B] bool
+    status,  # [B, N] int64, written
+    positions,
+    first,
+    tags_row_step,
+    tags_position_step,
+    owner_step,
+    generated_step,
+    HAS_ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """acceptance.mask_status for one row. POSITIONS is a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    tag_row = row
+    if HAS_ROWS:
+        tag_row = tl.load(rows + row)
+    position = tl.arange(0, POSITIONS)
+    inside = position < positions
+    source = tags + tag_row * tags_row_step + position * tags_position_step
+    mine = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
+    mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
+    mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
+    tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
+    has_mask = tl.load(constrained + row).to(tl.int32) != 0
+    tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
+
+
+def mask_status(
+    tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None, status: Tensor
+) -> None:
+    batch, positions = status.shape
+    check_tags[(batch,)](
+        tags,
+        owner if rows is None else rows,
+        owner,
+        generated,
+        constrained,
+        status,
+        positions,
+        first,
+        *tags.stride()[:2],
+        owner.stride(0),
+        generated.stride(0),
+        HAS_ROWS=rows is not None,
+        POSITIONS=triton.next_power_of_2(positions),
+        num_warps=1,
+    )

@@ -1,0 +1,209 @@
+"""Graphs that cannot be captured or do not fit into memory: errors, the report, and the rounds that run instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from stepgraph import Engine, EngineConfig, Job
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, TapeBackend
+from stepgraph.graphs.graph_set import CaptureBudget, GraphSet, OnFailure
+from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.tape.backend import Tape
+from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+
+CONFIG = EngineConfig(
+    max_rows=4,
+    buckets=(2, 4),
+    num_speculative_tokens=2,
+    max_length=48,
+    page_size=8,
+    greedy_only=True,
+    backend="tape",
+    compile_isolation="none",
+    host_link="python",
+)
+KEYS = [GraphKey(rows, constrained) for rows in (4, 2) for constrained in (True, False)]  # in the order of the capture
+
+
+class Refusing(TapeBackend):
+    """Some of its captures fail, counted from 1."""
+
+    def __init__(self, *failing: int, error: Exception | None = None) -> None:
+        super().__init__(asynchronous=True)
+        self.failing, self.captures = failing, 0
+        self.error = error or CaptureError("host-sync", "planted fault", "model.py", 7, "x.item()")
+
+    def capture(self, *arguments: Any, **options: Any) -> Any:
+        self.captures += 1
+        if self.captures in self.failing:
+            raise self.error
+        return super().capture(*arguments, **options)
+
+
+def make(backend: TapeBackend | None = None, **others: Any) -> Engine:
+    return Engine(
+        TARGET,
+        DRAFTERS["fair"](),
+        vocabulary=VOCABULARY,
+        config=replace(CONFIG, **others),
+        backend=backend or TapeBackend(asynchronous=True),
+    )
+
+
+def serve(engine: Engine, rows: int, grammar: int) -> None:
+    """Run a batch of `rows` requests and compare every token with plain decoding."""
+    engine.compile(CONSTRAINTS[1])
+    jobs: list[Job] = [engine.submit([row, 5], constraint=CONSTRAINTS[grammar], max_new_tokens=8) for row in range(rows)]
+    for _ in engine.stream():
+        pass
+    for row, job in enumerate(jobs):
+        assert job.tokens == plain([row, 5], 8, CONSTRAINTS[grammar]).tokens
+
+
+def test_failed_graph_is_replaced_by_a_larger_one_or_run_eagerly() -> None:
+    with make(Refusing(1, 4), on_capture_failure="eager") as engine:  # rows=4 constrained and rows=2 free
+        report = engine.capture()
+        assert [key for key, _ in report.keys] == [KEYS[1], KEYS[2]]
+        assert [(one.key, one.served_by) for one in report.failed] == [(KEYS[0], None), (KEYS[3], KEYS[1])]
+        assert all("[host-sync] planted fault\n  model.py:7" in one.why for one in report.failed)
+        assert f"{KEYS[0]} is not captured, its batches are run eagerly: [host-sync] planted fault" in str(report)
+        assert f"{KEYS[3]} is not captured, its batches are replayed as {KEYS[1]}: [host-sync] planted fault" in str(report)
+        assert json.loads(json.dumps(report.as_dict()))["failed"][0]["key"]["rows"] == 4
+        serve(engine, 2, 0)
+        stats = engine.stats()
+        (graph,) = stats.graphs
+        assert (graph.key, graph.padded_rounds, stats.eager_rounds, stats.replays) == (KEYS[1], graph.rounds, 0, graph.rounds)
+        serve(engine, 4, 1)
+        stats = engine.stats()
+        eager = next(graph.rounds for graph in stats.graphs if graph.key == KEYS[0])
+        assert stats.eager_rounds == eager > 0 and stats.replays == stats.rounds - eager
+        assert stats.eager_reason == "not captured: [host-sync] planted fault"
+        with pytest.raises(ValueError, match="or with graphs that could not be captured"), engine.trace():
+            pass
+
+
+def test_failed_capture_raises_by_default_and_can_be_repeated() -> None:
+    with make(Refusing(3)) as engine:
+        with pytest.raises(CaptureError, match="planted fault"):
+            engine.capture()
+        with pytest.raises(RuntimeError, match="nothing is captured"):
+            engine.step()
+        assert len(engine.capture().keys) == len(KEYS), "without the fault"
+        serve(engine, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_out_of_memory_names_the_graph_and_the_options_to_lower(error: Exception) -> None:
+    message = r"\[memory\] rows=4 constrained greedy needs more memory than available .*; lower max_rows"
+    with make(Refusing(1, error=error)) as engine, pytest.raises(CaptureError, match=message):
+        engine.capture()
+
+
+def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
+    with make(Refusing(1, error=TypeError("a bug")), on_capture_failure="eager") as engine:
+        with pytest.raises(RuntimeError, match=f"capture of {KEYS[0]}: the step raised TypeError: a bug") as caught:
+            engine.capture()
+        assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
+
+
+def test_capture_bytes_is_checked_before_the_capture() -> None:
+    with make() as engine:
+        report = engine.capture()
+        graphs, buffers = sum(one.nbytes for _, one in report.keys), report.buffer_bytes
+    backend = Refusing()
+    with make(backend, capture_bytes=buffers + graphs // 2) as engine:
+        with pytest.raises(CaptureError) as caught:
+            engine.capture()
+        assert backend.captures == 2, "only the two smallest, for the estimate"
+        message = str(caught.value)
+        assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in message and f"{buffers:,} bytes of static buffers" in message
+        assert "lower max_rows, buckets" in message
+    with make(capture_bytes=(buffers + graphs) * 21 // 20) as engine:
+        (note,) = [note for note in engine.capture().notes if note.startswith("memory: about")]
+        about = int(note.split()[2].replace(",", ""))
+        assert abs(about - buffers - graphs) < graphs * 0.05, "an estimate from the two smallest"
+    with make(capture_bytes=buffers + graphs // 2, on_capture_failure="eager") as engine:
+        report = engine.capture()
+        assert sum(one.nbytes for _, one in report.keys) <= graphs // 2
+        assert report.failed and all("[memory] capture_bytes: got" in one.why for one in report.failed)
+        serve(engine, 4, 1)
+
+
+def test_graph_larger_than_its_estimate_is_refused() -> None:
+    key, budget = GraphKey(4, False), CaptureBudget(1000, 400, pooled=True)
+    budget.learn([(1, 100), (2, 150)])
+    assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest graph determines the memory"
+    budget.check_next(key)
+    with pytest.raises(CaptureError, match=r"capture_bytes: got 1,000, rows=4 free greedy needs 601, and 400 are used"):
+        budget.add(key, 601)
+    budget.add(key, 600)
+
+
+def test_pooled_graphs_need_no_additional_memory() -> None:
+    budget = CaptureBudget(700, 400, pooled=True)
+    budget.learn([(1, 100), (2, 150)])
+    for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
+        budget.check_next(key)
+        budget.add(key, nbytes)
+    with pytest.raises(CaptureError, match=r"rows=8 free greedy would need about 200, and 650 are used"):
+        budget.check_next(GraphKey(8, False))
+    alone = CaptureBudget(700, 400, pooled=False)
+    alone.learn([(1, 100), (2, 150)])
+    alone.add(GraphKey(4, False), 250)
+    with pytest.raises(CaptureError, match=r"rows=2 free greedy would need about 150, and 650 are used"):
+        alone.check_next(GraphKey(2, False))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("on_capture_failure", "ignore", "want 'raise' or 'eager'"),
+        ("capture_bytes", 0, "want a whole number >= 1, or None"),
+        ("capture_bytes", True, "want a whole number >= 1, or None"),
+    ],
+)
+def test_invalid_capture_options_raise_value_error(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got {value!r}, {expected}"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def one_buffer() -> StaticBuffers:
+    return StaticBuffers([BufferSpec("x", (2,), torch.float32)])
+
+
+def adds_one(buffers: StaticBuffers) -> None:
+    buffers.x.add_(1)
+
+
+class OutOfMemory(TapeBackend):
+    """Every capture runs out of memory."""
+
+    def capture(self, *_: Any, **__: Any) -> Tape:
+        raise MemoryError("nothing left")
+
+
+def test_no_memory_for_an_estimate_runs_eagerly_or_raises() -> None:
+    def graphs(on_failure: OnFailure) -> GraphSet:
+        return GraphSet(OutOfMemory(), one_buffer(), lambda key: adds_one, (1, 2), on_failure, capture_bytes=1 << 20)
+
+    report = graphs("eager").capture()
+    assert "memory of the graphs: no estimate, because the smallest graphs cannot be captured" in report.notes
+    assert report.failed and all(
+        one.served_by is None and "needs more memory than available (nothing left)" in one.why for one in report.failed
+    )
+    with pytest.raises(CaptureError, match=r"needs more memory than available \(nothing left\)"):
+        graphs("raise").capture()
+
+
+def test_graph_set_is_captured_once() -> None:
+    graphs = GraphSet(TapeBackend(), one_buffer(), lambda key: adds_one, (1,))
+    graphs.capture(eager=True)
+    with pytest.raises(RuntimeError, match=r"GraphSet\.capture\(\): already captured"):
+        graphs.capture()
