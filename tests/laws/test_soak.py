@@ -99,7 +99,7 @@ def at_each_start(patch: pytest.MonkeyPatch, make: Callable[[], object]) -> None
         kept.append(make())
         return real(soaking, kind)
 
-    patch.setattr(Soak, "_make_asks", make_source)
+    patch.setattr(Soak, "_make_source", make_source)
 
 
 def keep_claims(patch: pytest.MonkeyPatch) -> None:
