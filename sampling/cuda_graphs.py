@@ -1,4 +1,4 @@
-"""What every capture into a CUDA graph has in common: one at a time in a process, a memory pool, and the way back from one that failed."""
+"""Capture into CUDA graphs: one capture at a time in a process, memory pools, and recovery from a failed capture."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 _MODE = "thread_local"
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
 _one_at_a_time = threading.RLock()  # torch allows one capture in a process
-_taken_streams: set[int] = set()  # torch hands its streams out in turn; two captures on one stream would mix
+_taken_streams: set[int] = set()  # torch returns streams of a pool in turn; two captures on one stream would mix
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 
 
 class GraphPool:
-    """Memory of graphs captured on `stream`. A graph of one node is reset last: torch captures into no pool that lost all graphs."""
+    """Memory of graphs captured on `stream`. Keeps a graph of one node: torch cannot capture into a pool whose graphs are all gone."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.renew()
 
     def renew(self, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin another pool; the present one ends with its last graph."""
+        """Start another pool; the present one is freed with its last graph."""
         self._keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
         for generator in generators:
             self._keeper.register_generator_state(generator)
@@ -46,7 +46,7 @@ class GraphPool:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Capture what the block issues into `graph`. Where the block or the capture fails, torch can capture again."""
+    """Capture the block into `graph`. After a failure of the block or of the capture, torch can capture again."""
     for generator in generators:
         graph.register_generator_state(generator)
     with _alone(pool.stream):
@@ -62,7 +62,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """For `give_stream`. Streams are used again: cuBLAS keeps a workspace for each one that it was ever called on."""
+    """A stream, to be returned by `give_stream`. Streams are reused: cuBLAS keeps a workspace for each stream it was called on."""
     free = _free_streams[torch.cuda.current_device() if device.index is None else device.index]
     for _ in range(32):
         try:
@@ -81,7 +81,7 @@ def give_stream(stream: torch.cuda.Stream) -> None:
 
 
 def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `step` once and capture it, on a stream of its own: what replays it. On the CPU, `step` itself."""
+    """Run `step` once, capture it on a separate stream, and return a function that replays it. On the CPU, `step` itself."""
     if device.type != "cuda":
         return step
     graph, stream = torch.cuda.CUDAGraph(), take_stream(device)
@@ -97,14 +97,14 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def empty_cache() -> None:
-    """torch.cuda.empty_cache(), which fails while a capture is under way."""
+    """torch.cuda.empty_cache(), which fails during a capture."""
     with _one_at_a_time:
         torch.cuda.empty_cache()
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
-    """Where CUDA has given the capture up, undo what torch leaves: allocators that still record into the pool, and random
-    generators that still believe in a capture (a capture that succeeds puts these right)."""
+    """End the capture. If CUDA aborted it, undo the state that torch leaves: allocators that still record into the pool, and random
+    generators that still are in capture mode (a successful capture resets both)."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -118,7 +118,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torc
 
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On `stream`, without another capture, and without a collection, which could free graphs and events in the midst of this one."""
+    """On `stream`, without another capture, and without garbage collection, which could free graphs and events during the capture."""
     with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad():
         collecting = gc.isenabled()
         gc.disable()
