@@ -61,7 +61,7 @@ def mark_dead_ends(status: Tensor, finite: Tensor, processed: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
-    """[B, Q, 2] float32 of tokens [B, Q]: under the model's logits [B, Q, V], and in the distribution that they were drawn from [B, Q, V]."""
+    """[B, Q, 2] float32 of tokens [B, Q]: under the model's logits [B, Q, V], and under `probs` [B, Q, V]."""
     own = logits.to(torch.float32)
     chosen = tokens[..., None]
     raw = own.gather(2, chosen) - own.logsumexp(-1, keepdim=True)

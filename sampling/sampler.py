@@ -65,9 +65,7 @@ def weigh(logits: Tensor, params: Tensor) -> Weighed:
     values = logits.to(torch.float32)
     best, likeliest = values.max(-1, keepdim=True)
     alive = torch.isfinite(best)
-    scaled = (values - best) / torch.where(
-        greedy, 1.0, temperature
-    )  # subtract first: a logit divided by a small temperature may be infinite
+    scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # subtract first: a quotient of a logit may be infinite
     return Weighed(torch.where(alive, portable_exp(scaled), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
 
 
@@ -87,8 +85,8 @@ def _least_kept(weighed: Weighed) -> Tensor:
     least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
     least = torch.maximum(least, weighed.min_p)
     running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
-    share = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
-    short = (running.to(torch.float64) < share).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
+    enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
+    short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
     return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
 
 
