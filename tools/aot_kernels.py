@@ -139,7 +139,7 @@ def attention_variants() -> list[Variant]:
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         found.append(_variant(label, paged_programs.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("join_parts", paged_programs.join_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
+    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
     return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1)]
 
