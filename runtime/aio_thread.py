@@ -7,17 +7,14 @@ and longer events, and neither holds up the others nor takes more memory.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import Job, StepEvent
-
-EXIT_SECONDS = 10.0  # that an interpreter waits, which ends without close(), for a round on its way
+from stepgraph.runtime.request import NO_DRAFTS, Job, StepEvent
+from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 
 class Reading:
@@ -26,23 +23,14 @@ class Reading:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.known = self.read = 0  # tokens
-        self._count_anew()
+        self.drafts = NO_DRAFTS  # since the last read
         self.fresh = self.ended = False
         self.readers: list[asyncio.Future[None]] = []  # for the event loop alone
 
     def add(self, event: StepEvent) -> None:
         self.known += len(event.tokens)
-        self.accepted_drafts += event.num_accepted_drafts
-        self.forced_drafts += event.num_forced_drafts
-        self.accepted_forced_drafts += event.num_accepted_forced_drafts
-        self.looked_up_drafts += event.num_looked_up_drafts
-        self.accepted_looked_up_drafts += event.num_accepted_looked_up_drafts
+        self.drafts = self.drafts.plus(event.drafts)
         self.fresh, self.ended = True, event.finish_reason is not None
-
-    def _count_anew(self) -> None:
-        """What of the drafts is known since it was last read."""
-        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0
-        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
 
     def end(self) -> None:
         """What is known of a job that ended without an event: the engine was closed."""
@@ -56,18 +44,14 @@ class Reading:
         event = StepEvent(
             job.id,
             tuple(job.tokens[new]),
-            self.accepted_drafts,
+            self.drafts,
             job.finish_reason if self.ended else None,
             job.error if self.ended else "",
             tuple(job.logprobs[new]),
-            self.forced_drafts,
-            self.accepted_forced_drafts,
-            self.looked_up_drafts,
-            self.accepted_looked_up_drafts,
             tuple(job.origins[new]),
         )
         self.read, self.fresh = self.known, False
-        self._count_anew()
+        self.drafts = NO_DRAFTS
         return event
 
     def wake(self) -> None:
@@ -91,7 +75,7 @@ class Stepper:
         self._last: Sequence[Job] | None = None  # the jobs whose ends it waits for when it stops
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
         self.thread.start()
-        _live.add(self)
+        close_at_exit(self, ExitStage.STEPPER)
 
     def submit(self, prompt_ids: Any, options: dict[str, Any]) -> Reading:
         with self._lock:  # its first event comes behind this
@@ -105,17 +89,22 @@ class Stepper:
 
     async def room(self) -> None:
         """Wait until the queue may have room. One task at a time."""
-        while self.engine.stepping.queue_full and not self.stopping:
+        while self.engine.step_gate.queue_full and not self.stopping:
             with self._lock:
                 self._room = self.loop.create_future()
-            if self.engine.stepping.queue_full:  # else it became so before anybody could see that it is wanted
+            if self.engine.step_gate.queue_full:  # else it became so before anybody could see that it is wanted
                 await self._room
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end, behind the jobs there are or by cancelling them. Takes no lock: a finaliser may call it."""
         self._hurry = self._hurry or not drain
         self.stopping = True
-        self.engine.stepping.ring()
+        self.engine.step_gate.notify()
+
+    def close(self, seconds: float) -> None:
+        """Cancel the jobs, and wait at most `seconds` for the thread."""
+        self.stop(drain=False)
+        self.thread.join(seconds)
 
     def cancel_soon(self, job: Job) -> None:
         """For finalisers, which may run wherever the engine's locks are held."""
@@ -124,8 +113,8 @@ class Stepper:
 
     def _run(self) -> None:
         try:
-            with self.engine.stepping.alone():
-                if not self.engine.stepping.captured:
+            with self.engine.step_gate.exclusive():
+                if not self.engine.step_gate.captured:
                     self.engine.capture()
                 self.engine.wait(0)  # raises where it was closed
                 self._call(_settle, self.opened)
@@ -148,7 +137,7 @@ class Stepper:
         if not self.stopping:
             return False
         if self._last is None:
-            self._last = self.engine.stepping.jobs
+            self._last = self.engine.step_gate.jobs
         if self._hurry:
             for job in self._last:
                 self.engine.cancel(job)
@@ -166,7 +155,7 @@ class Stepper:
                 reading.add(event)
                 if reading.ended:
                     del self._readings[event.job_id]
-            roomy = self._room is not None and not self.engine.stepping.queue_full
+            roomy = self._room is not None and not self.engine.step_gate.queue_full
             if self._bringing or not (self._fresh or roomy):
                 return
             self._bringing = True
@@ -192,14 +181,3 @@ class Stepper:
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-_live: weakref.WeakSet[Stepper] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """A thread that is inside a round when its interpreter goes would crash it."""
-    for stepper in tuple(_live):
-        stepper.stop(drain=False)
-        stepper.thread.join(EXIT_SECONDS)

@@ -18,7 +18,7 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
-from stepgraph.runtime.slots import Sharing
+from stepgraph.runtime.slots import PrefixSharing
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -91,16 +91,16 @@ def check_draft(config: EngineConfig, draft: object) -> int:
     return drafts
 
 
-def sharing_for(config: EngineConfig, models: ModelPair) -> Sharing:
+def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
     """How far requests share pages: as asked for, and as the models allow."""
     named = {"target": models.target, "draft": models.draft}
     refused = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
     lookahead = int(getattr(models.draft, "lookahead", 0))
-    again = int(models.draft is not None and lookahead == 0)
+    recompute_tail = int(models.draft is not None and lookahead == 0)
     off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
     off = off or ("the states of whole texts are saved" if config.save_hidden_states else "")
     off = off or (f"the {refused[0]} has shares_prefix = False" if refused else "")
-    return Sharing(off, config.prefix_cache_pages, again, lookahead)
+    return PrefixSharing(off, config.prefix_cache_pages, recompute_tail, lookahead)
 
 
 def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:

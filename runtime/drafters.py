@@ -17,7 +17,7 @@ WORDS = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
 
 
-def take_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
+def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
     """The models of an engine, and its config, in which "none" leaves no drafts. ValueError where nobody would make them."""
     check_config(config)
     if draft == NONE:

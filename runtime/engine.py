@@ -31,16 +31,15 @@ from stepgraph.runtime.build import (
     sharing_for,
 )
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.drafters import Drafter, resolve_drafter
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
 from stepgraph.runtime.extras.record import Recording, make_scheduler
-from stepgraph.runtime.forks import LEFT, leave_in_forks
-from stepgraph.runtime.grammar_queue import GrammarQueue, QueuedRequest
+from stepgraph.runtime.grammar_queue import GrammarQueue
 from stepgraph.runtime.host_drafts import function_drafts
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.profiled import make_in_flight
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, QueuedRequest, StepEvent
 from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.snapshot import take_stats
 from stepgraph.runtime.stats import EngineStats
@@ -53,6 +52,7 @@ from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 from stepgraph.sampling.params import SamplingParams
 
 
@@ -72,7 +72,7 @@ class Engine:
         backend: Backend | None = None,
         record: Recording | str | Path | None = None,
     ) -> None:
-        models, self.config = take_drafter(target, draft, EngineConfig() if config is None else config)
+        models, self.config = resolve_drafter(target, draft, EngineConfig() if config is None else config)
         self._models = models
         num_tokens = check_vocabularies(models, vocabulary)
         self.limits: Limits = self.config.limits(target.vocab_size, num_tokens, target.feature_size)
@@ -85,22 +85,22 @@ class Engine:
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved, forced)
         self._attention = attention_for(self.backend.device, self.config, models)
         self._host = make_host_link(self.config.host_link, self.buffers, self.limits, vocabulary)
-        compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, WakeSignal()
-        self._grammars = GrammarQueue(compiler, self._host, self._bell)
+        compiler, self._wake = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, WakeSignal()
+        self._grammar_queue = GrammarQueue(compiler, self._host, self._wake)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)
         self._graphs = GraphSet(self.backend, self.buffers, decode_round.step, *self.config.graph_terms)
         stop_ids = vocabulary.stop_token_ids if vocabulary else ()
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self._watchdog.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
-        self._desk = make_scheduler(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
-        self._admission = Uploader(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
-        self._flights = make_in_flight(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
+        self._scheduler = make_scheduler(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
+        self._uploader = Uploader(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
+        self._in_flight = make_in_flight(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self._watchdog.backend, self.buffers, self.limits)
-        self._turn = StepLock()
-        self.stepping = StepGate(self._bell, self._desk, self._flights, self._graphs, self.config.max_queued)
+        self._step_lock = StepLock()
+        self.step_gate = StepGate(self._wake, self._scheduler, self._in_flight, self._graphs, self.config.max_queued)
         self._closed = ""
-        leave_in_forks(self._leave)
+        call_after_fork(self._detach)
 
     @classmethod
     def from_pretrained(
@@ -127,13 +127,13 @@ class Engine:
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record one graph per batch size, with and without grammars. Once, before the first step."""
-        with self._turn:
+        with self._step_lock:
             self._require_open("capture")
             if self._graphs.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = self.config.notes(self._host.name) + kernel_notes(self.backend.device, self.config, self._models, self._attention)
-            notes += self._grammars.notes + self._sharing.notes + (("forced drafts: on",) if "forced_host" in self.buffers else ())
-            with self._flights.capturing():
+            notes += self._grammar_queue.notes + self._sharing.notes + (("forced drafts: on",) if "forced_host" in self.buffers else ())
+            with self._in_flight.capturing():
                 return self._graphs.capture(notes, self.config.eager, self.config.greedy_only, progress)
 
     def submit(
@@ -160,48 +160,51 @@ class Engine:
         job = self._submissions.job(
             prompt_ids, constraint, sampling, max_new_tokens, num_speculative_tokens, draft_ids, cache_salt, prompt_embeddings
         )
-        waiting = QueuedRequest(job)
+        queued = QueuedRequest(job)
         try:
-            self._grammars.claim(waiting)
-            self._desk.enqueue(waiting, self.config.max_queued, self._require_open)
-            self._bell.ring()
+            self._grammar_queue.claim(queued)
+            self._scheduler.enqueue(queued, self.config.max_queued, self._require_open)
+            self._wake.notify()
         except BaseException:  # an interrupt, too
-            self._desk.give_up(waiting)
-            self._bell.ring()
+            self._scheduler.withdraw(queued)
+            self._wake.notify()
             raise
         return job
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Have the grammar of a constraint ready, and wait for it; ValueError where it cannot be enforced. From any thread."""
         self._require_open("compile")
-        return self._grammars.compile(constraint)
+        return self._grammar_queue.compile(constraint)
 
     def cancel(self, job: Job | int) -> bool:
         """End a job. True where it was still running; False where it had ended or is not known. Safe at any time."""
-        asked = self._desk.ask_cancel(job)
-        self._bell.ring()
+        asked = self._scheduler.request_cancel(job)
+        self._wake.notify()
         return asked
 
     def step(self) -> list[StepEvent]:
         """Launch one round, and return what became known: at most `rounds_in_flight` - 1 rounds stay on their way."""
-        with self._turn:
+        with self._step_lock:
             self._require_open("step")
-            self.stepping.check()
+            self.step_gate.check()
             if not self._graphs.captured:
                 raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
-                events = [self._end(job, seat, FinishReason.CANCELLED) for job, seat in self._desk.take_cancelled()]
+                events = [self._end(job, request, FinishReason.CANCELLED) for job, request in self._scheduler.pop_cancelled()]
                 events += self._admit()
-                seats = tuple(seat for seat in self._desk.rows if seat.joined)
+                requests = tuple(request for request in self._scheduler.active if request.decoding)
                 if self._function_drafts:
-                    events += [self._end(seat.job, seat, FinishReason.ERROR, error) for seat, error in self._function_drafts.bring(seats)]
-                    seats = tuple(seat for seat in seats if not seat.job.finished)
-                if seats:
-                    self._flights.launch(seats)
-                while len(self._flights) >= (self.limits.rounds_in_flight if seats else 1):
-                    events += [self._desk.record(*outcome) for outcome in self._flights.collect()]
-                if not events and not self._desk.rows and self._desk.waiting:
-                    self._grammars.pause()  # who waits for a grammar is all there is
+                    events += [
+                        self._end(request.job, request, FinishReason.ERROR, error)
+                        for request, error in self._function_drafts.bring(requests)
+                    ]
+                    requests = tuple(request for request in requests if not request.job.finished)
+                if requests:
+                    self._in_flight.launch(requests)
+                while len(self._in_flight) >= (self.limits.rounds_in_flight if requests else 1):
+                    events += [self._scheduler.record(result) for result in self._in_flight.collect()]
+                if not events and not self._scheduler.active and self._scheduler.waiting:
+                    self._grammar_queue.pause()  # who waits for a grammar is all there is
                 return events
             except BaseException as error:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
@@ -210,12 +213,12 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """For a thread that does nothing but step: sleep until a step may have something to do, and tell whether it has."""
         self._require_open("wait")
-        return self.stepping.wait(seconds)
+        return self.step_gate.wait(seconds)
 
     @property
     def has_work(self) -> bool:
         """False once every submitted job has ended and its last event was returned."""
-        return bool(self._desk.jobs)
+        return bool(self._scheduler.jobs)
 
     def stream(self) -> Iterator[StepEvent]:
         """Step until nothing is left to do, yielding every event. Who leaves early loses the rest of that step's events."""
@@ -240,7 +243,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far, and how it stands. From any thread, at any time, also behind the end."""
-        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self._graphs.eager)
+        return take_stats(self.backend, self._host, self._scheduler, self._in_flight, self._grammar_queue, self._states, self._graphs.eager)
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() as text for Prometheus, with these labels on every line."""
@@ -249,11 +252,11 @@ class Engine:
     def trace(self, rounds: int = 20) -> AbstractContextManager[Trace]:
         """Note when all that the next `rounds` rounds do ran, while the block lasts; then `.timeline` tells. For the stepping thread."""
         self._require_open("trace")
-        return trace_rounds(self.backend, self._flights.rounds, rounds, self.config.eager or bool(self._graphs.eager))
+        return trace_rounds(self.backend, self._in_flight.rounds, rounds, self.config.eager or bool(self._graphs.eager))
 
     def close(self) -> None:
         """Cancel what is running, wait for the device, free threads and graphs. Idempotent."""
-        with self._turn:
+        with self._step_lock:
             if not self._closed:
                 self._shut("the engine was closed", FinishReason.CANCELLED)
 
@@ -263,25 +266,25 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        if seat is not None:
-            self._admission.retire(seat.row)
-        return self._desk.finish(job, seat, reason, error)
+    def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
+        if request is not None:
+            self._uploader.retire(request.row)
+        return self._scheduler.finish(job, request, reason, error)
 
     def _admit(self) -> list[StepEvent]:
         """Seat who waits, and take prompts up to one chunk between two rounds."""
-        failed = self._desk.seat_waiting()
+        failed = self._scheduler.admit()
         budget = self.limits.prefill_chunk
-        for seat in self._desk.rows:
-            if seat.joined or budget <= 0:
+        for request in self._scheduler.active:
+            if request.decoding or budget <= 0:
                 continue
-            if not seat.begun:
-                self._desk.begin(seat)
-                self._admission.begin(seat)
-            taken = self._admission.prefill(seat, budget)
-            self._desk.prefilled(seat, taken)
+            if not request.prefill_started:
+                self._scheduler.start_prefill(request)
+                self._uploader.begin(request)
+            taken = self._uploader.prefill(request, budget)
+            self._scheduler.prefilled(request, taken)
             budget -= taken
-        return [self._desk.finish(waiting.job, None, FinishReason.ERROR, waiting.error) for waiting in failed]
+        return [self._scheduler.finish(queued.job, None, FinishReason.ERROR, queued.error) for queued in failed]
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -289,12 +292,13 @@ class Engine:
 
     def _shut(self, why: str, reason: FinishReason) -> None:
         self._closed = why
-        self._desk.finish_all(reason, why)
-        self._bell.ring()
-        self._watchdog.end(self._flights, self._host)
-        self._grammars.close()
+        self._scheduler.finish_all(reason, why)
+        self._wake.notify()
+        self._watchdog.end(self._in_flight, self._host)
+        self._grammar_queue.close()
         if self._states:
             self._states.close()
 
-    def _leave(self) -> None:
-        self._closed, self._turn = LEFT, StepLock()
+    def _detach(self) -> None:
+        """In a fork: every call raises EngineClosedError."""
+        self._closed, self._step_lock = FORKED, StepLock()

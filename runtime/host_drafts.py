@@ -40,21 +40,21 @@ class FunctionProposer:
 
 
 class FunctionDrafts:
-    """Asks the function for every seat that wants drafts, and brings what it says."""
+    """Asks the function for every request that wants drafts, and brings what it says."""
 
     def __init__(self, function: DraftFunction, backend: Backend, buffers: StaticBuffers, limits: Limits) -> None:
         self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
 
-    def bring(self, seats: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
+    def bring(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """No round may be on its way: it would say more than the function was shown. Returns those for whom it failed, and why."""
         lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
-        for seat in seats:
-            if seat.job.num_speculative_tokens:
+        for request in requests:
+            if request.job.num_speculative_tokens:
                 try:
-                    lines.append(self._line(seat))
+                    lines.append(self._line(request))
                 except Exception as error:  # whatever a user's function raises is the fault of the request it was asked for
-                    failed.append((seat, f"the draft function failed: {type(error).__name__}: {error}"))
+                    failed.append((request, f"the draft function failed: {type(error).__name__}: {error}"))
         if lines:
             self._place(lines)
         return failed
@@ -72,9 +72,9 @@ class FunctionDrafts:
         self._backend.run(place)
         self._ring.sent()
 
-    def _line(self, seat: ActiveRequest) -> list[int]:
-        most, vocabulary = seat.job.num_speculative_tokens, self._limits.num_tokens
-        said: Any = self._function(seat.job)
+    def _line(self, request: ActiveRequest) -> list[int]:
+        most, vocabulary = request.job.num_speculative_tokens, self._limits.num_tokens
+        said: Any = self._function(request.job)
         said = said.tolist() if hasattr(said, "tolist") else said
         if not isinstance(said, Sequence):
             raise ValueError(f"drafts of the function: got {type(said).__name__}, want a sequence of token ids")
@@ -83,7 +83,7 @@ class FunctionDrafts:
             if not 0 <= checked_count("drafts of the function", token, -(2**63), 2**63 - 1, "a token id") < vocabulary:
                 break
             drafts.append(int(token))
-        return [seat.row, len(drafts), *drafts, *[-1] * (self._limits.num_speculative_tokens - len(drafts))]
+        return [request.row, len(drafts), *drafts, *[-1] * (self._limits.num_speculative_tokens - len(drafts))]
 
 
 def function_drafts(models: ModelPair, backend: Backend, buffers: StaticBuffers, limits: Limits) -> FunctionDrafts | None:

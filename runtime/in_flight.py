@@ -1,4 +1,4 @@
-"""Rounds on their way: launched without waiting, read from a pinned ring once the device has written it."""
+"""Rounds in flight: launched without waiting, read from a pinned ring once the device has written them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class LaunchedRound(NamedTuple):
 
     event: Event
     slot: int  # of the results ring
-    seats: tuple[ActiveRequest, ...]  # who sat in which batch slot when it was launched
+    requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
-    logprobs: bool  # some seat wants them, and they are on their way too
+    logprobs: bool  # whether log-probabilities were copied as well
 
 
 class RowResult(NamedTuple):
-    """What one round says of one seat."""
+    """The result of one round for one request."""
 
-    seat: ActiveRequest
+    request: ActiveRequest
     tokens: list[int]
     accepted: int
     code: FinishCode
     logprobs: list[TokenLogprob]
-    forced: int  # a bit per draft of the round: whether a grammar forced it
-    looked_up: int  # a bit per draft: whether it was found in the text, if it was not forced
-    offered: int  # drafts that the round judged
-    lost: Loss | None  # why not every draft that the request wants held; None where they did
+    forced: int  # bit i: a grammar forced draft i
+    looked_up: int  # bit i: a look-up proposed draft i, unless it was forced
+    offered: int  # drafts that the round verified
+    lost: Loss | None  # why fewer drafts were accepted than the request asks for; None if all were
 
 
 class InFlight:
-    """The one replay per round, and the results ring behind it."""
+    """Launches one replay per round, and reads the results ring."""
 
     def __init__(
         self,
@@ -59,21 +59,21 @@ class InFlight:
     ) -> None:
         self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
         self._states = states
-        self._flights: collections.deque[LaunchedRound] = collections.deque()
+        self._ring_depth, self._dummy_row, self._positions = limits.ring_depth, limits.dummy_row, limits.positions
+        self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches = Launches()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._pending)
 
-    @property
-    def told(self) -> str:
-        """The rounds on their way and their graphs, in words."""
-        first = self.rounds - len(self._flights)
-        return ", ".join(f"round {first + place} ({flight.key})" for place, flight in enumerate(self._flights))
+    def describe(self) -> str:
+        """The rounds in flight and their graphs, for the time-out report."""
+        first = self.rounds - len(self._pending)
+        return ", ".join(f"round {first + index} ({launched.key})" for index, launched in enumerate(self._pending))
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around the capture of the graphs, for who profiles them."""
+        """Entered around the capture of the graphs."""
         return contextlib.nullcontext()
 
     def _replay(self, key: GraphKey) -> None:
@@ -83,50 +83,52 @@ class InFlight:
             with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
                 self._graphs[key].replay()
 
-    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
-        """One round of these seats: batch in, replay, results out. Nothing here waits."""
-        slot = self.rounds % self._limits.ring_depth
+    def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
+        """Launch one round: batch in, replay, results out. Does not wait."""
+        slot = self.rounds % self._ring_depth
         self.rounds += 1
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
-        key = self._graphs.key_for(len(seats), constrained, sampled)
-        self.launches.note(key, len(seats))
+        key = self._graphs.key_for(
+            len(requests), any(request.matcher for request in requests), any(request.sampled for request in requests)
+        )
+        self.launches.note(key, len(requests))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
-        batch_np[:] = self._limits.dummy_row
-        batch_np[: len(seats)] = [seat.row for seat in seats]
+        batch_np[:] = self._dummy_row
+        batch_np[: len(requests)] = [request.row for request in requests]
         if key.constrained:
-            self._host.announce([seat.matcher for seat in seats])
+            self._host.push_batch([request.matcher for request in requests])
         self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
         self._replay(key)
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
-        logprobs = any(seat.job.sampling.logprobs for seat in seats)
+        logprobs = any(request.job.sampling.logprobs for request in requests)
         if logprobs:
             logprobs_host = self._buffers.logprobs_ring_host[slot]
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
-            self._states.launched(slot, len(seats))
-        self._flights.append(LaunchedRound(self._backend.event(), slot, seats, key, logprobs))
+            self._states.launched(slot, len(requests))
+        self._pending.append(LaunchedRound(self._backend.event(), slot, requests, key, logprobs))
 
     def collect(self) -> Iterator[RowResult]:
-        """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
-        flight = self._flights[0]
-        flight.event.wait()
-        self._flights.popleft()
-        self._host.let_go()
-        results = self._buffers.results_ring_host[flight.slot].tolist()
-        logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        told_of = zip(flight.seats, results, logprobs, strict=False)
-        first, statuses, drafts = 4, 4 + self._limits.positions, 4 + 2 * self._limits.positions  # places in a line: buffers.result_width
-        for place, (seat, line, told) in enumerate(told_of):
+        """Wait for the oldest round, and read the results of its unfinished requests."""
+        launched = self._pending[0]
+        launched.event.wait()
+        self._pending.popleft()
+        self._host.release_finished()
+        results = self._buffers.results_ring_host[launched.slot].tolist()
+        logprobs = self._buffers.logprobs_ring_host[launched.slot].tolist() if launched.logprobs else [[]] * len(results)
+        first, statuses, drafts = 4, 4 + self._positions, 4 + 2 * self._positions  # offsets in a line: buffers.result_width
+        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, logprobs, strict=False)):
             assert len(line) == result_width(self._limits)
-            if not seat.job.finished:  # else: launched before its end was known, and inert
-                count, finish, accepted, offered = line[:first]
-                tokens, forced, looked_up = line[first : first + count], line[-2] if flight.key.constrained else 0, line[-1]
-                if self._states:
-                    self._states.emitted(seat.job, flight.slot, place, count)
-                wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
-                yield RowResult(seat, tokens, accepted, FinishCode(finish), wanted, forced, looked_up, offered, lost)
+            if request.job.finished:  # it ended after this round was launched: the row was inert
+                continue
+            count, finish, accepted, offered = line[:first]
+            tokens, forced, looked_up = line[first : first + count], line[-2] if launched.key.constrained else 0, line[-1]
+            if self._states:
+                self._states.emitted(request.job, launched.slot, index, count)
+            token_logprobs = [TokenLogprob(*pair) for pair in pairs[:count]] if request.job.sampling.logprobs else []
+            lost = loss_of(request.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
+            yield RowResult(request, tokens, accepted, FinishCode(finish), token_logprobs, forced, looked_up, offered, lost)
 
-    def forget(self) -> None:
-        self._flights.clear()
+    def clear(self) -> None:
+        """Drop the rounds in flight without reading them."""
+        self._pending.clear()

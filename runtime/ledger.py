@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.request import FinishReason
+from stepgraph.runtime.request import DraftCounts, FinishReason
 from stepgraph.runtime.stats import DraftStats, GraphStats, Histogram, Loss
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -34,9 +34,8 @@ class Counters:
     """Rounds of rows, tokens, ends and waits."""
 
     def __init__(self, num_drafts: int) -> None:
-        self.tokens = self.prompt_tokens = self.accepted_drafts = 0
-        self.forced_drafts = self.accepted_forced_drafts = 0
-        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
+        self.tokens = self.prompt_tokens = 0
+        self.drafts = DraftCounts()
         self.submitted = self.most_waiting = 0
         self.finished = collections.Counter[FinishReason]()
         self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()

@@ -20,16 +20,16 @@ NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
 def take_stats(
     backend: Backend,
     host_link: HostLink,
-    desk: Scheduler,
-    flights: InFlight,
+    scheduler: Scheduler,
+    in_flight: InFlight,
     grammars: GrammarQueue,
     states: HiddenStates | None,
     eager: Mapping[GraphKey, str],
 ) -> EngineStats:
     """`eager`: the keys whose rounds are not recorded, and why."""
-    counts, host, compiles, ledger, rows = backend.stats, host_link.stats, grammars.stats, desk.ledger, desk.rows
-    with desk.lock:  # the launches behind it: what a job was told of was launched
-        graphs = flights.launches.graphs
+    counts, host, compiles, counters, rows = backend.stats, host_link.stats, grammars.stats, scheduler.counters, scheduler.rows
+    with scheduler.lock:  # the launches behind it: what a job was told of was launched
+        graphs = in_flight.launches.graphs
         rounds = sum(graph.rounds for graph in graphs)
         eager_rounds = sum(graph.rounds for graph in graphs if graph.key in eager)
         waited = host.node_ns if eager_rounds == rounds else counts.wait_ns
@@ -41,14 +41,10 @@ def take_stats(
             eager_rounds=eager_rounds,
             eager_reason="; ".join(dict.fromkeys(eager.values())),
             graphs=graphs,
-            tokens=ledger.tokens,
-            prompt_tokens=ledger.prompt_tokens,
-            accepted_drafts=ledger.accepted_drafts,
-            drafting=ledger.drafting,
-            forced_drafts=ledger.forced_drafts,
-            accepted_forced_drafts=ledger.accepted_forced_drafts,
-            looked_up_drafts=ledger.looked_up_drafts,
-            accepted_looked_up_drafts=ledger.accepted_looked_up_drafts,
+            tokens=counters.tokens,
+            prompt_tokens=counters.prompt_tokens,
+            drafting=counters.drafting,
+            **counters.drafts._asdict(),
             forced_looks=host.looks,
             mask_fills=host.fills,
             matcher_accepts=host.accepts,
@@ -60,14 +56,14 @@ def take_stats(
             saved_texts=states.saved if states else 0,
             unsaved_texts=states.unsaved if states else 0,
             saving_error=states.error if states else "",
-            submitted=ledger.submitted,
-            finished=tuple((reason.value, ledger.finished[reason]) for reason in FinishReason),
-            running=len(rows),
-            waiting=desk.waiting,
-            most_waiting=ledger.most_waiting,
-            queue_seconds=ledger.queue_seconds.histogram,
-            first_token_seconds=ledger.first_token_seconds.histogram,
-            pages=rows.pages,
+            submitted=counters.submitted,
+            finished=tuple((reason.value, counters.finished[reason]) for reason in FinishReason),
+            running=len(scheduler.active),
+            waiting=scheduler.waiting,
+            most_waiting=counters.most_waiting,
+            queue_seconds=counters.queue_seconds.histogram,
+            first_token_seconds=counters.first_token_seconds.histogram,
+            pages=rows.num_pages,
             free_pages=rows.free_pages,
             most_used_pages=rows.most_used_pages,
             cached_pages=rows.cached_pages,

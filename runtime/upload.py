@@ -1,4 +1,4 @@
-"""How a seat reaches the device between rounds: its settings, its prompt, its row."""
+"""How a request reaches the device between rounds: its settings, its prompt, its row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PinnedRing:
 
 
 class Uploader:
-    """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
+    """Brings requests to the device: tables and settings first, then the prompt in chunks, then the row itself."""
 
     def __init__(
         self,
@@ -67,27 +67,27 @@ class Uploader:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
 
-    def prefill(self, seat: ActiveRequest, budget: int) -> int:
-        """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
-        start, again = seat.prefilled, max(0, seat.reused - seat.prefilled)
-        count = min(seat.to_prefill, max(budget, again + 1))  # a position whose entry is not written needs one that vouches for it
-        chunk = Chunk(seat.row, start, count, seat.reused, tuple(_spans(seat.job, start, count)))
-        slot = self._prompts.write(seat.job.prompt_ids[start : start + count + 1])
+    def prefill(self, request: ActiveRequest, budget: int) -> int:
+        """Take the request's next chunk; with the last one the row joins. Returns the tokens taken."""
+        start, reused = request.prefilled, request.job.num_cached_tokens
+        count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
+        chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count)))
+        slot = self._prompts.write(request.job.prompt_ids[start : start + count + 1])
         buffers, models, limits = self._buffers, self._models, self._limits
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
             prefill(buffers, chunk, models.target, models.draft, limits, self._attention, lines)
 
-        lines = self._states.prompt_lines(seat.job, count) if self._states else None
+        lines = self._states.prompt_lines(request.job, count) if self._states else None
         self._backend.run(run_chunk)
         self._prompts.sent()
         if self._states:
-            self._states.prompt_sent(seat.job, count)
-        seat.prefilled += count
-        if seat.to_prefill == 0:
-            self._place_state(seat)
-            seat.joined = True
+            self._states.prompt_sent(request.job, count)
+        request.prefilled += count
+        if request.to_prefill == 0:
+            self._place_state(request)
+            request.decoding = True
         return count
 
     def retire(self, row: int) -> None:
@@ -95,12 +95,12 @@ class Uploader:
         state = self._buffers.row_state
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
-    def begin(self, seat: ActiveRequest) -> None:
-        """Bring a seat's pages and lists; before its first chunk."""
-        buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
+    def begin(self, request: ActiveRequest) -> None:
+        """Bring a request's pages and lists; before its first chunk."""
+        buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
-        table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
-        biases = seat.job.sampling.biases
+        table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
+        biases = request.job.sampling.biases
         unused = limits.max_bias_ids - len(biases)
         bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
         slot = self._admissions.write([*stops, *table, *bias_ids, *bias_bits])
@@ -118,25 +118,25 @@ class Uploader:
 
         self._backend.run(place)
         self._admissions.sent()
-        if seat.job.sampling.repetition_penalty != 1:  # else it multiplies by one, whatever the prompt was
-            self._place_seen(seat)
+        if request.job.sampling.repetition_penalty != 1:  # else it multiplies by one, whatever the prompt was
+            self._place_seen(request)
         if self._texts is not None:
-            self._place_text(seat, self._texts)
+            self._place_text(request, self._texts)
 
-    def _place_seen(self, seat: ActiveRequest) -> None:
+    def _place_seen(self, request: ActiveRequest) -> None:
         """Tell which tokens are in the prompt; whole and at once, for the part of it that is found in the cache is not prefilled."""
-        row_seen, count = self._buffers.row_prompt_seen[seat.row], self._limits.num_tokens
+        row_seen, count = self._buffers.row_prompt_seen[request.row], self._limits.num_tokens
         seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
-        seen[list(seat.job.prompt_ids)] = True
+        seen[list(request.job.prompt_ids)] = True
         slot = self._seen.write(np.packbits(seen, bitorder="little").view(np.int32))
         self._backend.run(lambda: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
         self._seen.sent()
 
-    def _place_text(self, seat: ActiveRequest, texts: PinnedRing) -> None:
+    def _place_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
         """What a proposer reads: the prompt, and the given text behind the prompt's end."""
-        row_text, prompt, start = self._buffers.row_text[seat.row], seat.job.prompt_ids, given_from(self._limits)
-        given = (*prompt[-ANCHOR:], *seat.job.draft_ids) if seat.job.draft_ids else ()
-        first, split, end = start + len(seat.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
+        row_text, prompt, start = self._buffers.row_text[request.row], request.job.prompt_ids, given_from(self._limits)
+        given = (*prompt[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
+        first, split, end = start + len(request.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
         slot = texts.write((*prompt, *given))
 
         def place() -> None:
@@ -147,11 +147,11 @@ class Uploader:
         self._backend.run(place)
         texts.sent()
 
-    def _place_state(self, seat: ActiveRequest) -> None:
-        buffers, job, row = self._buffers, seat.job, seat.row
+    def _place_state(self, request: ActiveRequest) -> None:
+        buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
         # A draft that a mask guided is verified by it, and nothing has guided a given text.
-        walked = seat.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
+        walked = request.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
         offered = min(len(job.draft_ids), job.num_speculative_tokens) if walked else 0
         state = {
             Column.OWNER: job.id,
@@ -160,7 +160,7 @@ class Uploader:
             Column.DRAFT_COUNT: offered,
             Column.LENGTH: prompt,
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
-            Column.CONSTRAINED: int(seat.matcher is not None),
+            Column.CONSTRAINED: int(request.matcher is not None),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
         }

@@ -39,26 +39,26 @@ class Watchdog:
             limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
             raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
-    def end(self, flights: InFlight, host: HostLink) -> None:
+    def end(self, in_flight: InFlight, host: HostLink) -> None:
         """Wait for the device, and free what is its own and the host nodes'. Where it hangs: say so in the log, and free nothing."""
         with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
             if self._seconds is not None and not self._expired:
                 self.wait(self._backend.event())
         if self._expired:
-            log.error("%s", self._report(flights, host))
+            log.error("%s", self._report(in_flight, host))
             self._backend.abandon()
             return
-        flights.forget()
+        in_flight.clear()
         with contextlib.suppress(Exception):
             self._backend.synchronize()
         self._backend.close()
         host.close()
 
-    def _report(self, flights: InFlight, host: HostLink) -> str:
+    def _report(self, in_flight: InFlight, host: HostLink) -> str:
         stats = host.stats
         counted = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
         lines = [
-            f"the device of an engine did not finish within {self._seconds:g} s; on their way: {flights.told or 'no rounds'}",
+            f"the device of an engine did not finish within {self._seconds:g} s; on their way: {in_flight.describe() or 'no rounds'}",
             *(self._backend.doing() or ("nothing is known of its streams",)),
             f"host nodes, {host.name}: {counted}",
         ]

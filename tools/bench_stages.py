@@ -147,7 +147,7 @@ class Scene:
         """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         flow = TimedFlow(torch.cuda.synchronize if gpu else lambda: None)
-        matchers = [seat.matcher for seat in engine._desk.rows]
+        matchers = [request.matcher for request in engine._scheduler.active]
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
             engine._host.announce(matchers)

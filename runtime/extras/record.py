@@ -15,7 +15,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import only_looks_up
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.forks import leave_in_forks
-from stepgraph.runtime.grammar_queue import QueuedRequest
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
+from stepgraph.runtime.in_flight import RowResult
+from stepgraph.runtime.request import FinishReason, Job, QueuedRequest, StepEvent
 from stepgraph.runtime.scheduler import Scheduler, id_of
-from stepgraph.runtime.slots import ActiveRequest, Sharing
+from stepgraph.runtime.slots import ActiveRequest, PrefixSharing
 from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
@@ -71,7 +71,7 @@ class Recorder:
         except OSError as error:
             wanted = "want the path of a file that is not there yet and can be written"
             raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {wanted}") from None
-        leave_in_forks(self._leave)
+        call_after_fork(self._detach)
         self.write("engine", **header)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -101,7 +101,7 @@ class Recorder:
                 file.close()
         return file is not None
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -116,37 +116,37 @@ class RecordedScheduler(Scheduler):
     """A desk that tells a recorder of all that passes over it."""
 
     def __init__(
-        self, recorder: Recorder, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None, only_looks_up: bool
+        self, recorder: Recorder, limits: Limits, sharing: PrefixSharing, ended: Callable[[Job], None] | None, only_looks_up: bool
     ) -> None:
         super().__init__(limits, sharing, ended, only_looks_up)
         self._recorder, self._steps = recorder, 0
 
-    def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
+    def enqueue(self, queued: QueuedRequest, max_queued: int, require_open: Callable[[str], None]) -> None:
         try:
             # In front of the job's way in: a step on another thread may answer it as soon as it is there.
-            self._recorder.write("submit", step=self._steps, **request_fields(waiting.job))
-            super().enqueue(waiting, max_queued, still_open)
+            self._recorder.write("submit", step=self._steps, **request_fields(queued.job))
+            super().enqueue(queued, max_queued, require_open)
         except BaseException:
-            if waiting.job.id not in self.jobs:
-                self._recorder.write("refused", job=waiting.job.id)
+            if queued.job.id not in self.jobs:
+                self._recorder.write("refused", job=queued.job.id)
             raise
 
-    def ask_cancel(self, asked: Job | int) -> bool:
-        running = super().ask_cancel(asked)
+    def request_cancel(self, asked: Job | int) -> bool:
+        running = super().request_cancel(asked)
         self._recorder.write("cancel", step=self._steps, job=id_of(asked), running=running)
         return running
 
-    def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
+    def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         self._steps += 1  # every step begins with this
-        return super().take_cancelled()
+        return super().pop_cancelled()
 
-    def record(self, seat: ActiveRequest, tokens: Sequence[int], *told: Any, **named: Any) -> StepEvent:
-        if tokens:  # in front of the job's end, which is told from within
-            self._recorder.write("tokens", step=self._steps, job=seat.job.id, tokens=list(tokens))
-        return super().record(seat, tokens, *told, **named)
+    def record(self, result: RowResult) -> StepEvent:
+        if result.tokens:  # before the job's end, which the call below records
+            self._recorder.write("tokens", step=self._steps, job=result.request.job.id, tokens=result.tokens)
+        return super().record(result)
 
-    def finish(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        event = super().finish(job, seat, reason, error)
+    def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
+        event = super().finish(job, request, reason, error)
         self._recorder.write("end", step=self._steps, job=job.id, reason=reason.value, error=error)
         return event
 
@@ -163,7 +163,7 @@ def make_scheduler(
     vocabulary: Vocabulary | None,
     backend: Backend,
     limits: Limits,
-    sharing: Sharing,
+    sharing: PrefixSharing,
     states: HiddenStates | None,
 ) -> Scheduler:
     """A desk, with a recorder behind it where one is wanted. ValueError where the file cannot be made."""

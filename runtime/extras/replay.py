@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.drafters import Drafter, resolve_drafter
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, model_prints, versions, vocabulary_print
 from stepgraph.runtime.request import FinishReason, Job
@@ -113,7 +113,7 @@ def replay(
     run: Run, target: TargetModel, draft: Drafter | str | None, vocabulary: Vocabulary | None, *, progress: bool = False
 ) -> Replayed:
     """Ask an engine around these models what was asked then. ValueError where they are not those that were recorded."""
-    models, config = take_drafter(target, draft, run.config)
+    models, config = resolve_drafter(target, draft, run.config)
     _check_prints(run, model_prints(models), vocabulary_print(vocabulary))
     with Engine(target, draft, vocabulary=vocabulary, config=config) as engine:
         engine.capture(progress=progress)

@@ -38,7 +38,7 @@ def worker_dies(behind: bool) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        compiler = engine._grammars._compiler
+        compiler = engine._grammar_queue._compiler
         assert compiler is not None
         compiler._cache.clear()
         real = CompileWorker._exchange

@@ -51,14 +51,14 @@ def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(mon
         assert serving._stepper is not None
         thread = serving._stepper.thread
         asleep.clear()
-        engine.stepping.ring()
+        engine.step_gate.notify()
         assert asleep.wait(60)
         del stream
         gc.collect()
         thread.join(30)
         slept_on = thread.is_alive()
         go.set()
-        engine.stepping.ring()
+        engine.step_gate.notify()
         assert not slept_on and job.finish_reason == FinishReason.CANCELLED
 
 

@@ -70,7 +70,7 @@ def test_a_capture_in_which_a_model_raises_can_be_made_again(name: str, expected
             fault = Fault(number)
             with point(fresh, fault), contextlib.suppress(RuntimeError):
                 fresh.capture()
-            assert fresh.stepping.captured != fault.struck
+            assert fresh.step_gate.captured != fault.struck
             return fault
 
         assert sweep(strike_at) >= 2
@@ -178,17 +178,17 @@ def test_pages_that_run_out_in_the_midst_of_answers_keep_those_who_come_waiting(
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
-    prefixes, before = engine._desk.rows._prefixes, engine.stats().waiting
-    taken = prefixes.take(prefixes.free)
+    prefixes, before = engine._scheduler.rows._pages, engine.stats().waiting
+    taken = prefixes.allocate(prefixes.num_free)
     assert taken and before == 0 and not any(job.finished for job in first)
     (late,) = submit(engine, [3])
     while not all(job.finished for job in first):
         engine.step()
     assert [ending(job) for job in first] == [expected[0], expected[4]]
-    given = prefixes.take(prefixes.free) or ()  # of those who have ended
+    given = prefixes.allocate(prefixes.num_free) or ()  # of those who have ended
     for _ in range(3):
         assert engine.step() == [] and not late.tokens
-    prefixes.give_back([*taken, *given])
+    prefixes.free([*taken, *given])
     for _ in engine.stream():
         pass
     assert engine.step() == [] and ending(late) == expected[3]

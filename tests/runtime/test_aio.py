@@ -14,6 +14,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio_thread import Reading
+from stepgraph.runtime.request import DraftCounts
 from tests.helpers.aio_runs import (
     ASKS,
     LONG,
@@ -133,6 +134,7 @@ def test_a_merged_event_adds_up_every_field() -> None:
     events = []
     for place in range(1, 4):
         values: dict[str, Any] = {field.name: place * (position + 2) for position, field in enumerate(fields(StepEvent))}
+        values["drafts"] = DraftCounts(*(place * (index + 2) for index in range(5)))
         values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if place == 3 else None, "error": "burnt" if place == 3 else ""}
         for name in PER_TOKEN:
             values[name] = tuple(f"{name} {place} {token}" for token in range(place))
@@ -145,7 +147,7 @@ def test_a_merged_event_adds_up_every_field() -> None:
     wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
     for name in {field.name for field in fields(StepEvent)} - wanted.keys():
         several = [getattr(event, name) for event in events]
-        wanted[name] = sum(several, ()) if name in PER_TOKEN else sum(several)
+        wanted[name] = sum(several, ()) if name in PER_TOKEN else DraftCounts(*map(sum, zip(*several, strict=True)))
     assert reading.take() == StepEvent(**wanted)
     assert reading.take() is None
 
@@ -160,13 +162,13 @@ def test_forced_drafts_are_added_up() -> None:
                 late = serving.generate([1], constraint=CONSTRAINTS[1], max_new_tokens=40)
                 await serving.close()
                 (event,) = await read(late)
-                assert (event.num_forced_drafts, event.num_accepted_forced_drafts) == counted(job)
+                assert (event.drafts.forced_drafts, event.drafts.accepted_forced_drafts) == counted(job)
 
         def counted(job: Job) -> tuple[int, int]:
             again = engine.submit(job.prompt_ids, constraint=job.constraint, max_new_tokens=40)
             events = [event for event in engine.stream() if event.job_id == again.id]
             assert again.tokens == job.tokens
-            return sum(event.num_forced_drafts for event in events), sum(event.num_accepted_forced_drafts for event in events)
+            return sum(event.drafts.forced_drafts for event in events), sum(event.drafts.accepted_forced_drafts for event in events)
 
         run(main())
         assert engine.stats().forced_drafts > 0

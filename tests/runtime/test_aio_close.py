@@ -105,7 +105,7 @@ def test_who_raises_inside_cancels_and_who_is_cancelled_while_it_drains_too(engi
 def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SETUP)
 
-    def burn(seats: Any) -> None:
+    def burn(requests: Any) -> None:
         raise OSError("the host is on fire")
 
     async def main() -> None:
@@ -115,7 +115,7 @@ def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.
                 streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(5)]
                 gate.allow(3)
                 begun = await first(1, streams[0])
-                monkeypatch.setattr(engine._flights, "launch", burn)
+                monkeypatch.setattr(engine._in_flight, "launch", burn)
                 gate.open()
                 for events, stream in zip(await asyncio.gather(*map(read, streams)), streams, strict=True):
                     check_told([*(begun if stream is streams[0] else []), *events], stream.job)
@@ -167,7 +167,7 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             other = await serving.generate([2], max_new_tokens=9).result()
             assert other.tokens == plain([2], 9).tokens and not waiting.job.finished
             asleep.clear()
-            engine.stepping.ring()  # it may be asleep already
+            engine.step_gate.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             asleep.polls.clear()  # type: ignore[attr-defined]
             made = gate.made
@@ -177,13 +177,13 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
-            engine.stepping.ring()  # it may be asleep already
+            engine.step_gate.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             assert serving._stepper is not None
             serving._stepper.stop(drain=True)
             serving._stepper.thread.join(60)
             slept_on = serving._stepper.thread.is_alive()
-            engine.stepping.ring()
+            engine.step_gate.notify()
             assert not slept_on, "it was asked to stop in its sleep"
 
     run(main())

@@ -124,9 +124,9 @@ def test_opening_captures_where_that_was_not_done() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
         engine = Engine(made._models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
     with engine:
-        assert not engine.stepping.captured
+        assert not engine.step_gate.captured
         run(opened_again(AsyncEngine(engine)))
-        assert engine.stepping.captured
+        assert engine.step_gate.captured
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -135,18 +135,18 @@ def test_events_count_what_was_forced_and_what_of_it_held() -> None:
     many = made.submit([1, 2], constraint=ORDER, max_new_tokens=32)
     events = list(made.stream())
     after = made.stats()
-    assert sum(event.num_forced_drafts for event in events) == after.forced_drafts - before.forced_drafts
-    assert sum(event.num_accepted_forced_drafts for event in events) == after.accepted_forced_drafts - before.accepted_forced_drafts
-    most = {job.id: max(event.num_forced_drafts for event in events if event.job_id == job.id) for job in (plain, few, many)}
+    assert sum(event.drafts.forced_drafts for event in events) == after.forced_drafts - before.forced_drafts
+    assert sum(event.drafts.accepted_forced_drafts for event in events) == after.accepted_forced_drafts - before.accepted_forced_drafts
+    most = {job.id: max(event.drafts.forced_drafts for event in events if event.job_id == job.id) for job in (plain, few, many)}
     assert most == {plain.id: 0, few.id: 2, many.id: K}
-    assert all(event.num_accepted_forced_drafts <= min(event.num_forced_drafts, event.num_accepted_drafts) for event in events)
+    assert all(event.drafts.accepted_forced_drafts <= min(event.drafts.forced_drafts, event.num_accepted_drafts) for event in events)
     former = made.submit([1, 2], constraint=Constraint.choice(["total currency " * 6]), max_new_tokens=32)  # all of it forced
-    while not any(event.num_forced_drafts for event in made.step()):
+    while not any(event.drafts.forced_drafts for event in made.step()):
         pass
     made.cancel(former)
     alone = made.submit([1, 2], max_new_tokens=24)
     later = [event for event in made.stream() if event.job_id == alone.id]
-    assert alone.tokens == plain.tokens and not any(event.num_forced_drafts for event in later), "in the slot of a former one"
+    assert alone.tokens == plain.tokens and not any(event.drafts.forced_drafts for event in later), "in the slot of a former one"
 
 
 def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:

@@ -113,7 +113,7 @@ def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -
         for event in made.stream():
             said[event.job_id].append(event)
     assert Origin.FORCED in beside.origins and len(said[job.id]) > len(said[beside.id]), "they ran side by side"
-    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.num_forced_drafts for event in said[job.id])
+    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced_drafts for event in said[job.id])
 
 
 @pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
@@ -159,15 +159,15 @@ def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> N
         assert len(event.origins) == len(event.tokens) and held[Origin.TARGET] <= 1
         assert event.num_accepted_drafts == len(event.tokens) - held[Origin.TARGET]
         assert Origin.TARGET not in event.origins[: event.num_accepted_drafts]
-        assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.num_accepted_forced_drafts, event.num_accepted_looked_up_drafts)
-        assert event.num_looked_up_drafts + event.num_forced_drafts <= made.limits.num_speculative_tokens
+        assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.drafts.accepted_forced_drafts, event.drafts.accepted_looked_up_drafts)
+        assert event.drafts.looked_up_drafts + event.drafts.forced_drafts <= made.limits.num_speculative_tokens
         said.append(event)
     for job in jobs:
         assert [origin for event in said if event.job_id == job.id for origin in event.origins] == job.origins
     total = Counter(origin for event in said for origin in event.origins)
     drafted = total.total() - total[Origin.TARGET]
     found = [after - former for after, former in zip(counts(made), before, strict=True)]
-    offered = sum(event.num_looked_up_drafts for event in said)
+    offered = sum(event.drafts.looked_up_drafts for event in said)
     assert found == [total.total(), drafted, total[Origin.FORCED], total[Origin.LOOK_UP], offered]
 
 

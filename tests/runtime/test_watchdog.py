@@ -128,7 +128,7 @@ def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyP
 
 def test_an_engine_that_is_idle_or_waits_for_a_grammar_is_alive() -> None:
     engine, held, building = make(None), threading.Event(), threading.Event()
-    compiler = engine._grammars._compiler
+    compiler = engine._grammar_queue._compiler
     assert compiler is not None
     real = compiler._backends.build
 

@@ -22,14 +22,13 @@ from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits, over
 from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import call_after_fork
 
 SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # the worker's own timer comes first; this is for one that was stopped
 STDERR_TAIL = 600
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # of C++, of Rust, of the system's loader
-
-_alive: weakref.WeakSet[CompileWorker] = weakref.WeakSet()
 
 
 class WorkerError(ValueError):
@@ -61,7 +60,12 @@ class CompileWorker:
         self._finalizer: weakref.finalize[..., CompileWorker] | None = None
         self._cancelled = self._doomed = False
         self.started = 0  # processes
-        _alive.add(self)
+        call_after_fork(self._detach)
+
+    def _detach(self) -> None:
+        """In a fork: close the copy of the socket, so that the worker still sees its parent end."""
+        if self._process is not None:
+            self._process.connection.close()
 
     @property
     def pid(self) -> int | None:
@@ -194,14 +198,3 @@ def _started() -> _Process:
         undo.pop_all()
         theirs.close()
     return _Process(popen, ours, stderr, os.getpid())
-
-
-def _leave_to_parent() -> None:
-    """In a fork: the socket is let go of, so that the worker still sees its parent end."""
-    for worker in list(_alive):
-        if worker._process is not None:
-            worker._process.connection.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -194,7 +194,7 @@ def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
         warnings.simplefilter("error" if strict else "always")
         engine.step()
-        recorder = engine._desk._recorder  # type: ignore[attr-defined]
+        recorder = engine._scheduler._recorder  # type: ignore[attr-defined]
         recorder._file.close()  # what is written from now on fails
         jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
         for _ in engine.stream():
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_without_a_recording_nothing_is_called(tmp_path: Path) -> None:
     with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
-        assert type(engine._desk) is Scheduler
+        assert type(engine._scheduler) is Scheduler
 
 
 def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str
     assert told["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in told["host_nodes"])
     assert 3 <= told["counters"]["row_rounds"] <= 6 and told["counters"]["tokens"] >= told["counters"]["row_rounds"]
     with toy_engine() as another:
-        assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
+        assert type(another._in_flight) is InFlight, "only the first engine of a process is profiled"
 
 
 def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:

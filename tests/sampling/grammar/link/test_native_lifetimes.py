@@ -25,7 +25,7 @@ def test_a_matcher_outlives_every_round_that_was_announced_with_it() -> None:
     engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native"), backend)
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=40), engine.submit([2], max_new_tokens=30)
     engine.step()
-    (matcher,) = [weakref.ref(seat.matcher.matcher) for seat in engine._desk.rows if seat.matcher]
+    (matcher,) = [weakref.ref(request.matcher.matcher) for request in engine._scheduler.active if request.matcher]
     engine.cancel(job)
     engine.step()
     gc.collect()

@@ -97,8 +97,8 @@ def test_in_the_engine_it_is_one_requests_error(check: bool, monkeypatch: pytest
 
         bad = engine.submit(prompt, constraint=asked, max_new_tokens=9)
         good = engine.submit([5], constraint=CONSTRAINTS[4], max_new_tokens=20)
-        engine._desk.seat_waiting()
-        row: Any = next(seat for seat in engine._desk.rows if seat.job is bad).matcher
+        engine._scheduler.admit()
+        row: Any = next(request for request in engine._scheduler.active if request.job is bad).matcher
         victim = row.matcher._inner if check else row.matcher
         monkeypatch.setattr(XGrammarMatcher, "fill_next_token_bitmask", without_one)
         for _ in engine.stream():
