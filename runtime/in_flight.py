@@ -87,9 +87,8 @@ class InFlight:
         """Launch one round: batch in, replay, results out. Does not wait."""
         slot = self.rounds % self._ring_depth
         self.rounds += 1
-        key = self._graphs.key_for(
-            len(requests), any(request.matcher for request in requests), any(request.sampled for request in requests)
-        )
+        constrained, sampled = any(request.matcher for request in requests), any(request.sampled for request in requests)
+        key = self._graphs.key_for(len(requests), constrained, sampled)
         self.launches.note(key, len(requests))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()

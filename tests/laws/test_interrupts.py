@@ -13,6 +13,7 @@ import pytest
 
 import stepgraph
 from stepgraph import Constraint, Engine, FinishReason, Job
+from stepgraph.runtime.request import QueuedRequest
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.toy_engines import Setup, make_engine
