@@ -98,7 +98,7 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
         "drafted",
         "drafting",
         "tokens",
-        "accepted_drafts",
+        "drafts",
         "prompt_tokens",
         "submitted",
     }
