@@ -65,7 +65,7 @@ def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(mon
 def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job() -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 engine.generate([1], max_new_tokens=60)
             assert (await serving.generate([2], max_new_tokens=4).result()).tokens == plain([2], 4).tokens
 

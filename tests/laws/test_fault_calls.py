@@ -232,7 +232,7 @@ def test_a_draft_function_that_calls_what_called_it_is_told_so(name: str) -> Non
         job, other = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=5, num_speculative_tokens=0)
         for _ in engine.stream():
             pass
-        told = "RuntimeError: Engine: got a step(), capture() or close() from within one of them, want it behind"
+        told = "RuntimeError: Engine: re-entrant step(), capture() or close(); call it after the current one returns"
         assert (job.finish_reason, job.error) == (FinishReason.ERROR, f"the draft function failed: {told}")
         assert len(other.tokens) > 0 and not other.error
 

@@ -110,9 +110,9 @@ def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
                 await asyncio.to_thread(serving.generate, [1])
             with pytest.raises(RuntimeError, match="open already"):
                 await serving.open()
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 await AsyncEngine(engine).open()
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 engine.step()
             check_told(await read(stream), stream.job)
 
