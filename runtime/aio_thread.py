@@ -50,8 +50,7 @@ class Reading:
             tuple(job.logprobs[new]),
             tuple(job.origins[new]),
         )
-        self.read, self.fresh = self.known, False
-        self.drafts = NO_DRAFTS
+        self.read, self.fresh, self.drafts = self.known, False, NO_DRAFTS
         return event
 
     def wake(self) -> None:

@@ -12,10 +12,10 @@ from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import History, ModelPair
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.checks import checked_count
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.upload import PinnedRing
+from stepgraph.runtime.validate import checked_count
 
 DraftFunction = Callable[[Job], Sequence[int]]
 
@@ -46,7 +46,7 @@ class FunctionDrafts:
         self._function, self._backend, self._buffers, self._limits = function, backend, buffers, limits
         self._ring = PinnedRing(backend, buffers.function_drafts_ring_host)
 
-    def bring(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
+    def upload(self, requests: Sequence[ActiveRequest]) -> list[tuple[ActiveRequest, str]]:
         """No round may be on its way: it would say more than the function was shown. Returns those for whom it failed, and why."""
         lines, failed = list[list[int]](), list[tuple[ActiveRequest, str]]()
         for request in requests:
@@ -77,7 +77,7 @@ class FunctionDrafts:
         said: Any = self._function(request.job)
         said = said.tolist() if hasattr(said, "tolist") else said
         if not isinstance(said, Sequence):
-            raise ValueError(f"drafts of the function: got {type(said).__name__}, want a sequence of token ids")
+            raise ValueError(f"drafts of the function: got {type(said).__name__}, expected a sequence of token ids")
         drafts: list[int] = []
         for token in said[:most]:
             if not 0 <= checked_count("drafts of the function", token, -(2**63), 2**63 - 1, "a token id") < vocabulary:

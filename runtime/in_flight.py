@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from stepgraph.graphs.buffers import StaticBuffers, result_width
+from stepgraph.graphs.buffers import ResultLayout, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.ledger import Launches
 from stepgraph.runtime.request import TokenLogprob
 from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.stats import Loss, loss_of
+from stepgraph.runtime.stats import GraphCounters, Loss, loss_of
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
@@ -57,12 +56,13 @@ class InFlight:
         limits: Limits,
         states: HiddenStates | None = None,
     ) -> None:
-        self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
+        self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
         self._states = states
-        self._ring_depth, self._dummy_row, self._positions = limits.ring_depth, limits.dummy_row, limits.positions
+        self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
+        self._layout = ResultLayout(limits.num_speculative_tokens)
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
-        self.launches = Launches()
+        self.launches = GraphCounters()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -89,7 +89,7 @@ class InFlight:
         self.rounds += 1
         constrained, sampled = any(request.matcher for request in requests), any(request.sampled for request in requests)
         key = self._graphs.key_for(len(requests), constrained, sampled)
-        self.launches.note(key, len(requests))
+        self.launches.add(key, len(requests))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
         batch_np[:] = self._dummy_row
@@ -114,19 +114,25 @@ class InFlight:
         self._pending.popleft()
         self._host.release_finished()
         results = self._buffers.results_ring_host[launched.slot].tolist()
-        logprobs = self._buffers.logprobs_ring_host[launched.slot].tolist() if launched.logprobs else [[]] * len(results)
-        first, statuses, drafts = 4, 4 + self._positions, 4 + 2 * self._positions  # offsets in a line: buffers.result_width
-        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, logprobs, strict=False)):
-            assert len(line) == result_width(self._limits)
-            if request.job.finished:  # it ended after this round was launched: the row was inert
+        all_pairs = self._buffers.logprobs_ring_host[launched.slot].tolist() if launched.logprobs else [[]] * len(results)
+        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
+            job = request.job
+            if job.finished:  # it ended after this round was launched: the row was inert
                 continue
-            count, finish, accepted, offered = line[:first]
-            tokens, forced, looked_up = line[first : first + count], line[-2] if launched.key.constrained else 0, line[-1]
+            row = self._layout.read(line, pairs)
             if self._states:
-                self._states.emitted(request.job, launched.slot, index, count)
-            token_logprobs = [TokenLogprob(*pair) for pair in pairs[:count]] if request.job.sampling.logprobs else []
-            lost = loss_of(request.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
-            yield RowResult(request, tokens, accepted, FinishCode(finish), token_logprobs, forced, looked_up, offered, lost)
+                self._states.emitted(job, launched.slot, index, row.emitted)
+            yield RowResult(
+                request,
+                row.tokens[: row.emitted],
+                row.accepted,
+                FinishCode(row.finish),
+                [TokenLogprob(*pair) for pair in row.logprobs[: row.emitted]] if job.sampling.logprobs else [],
+                row.forced if launched.key.constrained else 0,
+                row.looked_up,
+                row.draft_count,
+                loss_of(job.num_speculative_tokens, row.emitted, row.accepted, row.draft_count, row.statuses, row.drafts),
+            )
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

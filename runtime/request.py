@@ -79,13 +79,13 @@ class EngineClosedError(RuntimeError):
 
 
 class DraftCounts(NamedTuple):
-    """Drafts of one round of a request, or of many."""
+    """Numbers of drafts: of one round of a request, or summed."""
 
-    accepted_drafts: int = 0
-    forced_drafts: int = 0  # proposed by a grammar: its only legal token
-    accepted_forced_drafts: int = 0
-    looked_up_drafts: int = 0  # proposed by a look-up
-    accepted_looked_up_drafts: int = 0
+    accepted: int = 0
+    forced: int = 0  # proposed by a grammar: its only legal token
+    accepted_forced: int = 0
+    looked_up: int = 0  # proposed by a look-up; disjoint from forced
+    accepted_looked_up: int = 0
 
     def plus(self, other: DraftCounts) -> DraftCounts:
         return DraftCounts(*map(operator.add, self, other))
@@ -108,7 +108,7 @@ class StepEvent:
 
     @property
     def num_accepted_drafts(self) -> int:
-        return self.drafts.accepted_drafts
+        return self.drafts.accepted
 
 
 @dataclass(eq=False)

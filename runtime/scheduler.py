@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.in_flight import RowResult
-from stepgraph.runtime.ledger import Counters
 from stepgraph.runtime.request import (
     FINISH_REASONS,
     DraftCounts,
@@ -21,20 +21,47 @@ from stepgraph.runtime.request import (
     origins_of,
 )
 from stepgraph.runtime.slots import ActiveRequest, PrefixSharing, RowTable
+from stepgraph.runtime.stats import Counters
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compile.cache import Claim
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 
+class RequestObserver(Protocol):
+    """Receives the events of all requests, in order, on the thread that causes them. Its methods must not raise."""
+
+    def submitted(self, job: Job) -> None:
+        """Before the job is queued, since another thread may step it at once."""
+
+    def refused(self, job: Job) -> None:
+        """The job was not queued after all."""
+
+    def cancel_requested(self, job_id: int) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def emitted(self, job: Job, tokens: Sequence[int]) -> None: ...
+
+    def finished(self, job: Job) -> None: ...
+
+    def closed(self, why: str) -> None:
+        """Before the remaining jobs are ended."""
+
+
 class Scheduler:
     """`enqueue`, `withdraw` and `request_cancel` may be called from any thread; everything else from the stepping thread."""
 
     def __init__(
-        self, limits: Limits, sharing: PrefixSharing, ended: Callable[[Job], None] | None = None, only_looks_up: bool = False
+        self,
+        limits: Limits,
+        sharing: PrefixSharing,
+        ended: Callable[[Job], None] | None = None,
+        only_looks_up: bool = False,
+        observer: RequestObserver | None = None,
     ) -> None:
         """ended: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
-        self.lock, self._ended, self._only_looks_up = threading.Lock(), ended, only_looks_up
+        self.lock, self._ended, self._only_looks_up, self._observer = threading.Lock(), ended, only_looks_up, observer
         self._waiting: collections.deque[QueuedRequest] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
@@ -61,6 +88,8 @@ class Scheduler:
 
     def enqueue(self, queued: QueuedRequest, max_queued: int, require_open: Callable[[str], None]) -> None:
         """QueueFullError if `max_queued` requests are waiting; whatever `require_open` raises for a closed engine."""
+        if self._observer:
+            self._observer.submitted(queued.job)
         with self.lock:
             require_open("submit")
             if len(self._waiting) >= max_queued:
@@ -78,11 +107,16 @@ class Scheduler:
         """Undo an interrupted submit, whether or not the request entered the queue."""
         if queued.job.id in self.jobs:
             self.request_cancel(queued.job.id)
-        elif queued.claim is not None:
+            return
+        if self._observer:
+            self._observer.refused(queued.job)
+        if queued.claim is not None:
             queued.claim.release()
 
     def request_cancel(self, requested: Job | int) -> bool:
         """Cancel a job at the next step. False if it has finished or is unknown."""
+        if self._observer:
+            self._observer.cancel_requested(id_of(requested))
         with self.lock:
             job = self.jobs.get(id_of(requested))
             # A job of another engine may have the id of one of this engine.
@@ -95,7 +129,9 @@ class Scheduler:
         return True
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """Remove the cancelled jobs from the queue, and return them."""
+        """The first call of every step: remove the cancelled jobs from the queue, and return them."""
+        if self._observer:
+            self._observer.step_begins()
         with self.lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
@@ -142,6 +178,8 @@ class Scheduler:
             accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
         )
         job, counters = request.job, self.counters
+        if tokens and self._observer:
+            self._observer.emitted(job, tokens)
         with self.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
@@ -149,7 +187,7 @@ class Scheduler:
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
             if result.offered or (job.rounds and job.num_speculative_tokens):
-                counters.drafted(len(tokens), result.offered, accepted, result.lost)
+                counters.add_drafting_round(len(tokens), result.offered, accepted, result.lost)
         origins = origins_of(len(tokens), accepted, forced, looked_up)
         job.tokens.extend(tokens)
         job.origins.extend(origins)
@@ -175,10 +213,14 @@ class Scheduler:
             claim.release()
         if self._ended:
             self._ended(job)
+        if self._observer:
+            self._observer.finished(job)
         return StepEvent(job.id, finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. A submit before this is among them; a later one is refused."""
+        if self._observer:
+            self._observer.closed(error)
         with self.lock:
             jobs = tuple(self.jobs.values())
             self._waiting.clear()

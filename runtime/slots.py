@@ -66,6 +66,10 @@ class RowTable:
         self._free_rows = list(range(limits.max_rows))
         self.reused_tokens = self.most_used_pages = 0
 
+    def __len__(self) -> int:
+        """The number of rows in use."""
+        return self._limits.max_rows - len(self._free_rows)
+
     @property
     def num_pages(self) -> int:
         return self._limits.num_pages

@@ -85,13 +85,13 @@ class RequestValidator:
             raise ValueError(f"draft_ids: got {len(ids)} tokens, expected at most max_length={max_length}")
         return ids
 
-    def _sampling(self, sampling: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
+    def _sampling(self, requested: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
         """GREEDY for None. ValueError for a field that the engine or the rest of the request excludes."""
-        if sampling is None:
+        if requested is None:
             return GREEDY
-        if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"sampling: got {type(sampling).__name__}, expected SamplingParams")
-        sampling, limits = replace(sampling), self._limits  # a copy, checked again: the caller can change the logit_bias dict
+        if not isinstance(requested, SamplingParams):
+            raise ValueError(f"sampling: got {type(requested).__name__}, expected SamplingParams")
+        sampling, limits = replace(requested), self._limits  # a copy, checked again: the caller can change the logit_bias dict
         name = sampling.beyond_argmax
         if self._config.greedy_only and name:
             value, default = clip_repr(getattr(sampling, name)), clip_repr(getattr(GREEDY, name))

@@ -72,7 +72,7 @@ def llama(device: torch.device) -> Pair:
 MODELS = {"toy": toy, "llama": llama}
 
 
-class TimedFlow(EagerContext):
+class TimedContext(EagerContext):
     """Notes what each host node takes."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -112,7 +112,7 @@ class Scene:
             self.engine.step()
         self.engine.backend.synchronize()
         assert self.engine.stats().running == rows, "every row goes on"
-        self.batch = read_batch(self.engine.buffers, rows, self.engine._attention)
+        self.batch = read_batch(self.engine.buffers, rows, self.engine._parts.attention)
 
     @torch.no_grad()
     def calls(self) -> dict[str, Call]:
@@ -138,7 +138,7 @@ class Scene:
         """The target's part of a chunk of one row's prompt."""
         engine, table = self.engine, self.batch.block_tables[:1]
         positions = torch.arange(PROMPT, device=table.device)[None]
-        attend = engine._attention.prompt_call(0, PROMPT)
+        attend = engine._parts.attention.prompt_call(0, PROMPT)
         slots = cache_slots(table, positions, engine.limits.page_size)
         inputs = ModelInput(positions % 90, positions, slots, table, engine.limits.page_size, attend=attend)
         return self.pair.target.forward(inputs, engine.buffers)
@@ -146,16 +146,16 @@ class Scene:
     def host_nodes(self, rounds: int) -> dict[str, list[float]]:
         """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
-        flow = TimedFlow(torch.cuda.synchronize if gpu else lambda: None)
+        context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [request.matcher for request in engine._scheduler.active]
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
-            engine._host.push_batch(matchers)
-            with use_context(flow), torch.no_grad():
+            engine._parts.host_link.push_batch(matchers)
+            with use_context(context), torch.no_grad():
                 step(engine.buffers)
             engine.backend.synchronize()
-            engine._host.release_finished()
-        return flow.times
+            engine._parts.host_link.release_finished()
+        return context.times
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.build import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
-from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -116,8 +116,8 @@ class Case:
             "tokens": stats.tokens,
             "rounds": stats.rounds,
             "tokens_per_round": round(stats.tokens / max(1, stats.rounds), 2),
-            "accepted_drafts": stats.accepted_drafts,
-            "accepted_forced_drafts": stats.accepted_forced_drafts,
+            "accepted_drafts": stats.drafts.accepted,
+            "accepted_forced_drafts": stats.drafts.accepted_forced,
             "mask_fills": stats.mask_fills,
             "replays": stats.replays,
             "host_syncs": stats.host_syncs,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.build import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, resolve_drafter
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import FORMAT, model_prints, versions, vocabulary_print
+from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_name, clip_repr
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
@@ -114,7 +114,7 @@ def replay(
 ) -> Replayed:
     """Ask an engine around these models what was asked then. ValueError where they are not those that were recorded."""
     models, config = resolve_drafter(target, draft, run.config)
-    _check_prints(run, model_prints(models), vocabulary_print(vocabulary))
+    _check_prints(run, model_fingerprints(models), vocabulary_fingerprint(vocabulary))
     with Engine(target, draft, vocabulary=vocabulary, config=config) as engine:
         engine.capture(progress=progress)
         return ask_again(run, engine)
@@ -172,7 +172,7 @@ class _Reader:
         elif kind == "closed":  # the ends behind it are nobody's own
             self._closed, self._ending = True, str(happened["why"])
         elif kind == "full":
-            self._ending = "it was as long as Recording.max_bytes allows"
+            self._ending = "its size reached Recording.max_bytes"
         elif kind not in ("end", "cancel"):
             raise ValueError(f"kind: got {clip_repr(kind)}")
 

@@ -82,8 +82,8 @@ def test_together_they_are_faster_than_either_alone() -> None:
     copied, _ = rounds("ngram", prompt, given_ids, expected)
     assert both < 0.8 * min(model, copied), (both, model, copied)
     stats = engine.stats()
-    assert 30 < stats.accepted_looked_up_drafts < stats.accepted_drafts, "both of them have a share"
-    assert stats.accepted_looked_up_drafts <= stats.looked_up_drafts
+    assert 30 < stats.drafts.accepted_looked_up < stats.drafts.accepted, "both of them have a share"
+    assert stats.drafts.accepted_looked_up <= stats.drafts.looked_up
 
 
 @pytest.mark.soak
@@ -232,7 +232,7 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
 def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
     engine = shared_engine(SAMPLED)
     alone = [ask(engine, place) for place in range(5)]
-    assert engine.stats().accepted_looked_up_drafts > 5
+    assert engine.stats().drafts.accepted_looked_up > 5
     expecting = [1, *[20, 21, 22] * 7]
     with make_engine(SAMPLED) as another:
         fresh = ask(another, 2, draft_ids=expecting)
@@ -258,11 +258,11 @@ def test_a_text_that_was_foreseen_takes_few_rounds(constraint: Constraint | None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"look_up": 9}, r"EngineConfig\.look_up: got 9, want a whole number from 0 to 8"),
-        ({"look_up": True}, r"EngineConfig\.look_up: got True, want a whole number from 0 to 8"),
-        ({"look_up": -1}, r"EngineConfig\.look_up: got -1, want"),
-        ({"look_up": None}, r"EngineConfig\.look_up: got None, want"),
-        ({"look_up": 3, "num_speculative_tokens": 0}, r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, want 0"),
+        ({"look_up": 9}, r"EngineConfig\.look_up: got 9, expected a whole number from 0 to 8"),
+        ({"look_up": True}, r"EngineConfig\.look_up: got True, expected a whole number from 0 to 8"),
+        ({"look_up": -1}, r"EngineConfig\.look_up: got -1, expected"),
+        ({"look_up": None}, r"EngineConfig\.look_up: got None, expected"),
+        ({"look_up": 3, "num_speculative_tokens": 0}, r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"),
     ],
     ids=str,
 )
@@ -275,9 +275,9 @@ def test_where_no_model_drafts_it_is_refused_and_where_one_does_the_report_says_
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
     for draft, name in (*drafters, (noise(9), "Proposes"), (told, "FunctionProposer")):
-        with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, want 0: .*draft='ngram'"):
+        with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
-    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, want 0"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):
         Engine(TARGET, "none", vocabulary=VOCABULARY, config=config)
     with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine:
         assert "draft: n-gram look-up, 3 to 8 tokens (beside the draft model)" in engine.capture().notes

@@ -19,7 +19,7 @@ def call_raises(which: str, name: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        model = getattr(engine._models, which)
+        model = getattr(engine._parts.models, which)
         real = getattr(model, name)
 
         def call(*arguments: Any) -> Any:

@@ -14,8 +14,7 @@ from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.capture import HostNodeError
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.tape.backend import TapeBackend
-from stepgraph.graphs.tape.event import TapeEvent
+from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.link.native_row import NativeRow
@@ -76,7 +75,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        real, found = engine._host.row, list[int]()
+        real, found = engine._parts.host_link.row, list[int]()
 
         def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
             made, inner = real(owner, matcher, committed), innermost(matcher)
@@ -89,7 +88,7 @@ def matcher_call(library: str, operation: str) -> Point:
             return made
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._host, "row", row)
+            patch.setattr(engine._parts.host_link, "row", row)
             yield
 
     return point
@@ -252,12 +251,12 @@ def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = engine._host.push_batch
+    real = engine._parts.host_link.push_batch
 
     def push_batch(batch: Any) -> None:
         fault.strike()
         real(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._host, "push_batch", push_batch)
+        patch.setattr(engine._parts.host_link, "push_batch", push_batch)
         yield

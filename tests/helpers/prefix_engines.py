@@ -76,7 +76,7 @@ class NoSharedWrites(TorchDispatchMode):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        models = [model for model in engine._models if model is not None]
+        models = [model for model in engine._parts.models if model is not None]
         self.caches = {storage_key(engine.buffers[spec.name]) for model in models for spec in model.cache_specs(engine.limits)}
         self.prefixes, self.writes = engine._scheduler.rows._pages, 0
 

@@ -76,5 +76,5 @@ def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job()
 
 @pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("inf"), 1e300])
 def test_no_time_to_sleep_is_refused_by_name(seconds: float) -> None:
-    with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, want a number of seconds from 0"):
+    with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, expected a number of seconds >= 0"):
         engine.wait(seconds)

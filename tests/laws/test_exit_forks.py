@@ -50,8 +50,8 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._states._writer  # type: ignore[union-attr]
-        with engine._step_lock, engine._scheduler.lock, writer._lock, engine._scheduler._recorder._lock:  # type: ignore[attr-defined]
+        writer = engine._parts.hidden_states._writer  # type: ignore[union-attr]
+        with engine._step_lock, engine._scheduler.lock, writer._lock, engine._scheduler._observer._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
 

@@ -212,7 +212,7 @@ def test_saving_that_fails_where_warnings_are_errors_disturbs_nobody(
             jobs += submit(engine, [place])
             for _ in engine.stream():
                 pass
-            while engine._states._writer._held:  # type: ignore[union-attr]
+            while engine._parts.hidden_states._writer._held:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
         assert CAUSE in engine.stats().saving_error

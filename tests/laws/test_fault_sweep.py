@@ -140,8 +140,8 @@ def strike(host_link: str, point: Point, number: int, touches: int) -> Fault:
     engine, expected = shared(host_link)
     rows, fault = list[weakref.ref[Any]](), Fault(number)
     with point(engine, fault), pytest.MonkeyPatch.context() as patch:
-        planted = engine._host.row
-        patch.setattr(engine._host, "row", lambda *arguments: _noted(rows, planted(*arguments)))
+        planted = engine._parts.host_link.row
+        patch.setattr(engine._parts.host_link, "row", lambda *arguments: _noted(rows, planted(*arguments)))
         found = run(engine)
     if point is compile_fails:
         compile_all(engine)

@@ -122,7 +122,7 @@ def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
 
 def test_opening_captures_where_that_was_not_done() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
-        engine = Engine(made._models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
+        engine = Engine(made._parts.models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
     with engine:
         assert not engine.step_gate.captured
         run(opened_again(AsyncEngine(engine)))

@@ -166,9 +166,9 @@ def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.Monkey
             assert jobs[0].tokens == jobs[1].tokens == plain(SYSTEM, 9).tokens
     bad: list[dict[str, Any]] = [{"prefix_cache_pages": -1}, {"prefix_cache_pages": True}, {"prefix_reuse": 1}]
     for field in bad:
-        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, want"):
+        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, expected"):
             replace(CONFIG, **field)
-    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, want a string"):
+    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, expected a string"):
         ask(engine, SYSTEM, cache_salt=1)
 
 

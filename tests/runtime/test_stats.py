@@ -12,8 +12,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.ledger import Counters
 from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.stats import Counters
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
@@ -84,7 +84,10 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
             return guarded("drafting", lambda: super(Guarded, self).drafting)()
 
     scheduler.counters.__class__ = Guarded
-    for owner, names in ((scheduler.rows, ("allocate", "start_prefill", "publish_prompt", "release")), (scheduler.counters, ("drafted",))):
+    for owner, names in (
+        (scheduler.rows, ("allocate", "start_prefill", "publish_prompt", "release")),
+        (scheduler.counters, ("add_drafting_round",)),
+    ):
         for name in names:
             vars(owner)[name] = guarded(name, getattr(owner, name))
     for stats in churn(engine):
@@ -95,7 +98,7 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
         "start_prefill",
         "publish_prompt",
         "release",
-        "drafted",
+        "add_drafting_round",
         "drafting",
         "tokens",
         "drafts",

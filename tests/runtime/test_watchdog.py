@@ -171,5 +171,7 @@ def test_streams_of_an_event_loop_are_told(hang: Hang) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "1", float("nan"), float("inf")])
 def test_a_limit_that_is_none_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, want a number of seconds above 0"):
+    with pytest.raises(
+        ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, expected a number above 0 and at most 86400, or None"
+    ):
         EngineConfig(round_timeout_seconds=value)  # type: ignore[arg-type]

@@ -22,7 +22,6 @@ from stepgraph.runtime.extras.record import Recorder, Recording
 from stepgraph.runtime.extras.replay import Replayed, ask_again, read_recording, replay
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.scheduler import Scheduler
 from tests.helpers.command_models import model_folder
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY
 
@@ -182,10 +181,10 @@ def test_a_recording_ends_at_its_limit_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path, record=Recording(path, 4000)) as engine:
         warnings.simplefilter("always")
         jobs = [engine.generate([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50) for place in range(6)]
-    assert [str(each.message) for each in caught] == [f"the recording {path} ends here: it is as long as Recording.max_bytes allows"]
+    assert [str(each.message) for each in caught] == [f"the recording {path} ends here: its size reached Recording.max_bytes"]
     assert all(job.finish_reason == FinishReason.LENGTH for job in jobs)
     assert 3000 < path.stat().st_size <= 4000
-    assert read_recording(path).ending.startswith("it was as long") and again(path).equal
+    assert read_recording(path).ending.startswith("its size reached") and again(path).equal
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -194,7 +193,8 @@ def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
         warnings.simplefilter("error" if strict else "always")
         engine.step()
-        recorder = engine._scheduler._recorder  # type: ignore[attr-defined]
+        recorder = engine._scheduler._observer
+        assert isinstance(recorder, Recorder) and recorder._file
         recorder._file.close()  # what is written from now on fails
         jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
         for _ in engine.stream():
@@ -216,9 +216,9 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Recording(there, 0)
 
 
-def test_without_a_recording_nothing_is_called(tmp_path: Path) -> None:
+def test_engine_without_recording_has_no_observer() -> None:
     with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
-        assert type(engine._scheduler) is Scheduler
+        assert engine._scheduler._observer is None
 
 
 def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph import Constraint, StepEvent, Vocabulary
-from stepgraph.runtime.request import DraftCounts
+from stepgraph import Constraint, DraftCounts, StepEvent, Vocabulary
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tools import bench_demo, train_demo, train_head
 from tools.train.demo import words

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import EngineConfig
+from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.grammar.link import library as native
 from stepgraph.sampling.grammar.link import native as native_link
 from stepgraph.sampling.grammar.link import xgrammar_binding
@@ -33,7 +34,7 @@ def test_without_a_compiler_there_is_one_warning_and_a_note_and_the_same_texts()
     with pytest.warns(RuntimeWarning, match=f"driven from Python, under the GIL: no native link, {GONE}") as caught:
         engine = make_engine(Setup(k=2))
     assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "who made the engine"
-    assert engine.config.notes(engine._host.name)[0] == f"host link: python, under the GIL: no native link, {GONE}"
+    assert capture_notes(engine._parts)[0] == f"host link: python, under the GIL: no native link, {GONE}"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():
         pass
@@ -51,19 +52,19 @@ def test_who_asked_for_the_native_link_gets_it_or_an_error_and_who_asked_for_pyt
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = make_engine(Setup(k=2, host_link="python"))
-    assert engine._host.name == "python, under the GIL"
+    assert engine._parts.host_link.name == "python, under the GIL"
     engine.close()
 
 
 def test_a_link_of_another_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', want one of auto, native, python"):
+    with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', expected one of 'auto', 'native', 'python'"):
         EngineConfig(host_link="rust")
 
 
 @needs_native
 def test_the_report_says_what_drives_the_matchers() -> None:
     engine = make_engine(Setup(k=1))
-    name = engine._host.name
+    name = engine._parts.host_link.name
     assert name.startswith("native, ") and name.endswith("no GIL")
     engine.close()
 

@@ -252,7 +252,7 @@ def test_rows_of_another_library_take_the_gil_and_the_report_says_so(monkeypatch
     engine = make_engine(Setup(k=2, host_link="native"))
     try:
         told = r"no GIL \(rows of llguidance take it: llguidance's C API is llguidance@1\.9\.\d+ .*, want .*\)"
-        assert re.search(told, engine._host.name)
+        assert re.search(told, engine._parts.host_link.name)
         job = engine.submit([1], constraint=constraint, max_new_tokens=20)
         for _ in engine.stream():
             pass

@@ -125,5 +125,5 @@ def test_a_checked_engine_says_what_an_unchecked_one_says() -> None:
 
 @pytest.mark.parametrize("field", ["check_masks", "grammar_backend"])
 def test_settings_of_no_meaning_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got 'yes', want"):
+    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got 'yes', expected"):
         EngineConfig(**{field: "yes"})  # type: ignore[arg-type]
