@@ -64,7 +64,7 @@ def drafter(proposes: bool) -> Any:
 def test_a_capture_in_which_a_model_raises_can_be_made_again(name: str, expected: list[Ending]) -> None:
     point, proposes = CALLS[name]
     made = make(greedy_only=True, draft=drafter(proposes))
-    with Engine(made._models.target, made._models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)) as fresh:
+    with Engine(made._parts.models.target, made._models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)) as fresh:
 
         def strike_at(number: int) -> Fault:
             fault = Fault(number)

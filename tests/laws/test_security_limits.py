@@ -170,7 +170,7 @@ def engine() -> Iterator[Engine]:
     [
         ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, expected fewer than max_length=24"),
         ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
-        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias_ids=1"),
+        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
     ],
 )  # fmt: skip
 def test_an_engine_refuses_what_is_beyond_its_sizes(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
