@@ -60,7 +60,7 @@ class GrammarQueue:
 
     def _required(self, constraint: Constraint) -> GrammarCompiler:
         if not isinstance(constraint, Constraint):
-            raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
+            raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         if self._compiler is None:
             raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
         return self._compiler

@@ -203,7 +203,7 @@ def test_sampling_params_are_values() -> None:
         ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
         ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
         ({"compile_isolation": "thread"}, r"EngineConfig.compile_isolation: got 'thread', expected one of 'process', 'none'"),
-        ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got dict, expected GrammarLimits"),
+        ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got {}, expected GrammarLimits"),
         ({"grammar_cache_bytes": 0}, r"EngineConfig.grammar_cache_bytes: got 0, expected a whole number >= 1"),
         ({"max_compiles": True}, r"EngineConfig.max_compiles: got True"),
     ],
@@ -222,7 +222,7 @@ def test_a_bad_engine_is_refused_by_name() -> None:
         Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
     with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, expected the target's 132"):
         Engine(TARGET, ToyDraft(ToyTarget(140)))
-    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, want distinct ids from 0 to 112")):
+    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, expected distinct ids from 0 to 112")):
         with pytest.raises(ValueError, match=f"Engine.draft.d2t: .*{message}"):
             Engine(TARGET, ToyDraft(TARGET, d2t=d2t), vocabulary=VOCABULARY)
     many_stops = Vocabulary([b"a"] * 132, range(9))
@@ -237,7 +237,7 @@ def test_a_bad_engine_is_refused_by_name() -> None:
 
 def test_a_model_on_another_device_is_refused_by_name() -> None:
     target = ToyTarget(8).to("meta")
-    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, expected cpu of the tape backend"):
+    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, expected cpu, the device of the tape backend"):
         Engine(target, config=EngineConfig(num_speculative_tokens=0))
     with pytest.raises(ValueError, match=r"Engine.draft: got tensors on meta, expected cpu"):
         Engine(ToyTarget(8), ToyDraft(target).to("meta"))

@@ -204,4 +204,4 @@ def available_processors() -> int:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=5)  # who made the engine
+        warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of Engine()
