@@ -232,7 +232,7 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
     notes = [f"host link: {parts.host_link.name}"]
     if config.forced_acceptance:
         notes.append("acceptance is forced: the texts are not the models'")
-    notes += [f"kernels: {kernels.implementation(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
+    notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
     if models.proposer is not None:
         notes.append("drafts are proposed whole: no mask guides them, one host node walks them")
     if parts.attention.rounds:

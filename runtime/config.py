@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from stepgraph.graphs.attention.choose import WISHES as ATTENTION_CHOICES
+from stepgraph.graphs.attention.choose import ATTENTION
 from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
@@ -16,15 +16,15 @@ from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.filter_choice import WISHES as FILTER_CHOICES
+from stepgraph.sampling.kernels.filter_choice import FILTERS
 
 MAX_SECONDS = 86_400
 # The sizes that Limits checks as well are missing here.
 _CHECKS = {
     "backend": one_of(("auto", "tape", "cuda")),
     "host_link": one_of(HOST_LINKS),
-    "filters": one_of(FILTER_CHOICES),
-    "attention": one_of(ATTENTION_CHOICES),
+    "filters": one_of(FILTERS),
+    "attention": one_of(ATTENTION),
     "grammar_backend": one_of(get_args(BackendChoice)),
     "compile_isolation": one_of(get_args(Isolation)),
     "on_capture_failure": one_of(get_args(OnFailure)),

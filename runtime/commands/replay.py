@@ -11,7 +11,7 @@ from stepgraph.runtime.commands.request import DTYPES, dtype_of
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress
 
 if TYPE_CHECKING:
-    from stepgraph.runtime.extras.replay import Replayed, Run
+    from stepgraph.runtime.extras.replay import RecordedRun, ReplayReport
 
 SUMMARY = "ask again what an engine with record=FILE was asked, and compare token for token"
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if options.toy and options.draft is not None:
         raise ValueError(f"--draft: got {options.draft} beside --toy, want it beside --model: the toy pair has its own")
     load_libraries()
-    from stepgraph.runtime.extras.replay import other_versions, read_recording
+    from stepgraph.runtime.extras.replay import read_recording, version_differences
 
     recorded = read_recording(options.file)
     set_threads(options.threads)
@@ -48,12 +48,12 @@ def run(options: argparse.Namespace) -> int:
         print_json(_document(recorded, found))
     else:
         _print(recorded, found)
-    for told in other_versions(recorded) if found.differences and not options.json else ():
+    for told in version_differences(recorded) if found.differences and not options.json else ():
         print(f"stepgraph replay: {told}", file=sys.stderr)
     return 0 if found.equal else FAILED
 
 
-def _replayed(recorded: Run, options: argparse.Namespace) -> Replayed:
+def _replayed(recorded: RecordedRun, options: argparse.Namespace) -> ReplayReport:
     from stepgraph.runtime.extras.replay import replay
 
     progress = shows_progress() and not options.json
@@ -69,25 +69,25 @@ def _replayed(recorded: Run, options: argparse.Namespace) -> Replayed:
     return replay(recorded, loaded.target, draft, loaded.vocabulary, progress=progress)
 
 
-def _document(recorded: Run, found: Replayed) -> dict[str, Any]:
-    from stepgraph.runtime.extras.replay import other_versions
+def _document(recorded: RecordedRun, found: ReplayReport) -> dict[str, Any]:
+    from stepgraph.runtime.extras.replay import version_differences
 
     return {
         "equal": found.equal,
         "requests": found.requests,
-        "left_out": found.left_out,
+        "left_out": found.skipped,
         "tokens": found.tokens,
         "recorded_tokens": found.recorded_tokens,
         "rounds": found.rounds,
         "recorded_steps": recorded.steps,
         "ending": recorded.ending,
         "differences": [difference._asdict() for difference in found.differences],
-        "other_versions": other_versions(recorded),
+        "other_versions": version_differences(recorded),
     }
 
 
-def _print(recorded: Run, found: Replayed) -> None:
+def _print(recorded: RecordedRun, found: ReplayReport) -> None:
     print(f"{found.requests} requests, {found.tokens} of {found.recorded_tokens} tokens compared; the recording ends: {recorded.ending}")
-    if found.left_out:
-        print(f"{found.left_out} requests with embeddings were left out: a recording has none of them")
+    if found.skipped:
+        print(f"{found.skipped} requests with embeddings were left out: a recording has none of them")
     print("equal" if found.equal else f"different: {len(found.differences)} requests; first {found.differences[0]}")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
-from stepgraph.runtime.aio_thread import Reading
+from stepgraph.runtime.aio_thread import StreamBuffer
 from tests.helpers.aio_runs import (
     ASKS,
     LONG,
@@ -95,7 +95,7 @@ def test_who_reads_late_gets_one_event_with_all_of_it_and_holds_up_nobody(engine
             late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
             job = await serving.generate([2], max_new_tokens=60, sampling=LONG).result()
             assert len(job.tokens) == 60 and late.job.finished
-            assert not [kept for kept in vars(late._reading).values() if isinstance(kept, list) and kept], "tokens are kept twice"
+            assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)
             assert len(events) == 1 and len(events[0].logprobs) == 40
             check_told(events, late.job)
@@ -119,7 +119,7 @@ def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, mo
         assert serving._stepper is not None
         serving._stepper.stop(drain=True)
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
-        assert sorted(calls) == ["_bring", "_bring", "_settle", "_settle"], "one call for six texts, and those of the end"
+        assert sorted(calls) == ["_resolve", "_resolve", "_wake_readers", "_wake_readers"], "one call for six texts, and those of the end"
         for stream in streams:
             check_told(await read(stream), stream.job)
         await serving.close()
@@ -139,16 +139,16 @@ def test_a_merged_event_adds_up_every_field() -> None:
             getattr(job, name).extend(values[name])
         events.append(StepEvent(**values))
     job.finish_reason, job.error = FinishReason.ERROR, "burnt"
-    reading = Reading(job)
+    buffer = StreamBuffer(job)
     for event in events:
-        reading.add(event)
+        buffer.add(event)
     wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
     wanted["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
     for name in PER_TOKEN:
         wanted[name] = sum((getattr(event, name) for event in events), ())
     assert wanted.keys() == {field.name for field in fields(StepEvent)}
-    assert reading.take() == StepEvent(**wanted)
-    assert reading.take() is None
+    assert buffer.take() == StepEvent(**wanted)
+    assert buffer.take() is None
 
 
 def test_forced_drafts_are_added_up() -> None:
