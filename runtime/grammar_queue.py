@@ -1,4 +1,4 @@
-"""The grammars of an engine's requests: claimed when they are submitted, made rows of when compiled, let go of when they end."""
+"""Grammars of queued requests: claimed at submit, compiled in the background, then bound to a matcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAUSE_SECONDS = 0.001
 
 
 class GrammarQueue:
-    """Between the compiler, which has threads of its own, and the queue. `claim` and `compile` are for any thread."""
+    """Connects the compiler and its threads with the queue. `claim` and `compile` may be called from any thread."""
 
     def __init__(self, compiler: GrammarCompiler | None, host: HostLink, wake: WakeSignal) -> None:
         self._compiler, self._host, self._wake = compiler, host, wake
@@ -24,36 +24,36 @@ class GrammarQueue:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a capture report should say."""
+        """For the capture report."""
         return (f"grammars: {self._compiler.told}",) if self._compiler else ()
 
     def claim(self, queued: QueuedRequest) -> None:
-        """The job's grammar is compiled from now on; ValueError where it is refused without compiling. Whatever else is raised here
-        leaves `queued.claim` to be released."""
+        """Start compiling the job's grammar. ValueError if the constraint is refused without a compile. After any other exception the
+        caller releases `queued.claim`."""
         constraint = queued.job.constraint
         if constraint is None:
             return
         queued.ready = False
         claim = queued.claim = Claim(self._required(constraint), constraint)
         claim.take()
-        claim.then(lambda claim: self._settle(queued, claim))
+        claim.then(lambda claim: self._finish(queued, claim))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         return self._required(constraint).compile(constraint)
 
     def pause(self) -> None:
-        """For who has nothing to do until a grammar is there: long enough not to be in its way."""
-        self._wake.wait(0)  # what it rang for before was seen by the step that pauses now
+        """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
+        self._wake.wait(0)  # clear an earlier notification, whose cause this step has handled
         self._wake.wait(PAUSE_SECONDS)
 
     def close(self) -> None:
         if self._compiler:
             self._compiler.close()
 
-    def _settle(self, queued: QueuedRequest, claim: Claim) -> None:
+    def _finish(self, queued: QueuedRequest, claim: Claim) -> None:
         try:
             queued.matcher = self._host.row(queued.job.id, claim.result().matcher())
-        except Exception as error:  # whatever went wrong is this request's fault
+        except Exception as error:  # of any kind: it fails this request only
             queued.error = str(error) or type(error).__name__
         queued.ready = True
         self._wake.notify()

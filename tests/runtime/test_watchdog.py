@@ -85,7 +85,7 @@ def test_a_host_node_that_hangs_ends_the_step_with_all_that_is_known(hang: Hang,
             pass
     (record,) = [record for record in caplog.records if record.name == "stepgraph"]
     told = record.getMessage()
-    assert "on their way: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
+    assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
     assert "stream side: host node commit" in told and "host nodes, python, under the GIL: 5 ended" in told
     assert "thread MainThread:" in told and "thread stepgraph-side:" in told and "self._gone.wait()" in told
     for job, place in zip(jobs, range(2), strict=True):
