@@ -94,7 +94,7 @@ def build_engine(
     saved = states_layout(target) if config.save_hidden_states else None
     buffers = make_buffers(limits, models, backend, config.greedy_only, saved, forces_drafts(config, models, vocabulary))
     attention = attention_for(backend.device, config, models)
-    host_link, wake = make_host_link(config.host_link, buffers, limits, vocabulary), WakeSignal()
+    host_link, wake = make_host_link(config, buffers, limits, vocabulary), WakeSignal()
     compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
     decode_round = Round(limits, models, host_link, config.draft_masks, config.forced_acceptance, attention)
     graphs = GraphSet(backend, buffers, decode_round.step, config.bucket_sizes, config.on_capture_failure, config.capture_bytes)
@@ -305,10 +305,10 @@ def make_buffers(
     return StaticBuffers(specs, backend.device, constants)
 
 
-def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
+def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
     forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
-    return open_host_link(choice, *pinned, depth=limits.ring_depth, forcing=forcing)
+    return open_host_link(config.host_link, *pinned, depth=limits.ring_depth, forcing=forcing, check_masks=config.check_masks)
 
 
 def observer_for(

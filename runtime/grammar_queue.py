@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stepgraph.runtime.request import QueuedRequest
 from stepgraph.runtime.wake import WakeSignal
-from stepgraph.sampling.grammar.compile.cache import Claim
-from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
@@ -25,7 +24,7 @@ class GrammarQueue:
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
-        return (f"grammars: {self._compiler.told}",) if self._compiler else ()
+        return (f"grammars: {self._compiler.note}",) if self._compiler else ()
 
     def claim(self, queued: QueuedRequest) -> None:
         """Start compiling the job's grammar. ValueError if the constraint is refused without a compile. After any other exception the

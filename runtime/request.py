@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.params import SamplingParams

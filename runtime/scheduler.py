@@ -23,7 +23,7 @@ from stepgraph.runtime.request import (
 from stepgraph.runtime.slots import ActiveRequest, PrefixSharing, RowTable
 from stepgraph.runtime.stats import Counters
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
