@@ -198,16 +198,16 @@ def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], P
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', want FIRST-LAST"),
-        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', want 'trace' or 'nsys'"),
-        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', want a file in a folder that is there"),
+        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
+        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
+        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str, told: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
-        profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
+        profiled.read_range({profiled.ROUNDS: "1-2", variable: value})
     assert told in str(raised.value)
-    assert profiled.asked_range({}) is None
+    assert profiled.read_range({}) is None
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
