@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in `submit`: no claim on a grammar is left behind, no job that nobody knows of, and no lock that somebody waits for."""
+"""Ctrl-C at any point of `submit` leaves no claim on a grammar, no unknown job and no held lock."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def claims(compiler: GrammarCompiler) -> int:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
-def test_an_interrupt_in_submit_leaves_nothing_behind(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
         compiler, desk, others = engine._grammars._compiler, engine._desk, list[Job]()
         assert compiler is not None

@@ -1,4 +1,4 @@
-"""Text to ids and back: as `transformers` does it from the same files, and character by character as tokens come."""
+"""TextCodec: compared with transformers on the same files; decoding of token streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def judge(folder: Path, **options: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "unigram"])
-def test_ids_are_those_of_transformers_and_read_back(tmp_path: Path, kind: str) -> None:
+def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, kind))
     tokenizer = judge(tmp_path)
     for text in TEXTS:
@@ -55,7 +55,7 @@ def test_ids_are_those_of_transformers_and_read_back(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_chats_are_those_of_transformers(tmp_path: Path, name: str, tools: Any) -> None:
+def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES[name]))
     tokenizer = judge(tmp_path)
     for answer in (True, False):
@@ -64,7 +64,7 @@ def test_chats_are_those_of_transformers(tmp_path: Path, name: str, tools: Any) 
         assert codec.has_chat
 
 
-def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
+def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools | length }}t"}]
     codec = TextCodec.open(folder_of(tmp_path, chat_template=named))
     assert (codec.decode(codec.chat(MESSAGES)), codec.decode(codec.chat(MESSAGES, TOOLS))) == ("d", "1t")
@@ -86,20 +86,20 @@ def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
     ],
 )
-def test_chats_that_cannot_be_written_are_refused(tmp_path: Path, template: str | None, messages: Any, told: str) -> None:
+def test_invalid_chats_raise(tmp_path: Path, template: str | None, messages: Any, told: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=template))
     with pytest.raises(ValueError, match=told):
         codec.chat(messages)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{" * 9, {"a": 1}])
-def test_a_template_that_is_none_is_refused_at_once(tmp_path: Path, template: Any) -> None:
+def test_invalid_template_raises_at_open(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         TextCodec.open(folder_of(tmp_path, chat_template=template))
 
 
 @pytest.mark.parametrize(("told", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_the_folder_says_whether_a_text_has_a_token_in_front(tmp_path: Path, told: dict[str, Any], begins: bool) -> None:
+def test_begin_token_follows_the_folder_config(tmp_path: Path, told: dict[str, Any], begins: bool) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **told))
     (first,) = codec.encode("<|im_start|>")
     ids = codec.encode("the cat")
@@ -108,7 +108,7 @@ def test_the_folder_says_whether_a_text_has_a_token_in_front(tmp_path: Path, tol
     assert codec.chat(MESSAGES) == [first, *ids[begins:]], "a chat begins as its template says"
 
 
-def test_what_a_file_cuts_texts_to_in_training_is_not_done(tmp_path: Path) -> None:
+def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -118,7 +118,7 @@ def test_what_a_file_cuts_texts_to_in_training_is_not_done(tmp_path: Path) -> No
     assert TextCodec.open(folder).decode(TextCodec.open(folder).encode("the cat sat on")) == "the cat sat on"
 
 
-def test_a_stream_says_what_the_whole_says_and_no_half_characters() -> None:
+def test_stream_agrees_with_decode_and_has_no_partial_characters() -> None:
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"ab", "\u6f22".encode(), b"\x9f\x98\x80", b"<eos>"], [259])
     codec = TextCodec.of_bytes(vocabulary)
     drawn = random.Random(1)
@@ -131,7 +131,7 @@ def test_a_stream_says_what_the_whole_says_and_no_half_characters() -> None:
     assert (stream.push([0xF0]), stream.finish(), stream.finish(), stream.push([97])) == ("", "\ufffd", "", "a")
 
 
-def test_a_vocabulary_alone_writes_text_too() -> None:
+def test_codec_of_bytes_round_trip() -> None:
     codec = TextCodec.of_bytes(Vocabulary.printable())
     assert codec.decode(codec.encode('{"name": true}')) == '{"name": true}'
     assert len(codec.encode("name")) == 1, "the longest token that fits"
@@ -162,7 +162,7 @@ def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
     return path
 
 
-def test_a_gguf_file_says_what_the_folder_says(tmp_path: Path) -> None:
+def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "made.gguf", "gpt-2")
     codec, folder = TextCodec.open(path), TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
     assert [codec.encode(text) for text in TEXTS] == [folder.encode(text) for text in TEXTS]
@@ -184,7 +184,7 @@ def test_a_gguf_file_says_what_the_folder_says(tmp_path: Path) -> None:
         ("llama-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
     ],
 )
-def test_a_family_cuts_texts_in_its_own_way(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_pre_tokenizer_of_each_gguf_family(tmp_path: Path, pre: str, pieces: list[str]) -> None:
     tokenizer = open_gguf(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's  2024!?\n\nx.y don'T")] == pieces
 
@@ -204,7 +204,7 @@ def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
     assert refused > 40
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"want a local folder with a tokenizer.json, or a .gguf file"):
         TextCodec.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"tokenizer.json: no such file"):
@@ -218,7 +218,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         TextCodec.open(folder_of(tmp_path))
 
 
-def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = TextCodec.open(write_gguf(tmp_path / "known.gguf", "gpt-2"))
     path = write_gguf(tmp_path / "made.gguf", "unheard-of")
     assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
@@ -228,8 +228,8 @@ def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, mon
 
 
 @pytest.mark.models
-def test_a_real_file_is_read_as_transformers_reads_it() -> None:
-    """But for blanks in front of digits: the file says that digits stand alone, which transformers does not read."""
+def test_real_gguf_agrees_with_transformers() -> None:
+    """Except for blanks before digits: the file makes digits single tokens, which transformers ignores."""
     path = gguf_path()
     codec, tokenizer = TextCodec.open(path), judge(path.parent, gguf_file=path.name)
     texts = [text for text in (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8").split("\n\n") if text]

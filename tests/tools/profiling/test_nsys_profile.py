@@ -1,4 +1,4 @@
-"""tools/nsys_profile.py as a process on the tape, the line that it would run under nsys, and what the environment makes an engine do."""
+"""tools/nsys_profile.py as a process on the tape, its nsys command line, and profiling set by the environment."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
     *why, line = capsys.readouterr().out.splitlines()
     words = shlex.split(line)
@@ -69,7 +69,7 @@ def examples(doc: str | None, name: str) -> list[list[str]]:
     return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
 
 
-def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
+def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
     """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
@@ -91,7 +91,7 @@ def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
-def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_help_examples_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     here = words.index("--") if "--" in words else len(words)
     assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
     assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
@@ -109,9 +109,7 @@ def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytes
         (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
     ],
 )
-def test_what_cannot_be_profiled_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
-) -> None:
+def test_profile_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str) -> None:
     assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
     printed = capsys.readouterr()
     assert told in printed.err and printed.out == ""
@@ -150,7 +148,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pa
     return ask
 
 
-def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str], Path]) -> None:
+def test_profiled_engine_writes_its_rounds_and_has_the_same_tokens(asked: Callable[[str], Path]) -> None:
     plain = decode(eager=True)
     file = asked("3-5")
     assert decode() == plain
@@ -168,14 +166,14 @@ def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str
         assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
 
 
-def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:
+def test_rounds_before_an_early_end_are_written(asked: Callable[[str], Path]) -> None:
     file = asked("2-900")
     decode(eager=True)
     numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
 
 
-def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callable[[str], Path]) -> None:
+def test_script_with_its_own_trace_continues_unprofiled(asked: Callable[[str], Path]) -> None:
     file = asked("3-5")
     with toy_engine(eager=True) as engine:
         engine.capture()
@@ -187,7 +185,7 @@ def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callab
     assert not file.exists()
 
 
-def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_eager_rounds_raises(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     file = asked("3-5")
     with toy_engine(eager=True) as engine:
         engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
@@ -203,7 +201,7 @@ def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], P
         (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
-def test_a_wrong_variable_is_named(variable: str, value: str, told: str) -> None:
+def test_invalid_environment_variable_is_named(variable: str, value: str, told: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
         profiled.read_range({profiled.ROUNDS: "1-2", variable: value})
     assert told in str(raised.value)
