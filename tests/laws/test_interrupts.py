@@ -24,7 +24,7 @@ ROOT = os.path.dirname(os.path.abspath(stepgraph.__file__))
 
 def interrupted(place: int, call: Callable[[], Any]) -> bool:
     """Whether a call came to that many places at which an interrupt may come, where it then did: where one of our functions begins
-    or ends, and behind a call into C. Not where `call` itself ends: it has returned then."""
+    or ends, and after a call into C. Not at the end of `call` itself, which has returned then."""
     seen, depth = 0, 0
 
     def at(frame: FrameType, event: str, argument: object) -> None:
@@ -60,7 +60,7 @@ def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch
 
         def give_up(waiting: QueuedRequest) -> None:
             if not kept and waiting.claim is not None and waiting.claim.entry is not None:
-                others.append(submit())  # somebody else wants the same grammar, as from another thread
+                others.append(submit())  # another request with the same grammar, as from another thread
             Scheduler.give_up(desk, waiting)
 
         monkeypatch.setattr(desk, "give_up", give_up)
@@ -81,6 +81,6 @@ def check_forgotten(engine: Engine, compiler: GrammarCompiler) -> int:
             cancelled += sum(event.finish_reason == FinishReason.CANCELLED for event in engine.step())
     stats = engine.stats()
     assert not engine.has_work and stats.waiting == 0 and stats.submitted == sum(count for _, count in stats.finished)
-    waited(lambda: not compiler._threads, "a compile goes on that nobody wants")
+    waited(lambda: not compiler._threads, "an unused compile continues")
     assert compiler.stats.running == compiler.stats.waiting == claims(compiler) == 0
     return cancelled

@@ -21,7 +21,7 @@ from tests.helpers.aio_runs import (
     answers,
     captured,
     check_alone,
-    check_told,
+    check_events,
     first,
     kept_idle,
     read,
@@ -52,9 +52,9 @@ def _no_thread_left() -> Iterator[None]:
 
 
 def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engine) -> None:
-    wanted, dice = answers(), random.Random(7)
+    expected, dice = answers(), random.Random(7)
     plans = [(place % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for place in range(40)]
-    told: list[tuple[int, Job]] = []
+    from_tasks: list[tuple[int, Job]] = []
     from_threads: list[tuple[int, Job]] = []
 
     async def ask(serving: AsyncEngine, which: int, plan: str, patience: int) -> None:
@@ -63,9 +63,9 @@ def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engin
             if plan != "leave":
                 if plan == "cancel":
                     engine.cancel(stream.job)
-                check_told([*events, *await read(stream)], stream.job)
+                check_events([*events, *await read(stream)], stream.job)
         assert stream.job.finished
-        told.append((which, stream.job))
+        from_tasks.append((which, stream.job))
 
     def ask_plainly(places: range) -> None:
         for place in places:
@@ -83,10 +83,10 @@ def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engin
                 thread.join()
 
     run(main())
-    assert (len(told), len(from_threads)) == (40, 20)
-    for which, job in (*told, *from_threads):
-        check_alone(job, wanted[which])
-    assert {job.finish_reason for _, job in told} >= {FinishReason.CANCELLED, FinishReason.LENGTH}
+    assert (len(from_tasks), len(from_threads)) == (40, 20)
+    for which, job in (*from_tasks, *from_threads):
+        check_alone(job, expected[which])
+    assert {job.finish_reason for _, job in from_tasks} >= {FinishReason.CANCELLED, FinishReason.LENGTH}
 
 
 def test_slow_consumer_receives_one_merged_event_and_delays_no_other(engine: Engine) -> None:
@@ -98,7 +98,7 @@ def test_slow_consumer_receives_one_merged_event_and_delays_no_other(engine: Eng
             assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)
             assert len(events) == 1 and len(events[0].logprobs) == 40
-            check_told(events, late.job)
+            check_events(events, late.job)
 
     run(main())
 
@@ -121,7 +121,7 @@ def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pyt
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
         assert sorted(calls) == ["_resolve", "_resolve", "_wake_readers", "_wake_readers"], "one call for six texts, and those of the end"
         for stream in streams:
-            check_told(await read(stream), stream.job)
+            check_events(await read(stream), stream.job)
         await serving.close()
 
     run(main())
@@ -142,12 +142,12 @@ def test_merged_event_combines_every_field() -> None:
     buffer = StreamBuffer(job)
     for event in events:
         buffer.add(event)
-    wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
-    wanted["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
+    expected: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
+    expected["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
     for name in PER_TOKEN:
-        wanted[name] = sum((getattr(event, name) for event in events), ())
-    assert wanted.keys() == {field.name for field in fields(StepEvent)}
-    assert buffer.take() == StepEvent(**wanted)
+        expected[name] = sum((getattr(event, name) for event in events), ())
+    assert expected.keys() == {field.name for field in fields(StepEvent)}
+    assert buffer.take() == StepEvent(**expected)
     assert buffer.take() is None
 
 
@@ -216,7 +216,7 @@ def test_leaving_a_stream_early_frees_the_row(engine: Engine, way: str) -> None:
                 async with stream:
                     pass
             else:
-                del stream, _  # the gate opens behind the call that this leaves to the loop
+                del stream, _  # the gate opens after the call that this schedules in the loop
                 gc.collect()
                 await serving.close()
             assert (job.finish_reason, engine.stats().running) == (FinishReason.CANCELLED, 0)

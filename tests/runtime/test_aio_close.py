@@ -19,7 +19,7 @@ from tests.helpers.aio_runs import (
     SETUP,
     Gate,
     captured,
-    check_told,
+    check_events,
     first,
     kept_idle,
     opened,
@@ -60,10 +60,10 @@ def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:
             await first(1, streams[0])
             asyncio.get_running_loop().call_soon(gate.open)
             await asyncio.gather(serving.close(drain), serving.close(drain))
-            wanted = FinishReason.LENGTH if drain else FinishReason.CANCELLED
-            assert {job.finish_reason, *(stream.job.finish_reason for stream in streams)} == {wanted}
+            expected = FinishReason.LENGTH if drain else FinishReason.CANCELLED
+            assert {job.finish_reason, *(stream.job.finish_reason for stream in streams)} == {expected}
             for stream in streams[1:]:
-                check_told(await read(stream), stream.job)
+                check_events(await read(stream), stream.job)
             with pytest.raises(EngineClosedError, match=r"AsyncEngine.generate\(\): it was closed"):
                 serving.generate([1])
             with pytest.raises(EngineClosedError, match="it was closed"):
@@ -118,7 +118,7 @@ def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.Monkey
                 monkeypatch.setattr(engine._flights, "launch", burn)
                 gate.open()
                 for events, stream in zip(await asyncio.gather(*map(read, streams)), streams, strict=True):
-                    check_told([*(begun if stream is streams[0] else []), *events], stream.job)
+                    check_events([*(begun if stream is streams[0] else []), *events], stream.job)
                     assert (stream.job.finish_reason, stream.job.error) == (FinishReason.ERROR, "OSError: the host is on fire")
                 assert isinstance(serving.failure, OSError)
                 with pytest.raises(EngineClosedError, match="the engine failed: OSError: the host is on fire"):
@@ -173,7 +173,7 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             made = gate.made
             assert engine.stats().waiting == 1
             go.set()
-            check_told(await read(waiting), waiting.job)
+            check_events(await read(waiting), waiting.job)
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
@@ -184,7 +184,7 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             serving._stepper.thread.join(60)
             slept_on = serving._stepper.thread.is_alive()
             engine.stepping.ring()
-            assert not slept_on, "it was asked to stop in its sleep"
+            assert not slept_on, "stop() wakes the thread"
 
     run(main())
 

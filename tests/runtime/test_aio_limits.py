@@ -16,7 +16,7 @@ from stepgraph.runtime.aio import JobStream
 from tests.helpers.aio_runs import (
     Gate,
     captured,
-    check_told,
+    check_events,
     kept_idle,
     opened_again,
     read,
@@ -50,7 +50,7 @@ def test_full_queue_raises_or_is_awaited_in_order() -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
-            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # no stream is told of their ends
+            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # without streams
             with pytest.raises(QueueFullError, match="2 requests are waiting already"):
                 serving.generate([7], max_new_tokens=4)
             tasks = [asyncio.create_task(serving.submit([place], max_new_tokens=4)) for place in range(2, 8)]
@@ -114,7 +114,7 @@ def test_other_loops_and_other_steppers_are_refused(engine: Engine) -> None:
                 await AsyncEngine(engine).open()
             with pytest.raises(RuntimeError, match="another thread serves this engine"):
                 engine.step()
-            check_told(await read(stream), stream.job)
+            check_events(await read(stream), stream.job)
 
     run(main())
     run(opened_again(serving))  # in a loop of its own

@@ -30,10 +30,10 @@ TEMPLATES = {
 }
 
 
-def folder_of(tmp_path: Path, kind: str = "byte level", **told: Any) -> Path:
+def folder_of(tmp_path: Path, kind: str = "byte level", **fields: Any) -> Path:
     MADE[kind]().save(str(tmp_path / "tokenizer.json"))
     ends = {"__type": "AddedToken", "content": "<|im_end|>"}
-    config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | told
+    config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | fields
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return tmp_path
 
@@ -74,7 +74,7 @@ def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "told"),
+    ("template", "messages", "error"),
     [
         (None, MESSAGES, "without chat template"),
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
@@ -86,9 +86,9 @@ def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
     ],
 )
-def test_invalid_chats_raise(tmp_path: Path, template: str | None, messages: Any, told: str) -> None:
+def test_invalid_chats_raise(tmp_path: Path, template: str | None, messages: Any, error: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=template))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         codec.chat(messages)
 
 
@@ -98,9 +98,9 @@ def test_invalid_template_raises_at_open(tmp_path: Path, template: Any) -> None:
         TextCodec.open(folder_of(tmp_path, chat_template=template))
 
 
-@pytest.mark.parametrize(("told", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_begin_token_follows_the_folder_config(tmp_path: Path, told: dict[str, Any], begins: bool) -> None:
-    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **told))
+@pytest.mark.parametrize(("config", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
+def test_begin_token_follows_the_folder_config(tmp_path: Path, config: dict[str, Any], begins: bool) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **config))
     (first,) = codec.encode("<|im_start|>")
     ids = codec.encode("the cat")
     assert (ids[0] == first) == begins
@@ -110,11 +110,11 @@ def test_begin_token_follows_the_folder_config(tmp_path: Path, told: dict[str, A
 
 def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    told["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
-    told["padding"]["pad_token"] = "<unk>"
-    (folder / "tokenizer.json").write_text(json.dumps(told), encoding="utf-8")
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    content["padding"]["pad_token"] = "<unk>"
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     assert TextCodec.open(folder).decode(TextCodec.open(folder).encode("the cat sat on")) == "the cat sat on"
 
 
@@ -141,15 +141,15 @@ def test_codec_of_bytes_round_trip() -> None:
 
 
 def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
-    told = json.loads(byte_level().to_str())
-    texts = {**told["model"]["vocab"], **{entry["content"]: entry["id"] for entry in told["added_tokens"]}}
-    special = {entry["id"]: 3 if entry["special"] else 4 for entry in told["added_tokens"]}
+    content = json.loads(byte_level().to_str())
+    texts = {**content["model"]["vocab"], **{entry["content"]: entry["id"] for entry in content["added_tokens"]}}
+    special = {entry["id"]: 3 if entry["special"] else 4 for entry in content["added_tokens"]}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(sorted(texts, key=texts.__getitem__))
     writer.add_token_types([special.get(place, 1) for place in range(len(texts))])
-    writer.add_token_merges([" ".join(merge) for merge in told["model"]["merges"]])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATES["plain"])

@@ -51,11 +51,11 @@ def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
         before = engine.generate([1, 2, 3], **ASK).tokens
         first_round = engine.stats().rounds
         with engine.trace(rounds=ROUNDS) as trace:
-            under = engine.generate([1, 2, 3], **ASK).tokens
-        behind = engine.generate([1, 2, 3], **ASK).tokens
+            during = engine.generate([1, 2, 3], **ASK).tokens
+        after = engine.generate([1, 2, 3], **ASK).tokens
         tape = engine._graphs[engine._graphs.key_for(1, True, False)]
         assert isinstance(tape, Tape)
-        yield Traced(engine, trace.timeline, (before, under, behind), first_round, tape)
+        yield Traced(engine, trace.timeline, (before, during, after), first_round, tape)
 
 
 def of_round(timeline: Timeline, number: int, stream: str, *kinds: str) -> list[Span]:

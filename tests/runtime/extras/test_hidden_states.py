@@ -57,7 +57,7 @@ def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int) -> No
     with saving_engine(tmp_path, k) as engine:
         guard = NoSyncs(engine.buffers)
         jobs = [engine.submit(prompt, constraint=rule, max_new_tokens=20) for prompt in PROMPTS for rule in (None, CONSTRAINTS[1])]
-        engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # stands for no tokens
+        engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # not saved: no token ids
         with guard:
             finish(engine, jobs)
         assert engine.stats().host_syncs == 0 and guard.pinned_reads > 10

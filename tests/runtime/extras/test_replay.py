@@ -208,11 +208,11 @@ def test_failing_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
 
 def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
     there = tmp_path / "there.jsonl"
-    there.write_text("somebody's")
-    for path, told in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
-        with pytest.raises(ValueError, match=told):
+    there.write_text("another file")
+    for path, message in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
+        with pytest.raises(ValueError, match=message):
             recorded_engine(path)
-    assert there.read_text() == "somebody's"
+    assert there.read_text() == "another file"
     with pytest.raises(ValueError, match=r"Recording\.path: got 3"):
         Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):
@@ -255,12 +255,12 @@ def test_replay_with_another_model_raises(tmp_path: Path) -> None:
     run = read_recording(path)
     biased = ToyTarget(VOCABULARY.logits_width, seed=3, biases={1: 2.5})  # same shapes, other values
     wider = Vocabulary(VOCABULARY.tokens, VOCABULARY.stop_token_ids, VOCABULARY.logits_width)  # no control tokens
-    for told, target, draft, vocabulary in (
+    for message, target, draft, vocabulary in (
         ("draft: got ToyDraft of", TARGET, ToyDraft(TARGET, 0.7), VOCABULARY),
         ("target: got ToyTarget of", biased, DRAFT, VOCABULARY),
         ("vocabulary: got", TARGET, DRAFT, wider),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             replay(run, target, draft, vocabulary)
     pair = toy_pair()
     with pytest.raises(ValueError, match=r"fingerprint \w{16}, expected the recorded ToyDraft of \d tensors, fingerprint \w{16}"):
@@ -280,9 +280,9 @@ def test_invalid_recordings_raise(tmp_path: Path) -> None:
         ":3: ValueError: kind: got 'fly'": "".join(good[:2]) + '{"kind":"fly"}\n',
     }
     path = tmp_path / "run.jsonl"
-    for told, text in bad.items():
+    for message, text in bad.items():
         path.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(f"run.jsonl{told}")):
+        with pytest.raises(ValueError, match=re.escape(f"run.jsonl{message}")):
             read_recording(path).config  # noqa: B018
     with pytest.raises(ValueError, match="Is a directory, expected a file"):
         read_recording(tmp_path)
