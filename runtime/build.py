@@ -67,7 +67,7 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
 
 def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair, attention: AttentionChoice) -> tuple[str, ...]:
     """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
-    told = (f"kernels: {kernels.implementation(device)}", *(note for model in models for note in getattr(model, "notes", ())))
+    told = (f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ())))
     if models.proposer is not None:
         told = (*told, "drafts are proposed whole: no mask guides them, one host node walks them")
     if attention.rounds:

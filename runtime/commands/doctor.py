@@ -51,8 +51,7 @@ OPTIONAL = {
 # What is plain C: the probe that asks, what people read, and what stands in.
 NATIVE = {
     "native_link": ("grammars in C", "grammars are driven from Python, and host nodes take the GIL"),
-    "native_layers": ("layers in C", "on the CPU layers run as plain torch"),
-    "native_choices": ("choices in C", "on the CPU masked choices and acceptance run as plain torch"),
+    "native_library": ("operations in C", "on the CPU layers and token choices run in torch"),
 }
 SOURCES = Path(__file__).parents[2]
 PROGRAMS = {
@@ -127,7 +126,7 @@ def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    yield _threads(answers["torch_build"], answers["native_layers"])
+    yield _threads(answers["torch_build"], answers["native_library"])
     for name in ("attention", "filters"):
         answer = answers[name]
         told = answer.get("answer", {})

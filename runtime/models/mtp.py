@@ -19,7 +19,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
@@ -75,7 +75,7 @@ class Mtp(nn.Module):
         for index in (0,) if alone else range(inputs.step - 1, len(keys)):
             entries = shifted(inputs, index + 1)
             before = inputs.features if index == 0 else kept[index - 1][entries.slots]
-            turns = angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+            turns = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
             states = self.depths[index](before.flatten(0, 1), embedded, turns, entries, keys[index], values[index]).view(*shape, -1)
             if index < len(kept):
                 kept[index].index_put_((entries.slots,), states)

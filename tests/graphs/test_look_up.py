@@ -54,7 +54,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Any, int]
 @pytest.mark.parametrize("setup", [*(replace(setup, eager=False) for setup in SETUPS), *MORE_SETUPS], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
-def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Any, int]]) -> None:
+def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Any, int]]) -> None:
     run_schedule(setup, batch)
 
 
@@ -154,9 +154,9 @@ class Places:
         logits = torch.zeros(len(self.batch.rows), law.limits.num_tokens)
         logits[:, own] = 99.0
         chains = torch.tensor(chain).expand(len(logits), -1)
-        alive = drafting.going_on(self.batch)
+        alive = drafting.continuing(self.batch)
         tokens = drafting.choose_draft(buffers, self.batch, 1, logits, alive, True, sampled, None, chains)
-        return torch.stack([tokens, buffers.row_looked_up[self.batch.rows, 0], drafting.agreeing(chains, 1, tokens)[:, 1]], 1)
+        return torch.stack([tokens, buffers.row_looked_up[self.batch.rows, 0], drafting.matching_chains(chains, 1, tokens)[:, 1]], 1)
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ def mapped(d2t: Tensor) -> Engine:
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_backend("gpu"), r"backend: got 'gpu', want 'auto', 'tape' or 'cuda'"),
-    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"),
+    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"),
     (
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
-        r"attention: got 'fast', want one of 'auto', .*'reference'",
+        r"attention: got 'fast', expected one of 'auto', .*'reference'",
     ),
     (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, want at most 3600"),

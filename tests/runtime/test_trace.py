@@ -253,7 +253,7 @@ def test_timeline_is_available_after_the_block_and_traces_do_not_nest(traced: Tr
     with traced.engine.trace(rounds=1) as trace:
         with pytest.raises(RuntimeError, match="before the with block"):
             _ = trace.timeline
-        with pytest.raises(RuntimeError, match="a trace is under way"), traced.engine.trace():
+        with pytest.raises(RuntimeError, match="a trace is already running"), traced.engine.trace():
             pass
     assert trace.timeline.rounds == ()
     with pytest.raises(KeyError), traced.engine.trace(rounds=1):

@@ -175,13 +175,13 @@ def test_sampling_params_are_values() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_rows": 0}, r"EngineConfig.max_rows: got 0, want a whole number >= 1"),
-        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, want 0 to 8"),
+        ({"max_rows": 0}, r"EngineConfig.max_rows: got 0, expected a whole number >= 1"),
+        ({"num_speculative_tokens": 9}, r"EngineConfig.num_speculative_tokens: got 9, expected 0 to 8"),
         ({"page_size": 0}, r"EngineConfig.page_size: got 0"),
         ({"max_length": "long"}, r"EngineConfig.max_length: got 'long'"),
-        ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, want >= 64"),
+        ({"num_pages": 2}, r"EngineConfig.num_pages: got 2, expected >= 64"),
         ({"rounds_in_flight": 0}, r"EngineConfig.rounds_in_flight: got 0"),
-        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), want whole numbers from 1 of which the largest is max_rows=8"),
+        ({"buckets": (1, 2)}, r"buckets: got \(1, 2\), expected integers >= 1 of which the largest is max_rows=8"),
         ({"buckets": (0, 8)}, r"buckets: got \(0, 8\)"),
         ({"buckets": ()}, r"buckets: got \(\)"),
         ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),
