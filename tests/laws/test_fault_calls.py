@@ -18,8 +18,8 @@ import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job
 from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
-from tests.graphs.test_capture_failures import KEYS, Refusing, serve
-from tests.graphs.test_capture_failures import make as make_refusing
+from tests.graphs.test_graph_set import KEYS, Refusing, serve
+from tests.graphs.test_graph_set import make as make_refusing
 from tests.helpers.aio_runs import check_events
 from tests.helpers.call_points import call_raises, worker_dies
 from tests.helpers.fault_points import CAUSE, Fault, Point

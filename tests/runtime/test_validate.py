@@ -190,7 +190,7 @@ def test_sampling_params_are_values() -> None:
         ({"draft_masks": None}, r"EngineConfig.draft_masks: got None"),
         ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
         ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
-        ({"compile_isolation": "thread"}, r"EngineConfig.compile_isolation: got 'thread', want one of process, none"),
+        ({"compile_isolation": "thread"}, r"EngineConfig.compile_isolation: got 'thread', expected one of 'process', 'none'"),
         ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got dict, want GrammarLimits"),
         ({"grammar_cache_bytes": 0}, r"EngineConfig.grammar_cache_bytes: got 0, want a whole number >= 1"),
         ({"max_compiles": True}, r"EngineConfig.max_compiles: got True"),

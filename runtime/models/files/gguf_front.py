@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 
-MOST_VALUES = 2 * MOST_IDS  # of all arrays together; the package makes objects of 200 bytes and more of each
+MOST_VALUES = 2 * MAX_IDS  # of all arrays together; the package makes objects of 200 bytes and more of each
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 

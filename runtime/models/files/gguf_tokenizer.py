@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
 from stepgraph.runtime.models.files.tokenizer import SPECIAL, OpenedTokenizer, library
-from stepgraph.sampling.grammar.tokenizers.gguf_fields import from_fields
+from stepgraph.sampling.grammar.tokenizers.gguf_fields import table_of_fields
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by the format's type
 _STRING, _ARRAY = 8, 9
@@ -53,7 +54,7 @@ def open_gguf(path: Path) -> OpenedTokenizer:
         ids["bos_token"],
         begins if isinstance(begins, bool) else None,
         ChatTemplate(template, special) if isinstance(template, str) else None,
-        lambda: from_fields(fields.get, path, None),
+        lambda: Vocabulary.from_table(table_of_fields(fields.get, path, None)),
     )
 
 
