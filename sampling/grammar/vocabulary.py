@@ -133,6 +133,11 @@ class Vocabulary:
         return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.non_text_ids)
 
     @cached_property
+    def partial_words(self) -> npt.NDArray[np.int32]:
+        """Indices of the `text_words` that are not all ones."""
+        return np.flatnonzero(self.text_words != -1).astype(np.int32)
+
+    @cached_property
     def stop_words(self) -> npt.NDArray[np.int32]:
         """[mask_words] one bit per stop token."""
         return self._pack(self.stop_token_ids)

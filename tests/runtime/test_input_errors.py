@@ -64,7 +64,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
         r"attention: got 'fast', expected one of 'auto', .*'reference'",
     ),
-    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
+    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', expected one of auto, native, python"),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected at most 3600"),
     (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, want 0 to 1"),
     (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, want whole numbers from 0 to 2"),
@@ -108,7 +108,7 @@ def test_the_tape_records_memory_of_the_cpu_only() -> None:
 
 
 def test_a_link_in_c_has_room_for_some_rows_and_rounds() -> None:
-    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, want 1 to \d+ slots and a depth of at least 1"):
+    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, expected 1 to \d+ slots and a depth of at least 1"):
         NativeLink(load(), *host_buffers(1), 0)
 
 
