@@ -1,4 +1,4 @@
-"""tools/nsys_profile.py as a process on the tape, its nsys command line, and the effect of the environment on an engine."""
+"""tools/nsys_profile.py as a process on the tape, its nsys command line, and profiling set by the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.profiling import command
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((ROOT / "tests" / "data" / "profile_report.schema.json").read_text())
-GOLDEN = {  # nsys flags and reasons
+GOLDEN = {  # flags for nsys, and their reasons
     "--trace=cuda,nvtx": "launches, nodes and the ranges of stages and rounds",
     "--cuda-graph-trace=node": "the default, a graph as a whole, has no stages",
     "--capture-range=cudaProfilerApi": "the engine says when",
@@ -46,7 +46,7 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_nsys_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
     *why, line = capsys.readouterr().out.splitlines()
     words = shlex.split(line)
@@ -64,13 +64,13 @@ def test_nsys_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def examples(doc: str | None, name: str) -> list[list[str]]:
-    """Example command lines in --help, without redirections."""
+    """Of a --help, without what the shell does."""
     lines = [line.strip() for line in (doc or "").splitlines() if line.strip().startswith("python ")]
     return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
 
 
-def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
-    """The first example of --help as a process, with the engine's timeline: the saved report is the printed one, and its times add up."""
+def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
+    """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
     done = tool(*(word.replace("/tmp/bench", str(out)) for word in first), "--with", "trace", "--json", "-k", "2")
@@ -91,7 +91,7 @@ def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
-def test_other_examples_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_help_examples_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     here = words.index("--") if "--" in words else len(words)
     assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
     assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
@@ -105,13 +105,11 @@ def test_other_examples_parse(words: list[str], capsys: pytest.CaptureFixture[st
         (["--bench", "--", "a.py"], 2, "got both of --bench and -- SCRIPT"),
         (["--bench", "--draft", "ngram"], 2, "--draft: got one without --model"),
         (["--bench", "--with", "nsys", "--nsys", "/none/nsys"], 2, "found no '/none/nsys' here; expected it on the path"),
-        (["--with", "trace", "--", "true"], 1, "no engine came to these rounds; nothing was recorded of rounds 20-40"),
+        (["--with", "trace", "--", "true"], 1, "no engine reached these rounds; nothing was recorded of rounds 20-40"),
         (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
     ],
 )
-def test_bad_profile_arguments_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
-) -> None:
+def test_profile_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str) -> None:
     assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == ""
@@ -126,12 +124,12 @@ def toy_engine(eager: bool = False) -> Engine:
 
 
 def decode(eager: bool = False) -> list[list[int]]:
-    """Decode two requests, one with a grammar; returns the texts."""
+    """Two requests, one of them with a grammar; the texts."""
     constraint = Constraint.regex("[a-c]{60}")
     with toy_engine(eager) as engine:
         engine.capture()
         engine.compile(constraint)
-        jobs = [engine.submit([index + 1], constraint=one, max_new_tokens=24) for index, one in enumerate([None, constraint])]
+        jobs = [engine.submit([place + 1], constraint=one, max_new_tokens=24) for place, one in enumerate([None, constraint])]
         while engine.has_work:
             engine.step()
     return [job.tokens for job in jobs]
@@ -139,7 +137,7 @@ def decode(eager: bool = False) -> list[list[int]]:
 
 @pytest.fixture
 def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Sets the environment variables for a range of rounds."""
+    """Ask for these rounds, as the environment of a fresh process does."""
 
     def ask(rounds: str) -> Path:
         monkeypatch.setattr(profiled, "_first", threading.Lock())
@@ -150,32 +148,32 @@ def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[
     return ask
 
 
-def test_engine_writes_its_rounds_and_decodes_the_same(profile_rounds: Callable[[str], Path]) -> None:
+def test_profiled_engine_writes_its_rounds_and_has_the_same_tokens(profile_rounds: Callable[[str], Path]) -> None:
     plain = decode(eager=True)
     file = profile_rounds("3-5")
     assert decode() == plain
-    written = json.loads(file.read_text())
-    assert [one["round"] for one in written["rounds"]] == [3, 4, 5]
-    spans = {(span[1], span[3]): span[4:] for span in written["spans"] if span[2] == "host"}
-    # Times of the link lie within those of the tape, for each host node of each round.
-    assert {(name, number) for name, number, _, _ in written["host_nodes"]} == set(spans)
+    document = json.loads(file.read_text())
+    assert [one["round"] for one in document["rounds"]] == [3, 4, 5]
+    spans = {(span[1], span[3]): span[4:] for span in document["spans"] if span[2] == "host"}
+    # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
+    assert {(name, number) for name, number, _, _ in document["host_nodes"]} == set(spans)
     assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
-    for name, number, start, end in written["host_nodes"]:
+    for name, number, start, end in document["host_nodes"]:
         assert spans[name, number][0] <= start <= end <= spans[name, number][1]
-    assert written["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in written["host_nodes"])
-    assert 3 <= written["counters"]["row_rounds"] <= 6 and written["counters"]["tokens"] >= written["counters"]["row_rounds"]
+    assert document["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in document["host_nodes"])
+    assert 3 <= document["counters"]["row_rounds"] <= 6 and document["counters"]["tokens"] >= document["counters"]["row_rounds"]
     with toy_engine() as another:
-        assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
+        assert type(another._in_flight) is InFlight, "only the first engine of a process is profiled"
 
 
-def test_rounds_cut_short_by_exit_are_written(profile_rounds: Callable[[str], Path]) -> None:
+def test_rounds_before_an_early_end_are_written(profile_rounds: Callable[[str], Path]) -> None:
     file = profile_rounds("2-900")
     decode(eager=True)
     numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
 
 
-def test_script_with_its_own_trace_runs_unprofiled(profile_rounds: Callable[[str], Path]) -> None:
+def test_script_with_its_own_trace_continues_unprofiled(profile_rounds: Callable[[str], Path]) -> None:
     file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.capture()
@@ -187,12 +185,12 @@ def test_script_with_its_own_trace_runs_unprofiled(profile_rounds: Callable[[str
     assert not file.exists()
 
 
-def test_unrecorded_rounds_are_reported(profile_rounds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_eager_rounds_raises(profile_rounds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
     code, out, err = printed(capsys, file)
-    assert (code, out) == (2, "") and "without recording them, want EngineConfig.eager=False" in err
+    assert (code, out) == (2, "") and "without recording them, expected EngineConfig.eager=False" in err
 
 
 @pytest.mark.parametrize(
@@ -200,14 +198,14 @@ def test_unrecorded_rounds_are_reported(profile_rounds: Callable[[str], Path], c
     [
         (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
         (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
-        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in a folder that is there"),
+        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
-def test_wrong_environment_variable_is_named(variable: str, value: str, message: str) -> None:
+def test_invalid_environment_variable_is_named(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
-        profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
+        profiled.read_range({profiled.ROUNDS: "1-2", variable: value})
     assert message in str(raised.value)
-    assert profiled.asked_range({}) is None
+    assert profiled.read_range({}) is None
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -217,7 +215,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple
 
 
 def nsys_stand_in(path: Path, exported: Path) -> Path:
-    """A stand-in for `nsys export`: checks its arguments and copies an existing file."""
+    """`nsys export` as far as the report calls it: checks its words, and hands out a file that is there."""
     path.write_text(
         f'#!/bin/sh\n[ "$1 $2 $3 $4 $5" = "export --type sqlite --force-overwrite=true --output" ] || {{ echo "got $*" >&2; exit 3; }}\n'
         f'case "$7" in *broken*) echo "cannot read $7" >&2; exit 4;; esac\ncp "{exported}" "$6"\n'
@@ -226,7 +224,7 @@ def nsys_stand_in(path: Path, exported: Path) -> Path:
     return path
 
 
-def test_report_exports_and_finds_related_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_exports_and_finds_what_belongs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", nsys_files.rounds(tmp_path / "made.sqlite"))
     nsys_files.captures(tmp_path / "run.1.sqlite")
     (tmp_path / "run.1.nsys-rep").write_text("older than its export")
@@ -255,25 +253,25 @@ def test_every_example_of_the_report_prints_one(
     os.utime(tmp_path / "profile.2.nsys-rep", (1, 1))
     own = words[0].endswith(".json")
     spans = [[*(("side" if stream == 13 else "main"), name, "stage"), 20, *times] for name, _, stream, *times in nsys_files.ROUND]
-    sidecar = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
-    (tmp_path / "profile.rounds.json").write_text(json.dumps(sidecar))
+    document = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
+    (tmp_path / "profile.rounds.json").write_text(json.dumps(document))
     monkeypatch.chdir(tmp_path)
     code, out, err = printed(capsys, *words)
     assert (code, err) == (0, "")
     assert "target_verify" in out and ("--png" not in words or (tmp_path / "timeline.png").is_file())
 
 
-def test_report_names_missing_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
-    for name, wanted in (
+    for name, expected in (
         ("gone.sqlite", "got no such file"),
         ("broken.nsys-rep", "ended with 4: cannot read"),
-        ("other.json", "want what the engine wrote"),
+        ("other.json", "expected a file written with STEPGRAPH_PROFILE_ROUNDS"),
     ):
         if name != "gone.sqlite":
             (tmp_path / name).write_text("{}")
         code, out, err = printed(capsys, tmp_path / name, "--nsys", nsys)
-        assert (code, out) == (2, "") and wanted in err and name in err
+        assert (code, out) == (2, "") and expected in err and name in err
     code, _, err = printed(capsys, tmp_path / "broken.nsys-rep", "--nsys", "/none/nsys")
     assert code == 2 and "no /none/nsys here to export it; run `/none/nsys export --type sqlite" in err
     (tmp_path / "a.rounds.json").write_text(json.dumps(nsys_files.sidecar_document()))
@@ -281,7 +279,7 @@ def test_report_names_missing_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 2 and "goes with a profile of nsys and holds no times" in err
 
 
-def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_torch_is_told_of_stages_and_host_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, sidecar = tmp_path / "trace.json", tmp_path / "a.rounds.json"
     trace.write_text(json.dumps({"traceEvents": nsys_files.torch_trace()}))
     code, _, err = printed(capsys, trace)
@@ -291,6 +289,6 @@ def test_torch_trace_gets_stages_and_host_nodes(tmp_path: Path, capsys: pytest.C
     report = json.loads(out)
     jsonschema.validate(report, SCHEMA)
     times = {stage["name"]: stage["total_ns"] for stage in report["stages"]}
-    # Kernels of one stage are one span, including the 10 between two of them.
+    # Kernels of one stage are one span here: the 10 between two of them belong to it.
     assert (code, times) == (0, {"show head": 150, "place head": 120, "target_verify": 6000, "accept": 600, "draft_prefill": 3000})
     assert (report["backend"], report["host_nodes"]["total_ns"], report["host_nodes"]["exposed_ns"]) == ("torch", 3500, 400)
