@@ -166,10 +166,10 @@ def _exposed_wait(work: Work) -> Document:
         source, found = "waits", union((span.start_ns, span.end_ns) for span in work.waits)
     elif work.hosts:
         beside = [span for span in work.stages if span.stream != MAIN and span.round != OUTSIDE]
-        source = "idle before a stage that reads a mask, while host nodes or their copies ran"
+        source = "idle before a mask is read, while host nodes or their copies ran"
         found = common(union((span.start_ns, span.end_ns) for span in (*work.hosts, *beside)), _in_front_of_readers(work))
     elif any(span.stream != MAIN for span in work.stages):
-        source, found = "idle before a stage that reads a mask", _in_front_of_readers(work)
+        source, found = "idle before a mask is read", _in_front_of_readers(work)
     else:
         source, found = "no round had host nodes", []
     waits = [length(common(work.idle_in(window), found)) for window in work.windows.values()]

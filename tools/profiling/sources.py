@@ -58,7 +58,7 @@ def own_profile(path: Path, sidecar: Sidecar) -> Profile:
     if not sidecar.spans:
         raise ValueError(f"{path}: it goes with a profile of nsys and holds no times; expected that profile's .nsys-rep or .sqlite")
     if not any(sidecar.stages.values()):
-        raise ValueError(f"{path}: the engine ran these rounds without recording them, want EngineConfig.eager=False")
+        raise ValueError(f"{path}: the engine ran these rounds without recording them, expected EngineConfig.eager=False")
     backend: Literal["tape", "torch"] = "tape" if sidecar.backend == "tape" else "torch"
     return Profile(backend, with_hosts(sidecar.spans, sidecar), (path.name,), sidecar.counters, sidecar.notes)
 

@@ -154,7 +154,7 @@ def test_nodes_that_do_not_match_the_recording_are_unknown(tmp_path: Path) -> No
     ]
     alone = figures.document(read_nsys([file], Sidecar()))
     assert alone["notes"] == [
-        f"stages of round {FIRST} (no key) are unknown: the capture was not profiled, and the engine's own list is missing"
+        f"stages of round {FIRST} (no key) are unknown: the capture was not profiled, and the list of the engine is missing"
     ]
     assert alone["acceptance"] is None
 
@@ -165,7 +165,7 @@ def test_wait_is_bounded_without_host_node_records(tmp_path: Path) -> None:
     found = figures.document(read_nsys([file], written(tmp_path / "a.json", host_nodes=[], counters=counters)))
     assert (found["host_nodes"]["source"], found["host_nodes"]["total_ns"], found["host_nodes"]["hidden_share"]) == ("counted", 3500, None)
     assert found["exposed_wait"] == {
-        "source": "idle in front of what reads a mask",
+        "source": "idle before a mask is read",
         "time_ns": {"total": 100 + 500 + 100, "median": 100, "max": 500, "count": 3},
         "share_of_rounds": pytest.approx(700 / 10_300, abs=1e-6),
     }
