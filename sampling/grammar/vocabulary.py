@@ -106,7 +106,7 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
-        from stepgraph.sampling.grammar.tokenizers.gguf_fields import from_gguf
+        from stepgraph.sampling.grammar.tokenizers.gguf import from_gguf
 
         return from_gguf(Path(path), logits_width, stop_token_ids)
 

@@ -134,8 +134,8 @@ def test_the_capture_report_says_what_drafts() -> None:
         with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:
             said += [note for note in engine.capture().notes if note.startswith("draft")]
     assert said == [
-        "draft: EAGLE-3, fed with the states that enter layers 3, 0 and 2; proposes 54 of 160 tokens",
+        "draft: EAGLE-3 over the inputs of layers 3, 0, 2; proposes 54 of 160 tokens",
         "draft: MTP, one module for every draft",
         "draft: MTP, 3 modules, one per draft",
-        "draft: a model of 2 layers with 110 tokens whose bytes are a target's token's",
+        "draft: a model of 2 layers with 110 tokens with the bytes of a target token",
     ]

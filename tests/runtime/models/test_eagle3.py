@@ -11,8 +11,7 @@ from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting, eagle3_logits
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 8, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0))

@@ -90,5 +90,5 @@ def test_a_window_is_seen() -> None:
 
 def test_a_longer_row_than_the_model_s_positions_is_refused() -> None:
     model = load("llama-2")
-    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, want at most the target's 100 positions"):
+    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, expected at most the 100 positions of the target"):
         Cached(Llama(replace(model.config, max_positions=100)))

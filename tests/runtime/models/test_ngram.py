@@ -83,10 +83,10 @@ def test_neighbours_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_ngram": 9}, "NgramLookup.max_ngram: got 9, want a whole number from 1 to 8"),
+        ({"max_ngram": 9}, "NgramLookup.max_ngram: got 9, expected a whole number from 1 to 8"),
         ({"max_ngram": True}, "NgramLookup.max_ngram: got True"),
-        ({"max_ngram": 2, "min_ngram": 3}, "NgramLookup.min_ngram: got 3, want a whole number from 1 to 2"),
-        ({"min_ngram": 0}, "NgramLookup.min_ngram: got 0, want a whole number from 1 to 8"),
+        ({"max_ngram": 2, "min_ngram": 3}, "NgramLookup.min_ngram: got 3, expected a whole number from 1 to 2"),
+        ({"min_ngram": 0}, "NgramLookup.min_ngram: got 0, expected a whole number from 1 to 8"),
     ],
     ids=str,
 )

@@ -58,12 +58,14 @@ def test_the_type_of_the_folder_or_another() -> None:
     wide = open_checkpoint(half, torch.float32).load("cpu")
     assert wide.embedding.dtype == torch.float32 and torch.equal(wide.embedding, open_checkpoint(half).load("cpu").embedding.float())
     for dtype in (torch.int8, torch.float64, "bfloat16"):
-        with pytest.raises(ValueError, match=f"dtype: got '?{dtype}'?, want one of torch.float32, torch.bfloat16, torch.float16, or None"):
+        with pytest.raises(
+            ValueError, match=f"dtype: got '?{dtype}'?, expected one of torch.float32, torch.bfloat16, torch.float16, or None"
+        ):
             open_checkpoint(half, dtype)  # type: ignore[arg-type]
 
 
 def test_what_is_no_path_and_what_is_no_config() -> None:
-    with pytest.raises(ValueError, match=r"path: got NoneType, want the path of a model's folder or \.gguf file"):
+    with pytest.raises(ValueError, match=r"path: got NoneType, expected the path of a model folder or \.gguf file"):
         Engine.from_pretrained(None)  # type: ignore[arg-type]
     for config in ({}, {"max_rows": 2}):
         with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
@@ -108,7 +110,7 @@ def cut(path: Path, share: float) -> None:
 
 NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.q_proj.weight"
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, "path: got .*model', want a local folder"),
+    "no folder": (shutil.rmtree, "path: got .*model', expected a local folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: no JSON"),
     "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: no JSON"),
@@ -119,7 +121,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
         "config.json: no JSON: Exceeds|want ",  # where Python reads it, a field is refused
     ),
-    "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: want a plain file"),
+    "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: expected a regular file"),
     "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
     "another tokenizer": (lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}), "want a model of type BPE"),
@@ -131,48 +133,54 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated weights": (lambda f: cut(f / "model.safetensors", 0.9), "model.safetensors: .*incomplete|MetadataIncompleteBuffer"),
     "truncated header": (lambda f: cut(f / "model.safetensors", 0.001), "model.safetensors: "),
     "absurd header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
-    "index names another folder": (lambda f: break_index(f, "../model/model.safetensors"), "want the plain name of a .safetensors file"),
-    "index names a path from the root": (lambda f: break_index(f, f"{f}/model.safetensors"), "want the plain name of a .safetensors file"),
-    "index names a pickle": (lambda f: break_index(f, "pytorch_model.bin"), "want the plain name of a .safetensors file"),
-    "index names no file": (lambda f: break_map(f, {NORM: 3}), "got no weight_map, want tensor names with the files that hold them"),
-    "index is no map": (lambda f: break_map(f, ["model.safetensors"]), "got no weight_map"),
+    "index names another folder": (lambda f: break_index(f, "../model/model.safetensors"), "expected the name of a .safetensors file"),
+    "index names a path from the root": (lambda f: break_index(f, f"{f}/model.safetensors"), "expected the name of a .safetensors file"),
+    "index names a pickle": (lambda f: break_index(f, "pytorch_model.bin"), "expected the name of a .safetensors file"),
+    "index names no file": (lambda f: break_map(f, {NORM: 3}), "weight_map: got .*, expected an object with a file name for each"),
+    "index is no map": (lambda f: break_map(f, ["model.safetensors"]), "weight_map: got"),
     "index names what its shard lacks": (lambda f: break_map(f, {"model.extra": "model.safetensors"}), "safetensors: model.extra: "),
     "index names a missing shard": (lambda f: break_index(f, "gone.safetensors"), "gone.safetensors: .*No such file"),
-    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), rf"{NORM} is missing, want it with shape \(64,\)"),
+    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(NORM)), rf"{NORM} is missing, expected it with shape \(64,\)"),
     "wrong shape": (
         lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY][:-1].clone()})),
-        rf"{QUERY} has shape \(63, 64\), want \(64, 64\)",
+        rf"{QUERY}: got shape \(63, 64\), expected \(64, 64\)",
     ),
-    "whole numbers": (lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})), f"{QUERY} is stored as I8"),
-    "a tensor too many": (lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})), "no use for, such as model.extra"),
+    "whole numbers": (
+        lambda f: change_tensors(f, lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
+        f"{QUERY}: got type I8",
+    ),
+    "a tensor too many": (
+        lambda f: change_tensors(f, lambda t: t.update({"model.extra": t[NORM] + 1})),
+        "such as model.extra",
+    ),
     "NaN": (lambda f: change_tensors(f, lambda t: t[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
     "NaN in bfloat16": (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].bfloat16() * torch.nan})), f"{NORM} holds NaN or"),
     "infinity": (lambda f: change_tensors(f, lambda t: t[NORM][3].fill_(torch.inf)), f"{NORM} holds NaN or infinity"),
 }
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], want one of Llama"),
+    "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: got \['GPT2LMHeadModel'\], expected one of Llama"),
     "no architecture": ({"architectures": None}, "architectures: got None"),
-    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, want a whole number from 1"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, expected a whole number from 1"),
     "negative size": ({"hidden_size": -64}, "hidden_size: got -64"),
     "true as a number": ({"num_attention_heads": True}, "num_attention_heads: got True"),
     "a fraction": ({"vocab_size": 160.5}, "vocab_size: got 160.5"),
-    "hundreds of digits": ({"intermediate_size": 10**300}, "intermediate_size: got 1000.*want a whole number"),
+    "hundreds of digits": ({"intermediate_size": 10**300}, "intermediate_size: got 1000.*expected a whole number"),
     "absurd together": ({"hidden_size": 131072, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "head_dim": 16}, "e.* parameters"),
-    "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, want a divisor of num_attention_heads=4"),
-    "an odd head": ({"head_dim": 15}, "head_dim: got 15, want an even number"),
+    "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads: got 3, expected a divisor of num_attention_heads=4"),
+    "an odd head": ({"head_dim": 15}, "head_dim: got 15, expected an even number"),
     "epsilon": ({"rms_norm_eps": -1}, "rms_norm_eps: got -1"),
     "theta is no number": ({"rope_parameters": {"rope_theta": float("nan"), "rope_type": "default"}}, "rope_theta: got nan"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got 'yarn', want 'default', 'linear' or 'llama3'"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got 'yarn', expected 'default', 'linear' or 'llama3'"),
     "longrope": ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type: got 'longrope'"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "rope_type: got 'dynamic'"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', want 'silu'"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
     "biases": ({"mlp_bias": True}, "mlp_bias: got True, which is not supported"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: got .*gptq.*not supported"),
-    "part of each head turns": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, want 1"),
-    "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*want 4 of"),
-    "a type that is none": ({"dtype": "float8"}, "dtype: got 'float8', want one of float32"),
-    "a flag that is none": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', want true or false"),
-    "tied": ({"tie_word_embeddings": False, "vocab_size": 161}, r"embed_tokens.weight has shape \(160, 64\), want \(161, 64\)"),
+    "part of each head turns": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1"),
+    "layer types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types: got .*expected 4 of"),
+    "a type that is none": ({"dtype": "float8"}, "dtype: got 'float8', expected one of float32"),
+    "a flag that is none": ({"tie_word_embeddings": "no"}, "tie_word_embeddings: got 'no', expected true or false"),
+    "tied": ({"tie_word_embeddings": False, "vocab_size": 161}, r"embed_tokens.weight: got shape \(160, 64\), expected \(161, 64\)"),
 }
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.runtime.models.draft_llama import translate
+from stepgraph.runtime.models.draft_llama import map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -22,8 +22,7 @@ from stepgraph.runtime.models.files.draft_config import read_eagle3
 from stepgraph.runtime.models.files.draft_names import save_eagle3
 from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
@@ -149,96 +148,112 @@ def test_configs_as_they_are_published() -> None:
 
 def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
     target = Vocabulary([b"a", b"b", b"<s>", b"</s>", b""], [3], 8, [2])
-    same = translate(Vocabulary(target.tokens, [3], 8, [2]), target)
+    same = map_tokens(Vocabulary(target.tokens, [3], 8, [2]), target)
     assert same is None
-    wider = translate(Vocabulary([*target.tokens, b"ab"], [3], 16, [2]), target)
+    wider = map_tokens(Vocabulary([*target.tokens, b"ab"], [3], 16, [2]), target)
     assert wider is not None and [each.tolist() for each in wider] == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 3], [0, 1, 2, 3]]
-    moved = translate(Vocabulary([b"</s>", b"x", b"b", b"<s>", b"a", b"b"], [0], 6, [3]), target)
+    moved = map_tokens(Vocabulary([b"</s>", b"x", b"b", b"<s>", b"a", b"b"], [0], 6, [3]), target)
     assert moved is not None and [each.tolist() for each in moved] == [[4, 2, 3, 0, 0, 0, 0, 0], [0, 2, 3, 4], [3, 1, 2, 0]]
     with pytest.raises(ValueError, match=r"lacks 2 of the target's 5 tokens, such as 1 b'b'"):
-        translate(Vocabulary([b"a", b"<s>", b"</s>"], [2]), target)  # <s> is text here
+        map_tokens(Vocabulary([b"a", b"<s>", b"</s>"], [2]), target)  # <s> is text here
 
 
 QUERY, JOIN = "midlayer.self_attn.q_proj.weight", "model.layers.4.eh_proj.weight"
 SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
-    "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, want the target's 160"),
-    "more tokens than there are": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, want a whole number from 1 to"),
-    "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, want the target's hidden_size 48"),
-    "two layers": (EAGLE3, config(num_hidden_layers=2), "num_hidden_layers: got 2, want 1"),
+    "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, expected the target's 160"),
+    "more tokens than there are": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, expected a whole number from 1 to"),
+    "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, expected the target's hidden_size 48"),
+    "two layers": (EAGLE3, config(num_hidden_layers=2), "num_hidden_layers: got 2, expected 1"),
     "a layer beyond the target": (
         EAGLE3,
         config(**{IDS: [1, 5]}),
-        rf"{IDS}: got \[1, 5\], want a list of layers of the target, which has 4",
+        rf"{IDS}: got \[1, 5\], expected a list of layers of the target, which has 4",
     ),
-    "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', want true or false"),
-    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, want False"),
-    "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, want False"),
-    "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, want False"),
-    "no states of the target": (EAGLE3, config(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state: got False, want True"),
-    "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], want an object"),
-    "one state too few": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight has shape \(32, 144\), want \(32, 96\)"),
+    "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
+    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
+    "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, expected False"),
+    "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
+    "no states of the target": (
+        EAGLE3,
+        config(eagle_config={"use_aux_hidden_state": False}),
+        "hidden_state: got False, expected True",
+    ),
+    "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], expected an object"),
+    "one state too few": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight: got shape \(32, 144\), expected \(32, 96\)"),
     "a layer of a plain Llama": (
         EAGLE3,
         tensors(lambda held: held.update({QUERY: held[QUERY][:, :32].clone()})),
-        rf"{QUERY} has shape \(32, 32\), want \(32, 64\)",
+        rf"{QUERY}: got shape \(32, 32\), expected \(32, 64\)",
     ),
-    "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, want it with shape \(32, 144\)"),
-    "a tensor too many": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "no use for, such as fc.bias"),
+    "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, expected it with shape \(32, 144\)"),
+    "a tensor too many": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "account for, such as fc.bias"),
     "no embedding": (
         EAGLE3,
         tensors(lambda held: held.pop("embed_tokens.weight")),
-        r"embed_tokens.weight is missing, want it with shape \(160, 32\): the target's is 48 wide",
+        r"embed_tokens.weight is missing, expected it with shape \(160, 32\): the target's has a width of 48",
     ),
     "one tensor twice": (
         EAGLE3,
         tensors(lambda held: held.update({"model.norm.weight": held["norm.weight"].clone()})),
-        "norm.weight is there twice, as .*norm.weight and",
+        "norm.weight: got it twice, as .*norm.weight and",
     ),
     "NaN": (EAGLE3, tensors(lambda held: held[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
-    "no d2t": (EAGLE3, tensors(lambda held: held.pop("d2t")), r"d2t is missing, want it with shape \(54,\): the head proposes 54 of 160"),
-    "d2t of fractions": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t is F32 of shape .*want I64"),
-    "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t names ids of the target twice, or such"),
-    "d2t of ids, not of distances": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t names ids of the target twice, or such"),
-    "t2d of another table": (EAGLE3, tensors(lambda held: held["t2d"].logical_not_()), "t2d does not mark the 54 ids that d2t names"),
+    "no d2t": (
+        EAGLE3,
+        tensors(lambda held: held.pop("d2t")),
+        r"d2t is missing, expected it with shape \(54,\): the head proposes",
+    ),
+    "d2t of fractions": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t: got F32 of shape .*expected I64"),
+    "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t: got duplicate target ids"),
+    "d2t of ids, not of distances": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t: got duplicate target ids"),
+    "t2d of another table": (
+        EAGLE3,
+        tensors(lambda held: held["t2d"].logical_not_()),
+        "t2d: got marks that differ",
+    ),
     "experts": (
         MANY,
         renamed(lambda name: name.replace("layers.5.mlp.", "layers.5.mlp.experts.3.")),
-        r"layers.5.mlp.experts.3.down_proj.weight belongs to a mixture of experts \(MoE\), which MTP modules are not supported with",
+        r"layers.5.mlp.experts.3.down_proj.weight: got an MTP module with a mixture of experts \(MoE\)",
     ),
-    "latent attention": (MANY, renamed(lambda name: name.replace("k_proj", "kv_b_proj")), r"kv_b_proj.weight belongs to latent attention"),
-    "a module missing": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, want 3, as many as there are eh_proj"),
+    "latent attention": (
+        MANY,
+        renamed(lambda name: name.replace("k_proj", "kv_b_proj")),
+        r"kv_b_proj.weight: got an MTP module with latent",
+    ),
+    "a module missing": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, expected 3, the number of eh_proj"),
     "a gap": (
         MANY,
         renamed(lambda name: name.replace("layers.5.", "layers.9.")),
-        r"eh_proj.weight in the layers \[4, 6, 9\], want them in a row",
+        r"eh_proj.weight: got it in layers \[4, 6, 9\], expected consecutive layers",
     ),
     "no norm": (
         MANY,
         tensors(lambda held: held.pop("model.layers.5.shared_head.norm.weight")),
-        r"model.layers.5.shared_head.norm.weight is missing, want it with shape \(64,\)",
+        r"model.layers.5.shared_head.norm.weight is missing, expected it with shape \(64,\)",
     ),
-    "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, want the target's 64"),
+    "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, expected the target's 64"),
     "a shared head of its own": (
         MANY,
         tensors(lambda held: held.update({"model.layers.4.shared_head.head.weight": torch.zeros(160, 64)})),
-        "model.layers.4.shared_head.head.weight holds other numbers than the target's lm_head.weight, which the modules share",
+        "model.layers.4.shared_head.head.weight differs from the target's lm_head.weight, which MTP modules share",
     ),
     "a shared embedding of another shape": (
         MANY,
         tensors(lambda held: held.update({"model.layers.6.embed_tokens.weight": torch.zeros(160, 32)})),
-        r"embed_tokens.weight has shape \(160, 32\), want \(160, 64\), as the target's model.embed_tokens.weight",
+        r"embed_tokens.weight: got shape \(160, 32\), expected \(160, 64\), the shape of the target's model.embed_tokens.weight",
     ),
     "another tokenizer": (
         MODEL,
         lambda folder: change_json(folder / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 4}}),
-        "head: got a vocabulary that lacks .* of the target's 110 tokens, such as 4 b'!'",
+        "head: vocabulary: lacks .* of the target's 110 tokens, such as 4 b'!'",
     ),
-    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, want a whole number from 1 to 131072"),
-    "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], want an EAGLE-3 head .*, MTP modules"),
+    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, expected a whole number from 1 to 131072"),
+    "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], expected an EAGLE-3 head .*, MTP modules"),
     "no folder": (
         MODEL,
         shutil.rmtree,
-        "draft: got .*head', want a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
+        "draft: got .*head', expected a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
     ),
 }
 
@@ -263,9 +278,9 @@ def test_a_spoiled_draft_is_refused_by_name(fault: str, tmp_path: Path, monkeypa
 
 
 def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"draft: got 'mtp', want a target with MTP modules; .* names no num_nextn_predict_layers"):
+    with pytest.raises(ValueError, match=r"draft: got 'mtp', expected a target with MTP modules; .* has no num_nextn_predict_layers"):
         Engine.from_pretrained(folder_of("qwen3"), "mtp")
-    with pytest.raises(ValueError, match=r"feature_layers: got \(1,\), want none; the draft takes \(3, 0, 2\)"):
+    with pytest.raises(ValueError, match=r"feature_layers: got \(1,\), expected none, as the draft determines them: \(3, 0, 2\)"):
         Engine.from_pretrained(EAGLE3.target, EAGLE3.folder, feature_layers=[1])
     small = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=16)
     Engine.from_pretrained(EAGLE3.target, EAGLE3.folder, config=small, progress=True).close()
@@ -284,7 +299,7 @@ def test_as_many_positions_as_both_models_have(tmp_path: Path) -> None:
     config(max_position_embeddings=24)(folder)
     with Engine.from_pretrained(MODEL.target, folder) as engine:
         assert engine.limits.max_length == 24
-    with pytest.raises(ValueError, match=r"max_length: got 25, want at most the draft's 24 positions"):
+    with pytest.raises(ValueError, match=r"max_length: got 25, expected at most the 24 positions of the draft"):
         Engine.from_pretrained(MODEL.target, folder, config=EngineConfig(max_length=25))
 
 

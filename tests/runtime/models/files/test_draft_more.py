@@ -16,8 +16,7 @@ from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft_config import read_eagle3
 from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
-from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig, read_config
 from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.runtime.pages import PagePool
 from tests.helpers.draft_engines import DRAFTERS
@@ -41,9 +40,9 @@ def test_a_draft_may_be_a_gguf_file(tmp_path: Path) -> None:
 def test_without_the_gguf_package_the_error_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "model.gguf", "qwen2", "qwen2")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for opened in (open_checkpoint, Vocabulary.from_gguf):
-        with pytest.raises(ValueError, match=r"model\.gguf: reading GGUF needs the gguf package: pip install 'stepgraph\[gguf\]'"):
-            opened(path)
+    with pytest.raises(ValueError, match=r"model\.gguf: reading GGUF needs the gguf package: pip install 'stepgraph\[gguf\]'"):
+        open_checkpoint(path)
+    assert Vocabulary.from_gguf(path).stop_token_ids == (2,), "metadata is read without the package"
 
 
 def test_a_config_that_is_written_reads_as_it_was() -> None:
@@ -52,10 +51,10 @@ def test_a_config_that_is_written_reads_as_it_was() -> None:
 
 
 def test_layers_that_no_family_has_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="got norms of heads with biases of some products only"):
+    with pytest.raises(ValueError, match="head_norms: got True with qkv_bias != output_bias"):
         layer_fields(replace(LAYER, head_norms=True, qkv_bias=True))
     head = Eagle3(Eagle3Config(replace(LAYER, head_norms=True), (0, 1, 2), 32, 64))
-    with pytest.raises(ValueError, match=r"Eagle3Config\.layer: got a layer as Qwen3ForCausalLM has it, want one as Llama has it"):
+    with pytest.raises(ValueError, match=r"Eagle3Config\.layer: got a layer of Qwen3ForCausalLM, expected a layer of LlamaForCausalLM"):
         save_eagle3(tmp_path / "head", head)
 
 
@@ -69,13 +68,13 @@ def test_a_head_says_which_states_it_takes_of_a_shallow_target() -> None:
     told = json.loads((EAGLE3.folder / "config.json").read_text(encoding="utf-8"))
     target = replace(open_checkpoint(EAGLE3.target).config, windows=(None, None))
     name = "eagle_aux_hidden_state_layer_ids"
-    with pytest.raises(ValueError, match=f"config.{name}: got none, want it said for a target of 2 layers"):
+    with pytest.raises(ValueError, match=f"config.{name}: got none, expected a list of layers: a target of 2 layers"):
         read_eagle3(told | {name: None}, target)
     assert read_eagle3(told | {name: [0, 1, 2]}, target).feature_layers == (0, 1, 2)
 
 
 def test_mtp_modules_draft_no_more_than_there_are() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.num_speculative_tokens: got 4, want at most 3, one per MTP module"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.num_speculative_tokens: got 4, expected at most 3, one per MTP module"):
         MANY.engine(4)
 
 

@@ -88,9 +88,9 @@ def test_a_gguf_file_says_by_types_what_its_tokens_are(tmp_path: Path) -> None:
     assert found.stop_token_ids == (1, 2) and found.control_token_ids == (0, 3) and found.logits_width == 20
     level = Vocabulary.from_gguf(gguf_of(tmp_path / "level.gguf", "gpt2", tokens, eos=1, eot=2, eom=1))
     assert level.tokens[4:] == (b"<call>", b"<0x0A>", b"<0x0B>", "\u2581caf\u00e9".encode(), b" x")
-    with pytest.raises(ValueError, match=r"other.gguf: tokenizer.ggml: got the model 'bert', want 'gpt2' or 'llama'"):
+    with pytest.raises(ValueError, match=r"other.gguf: tokenizer.ggml: got the model 'bert', expected 'gpt2' or 'llama'"):
         Vocabulary.from_gguf(gguf_of(tmp_path / "other.gguf", "bert", tokens))
-    with pytest.raises(ValueError, match=r"gone.gguf: no whole GGUF file"):
+    with pytest.raises(ValueError, match=r"gone.gguf: not a complete GGUF file"):
         Vocabulary.from_gguf(tmp_path / "gone.gguf")
 
 
