@@ -29,7 +29,7 @@ from stepgraph.graphs.capture import CaptureContext, Step, StreamEvent, current_
 from stepgraph.graphs.model import ModelPair, Proposer
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.sampling.acceptance import Emission
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, HostStep, advance, start
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_new
 from stepgraph.sampling.grammar.status import HostColumn
 
 SIDE = "side"
@@ -141,9 +141,9 @@ class GrammarLane:
         """Under target_verify: the end of the chain that the round before began."""
         drafts = self.round.limits.num_speculative_tokens
         walk_all = drafts == 0 or not self.round.guided(self.buffers)
-        steps = [BEGIN, start(stage=drafts), advance(drafts)]
+        steps = [BEGIN_ROUND, fill_new(stage=drafts), advance(drafts)]
         if walk_all:
-            steps = [BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END]
+            steps = [BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND]
 
         begun = self.flow.record()
         with self.flow.stream(SIDE):
@@ -160,7 +160,7 @@ class GrammarLane:
         size = self.size
         steps = [COMMIT if index == 0 else advance(index)]
         if index == self.round.limits.num_speculative_tokens - 1:
-            steps.append(END)
+            steps.append(END_ROUND)
 
         reached = self.flow.record()
         with self.flow.stream(SIDE):

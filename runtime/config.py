@@ -10,12 +10,12 @@ from stepgraph.graphs.attention.choose import WISHES as ATTENTION_WISHES
 from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation, checked_isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, checked_backend
 from stepgraph.sampling.grammar.link.native import HOST_LINKS
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import WISHES
 
 MOST_SECONDS = 86_400

@@ -95,7 +95,7 @@ class InFlight:
         batch_np[:] = self._limits.dummy_row
         batch_np[: len(seats)] = [seat.row for seat in seats]
         if key.constrained:
-            self._host.announce([seat.matcher for seat in seats])
+            self._host.push_batch([seat.matcher for seat in seats])
         self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
         self._replay(key)
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
@@ -112,7 +112,7 @@ class InFlight:
         flight = self._flights[0]
         flight.event.wait()
         self._flights.popleft()
-        self._host.let_go()
+        self._host.release_finished()
         results = self._buffers.results_ring_host[flight.slot].tolist()
         logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
         told_of = zip(flight.seats, results, logprobs, strict=False)

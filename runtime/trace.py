@@ -18,7 +18,7 @@ from pathlib import Path
 
 from stepgraph.graphs.capture import MAIN, Backend
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
-from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.fields import is_int
 
 Interval = tuple[int, int]
 

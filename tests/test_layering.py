@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import stepgraph
 from tools.lines import BUDGETS, DECODE_RING, DECODE_RING_BUDGET, Count, over_budget
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ DEVICE_FILES = (
     "sampling/bitmask.py",
     "sampling/acceptance.py",
 )
+PUBLIC_NAMES = frozenset(f"stepgraph.{name}" for name in stepgraph.__all__)  # exported by the root, from runtime
 SYNCING_METHODS = frozenset({"item", "tolist", "cpu", "nonzero", "numpy"})
 
 
@@ -62,6 +64,8 @@ def import_faults(root: Path) -> list[str]:
             elif parts[0] in LAYERS:
                 faults.append(f"{path}:{line}: {name} without stepgraph in front: a second copy of the module")
             elif layer in LAYERS and (parts[0] in ("tools", "tests") or parts[:2] in above(layer)):
+                faults.append(f"{path}:{line}: {layer} imports {name}")
+            if layer in ("sampling", "graphs") and name in PUBLIC_NAMES:
                 faults.append(f"{path}:{line}: {layer} imports {name}")
     return faults
 

@@ -150,11 +150,11 @@ class Scene:
         matchers = [seat.matcher for seat in engine._desk.rows]
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
-            engine._host.announce(matchers)
+            engine._host.push_batch(matchers)
             with use_context(flow), torch.no_grad():
                 step(engine.buffers)
             engine.backend.synchronize()
-            engine._host.let_go()
+            engine._host.release_finished()
         return flow.times
 
 

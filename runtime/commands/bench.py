@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_file, set_threads, settle_threads
+from stepgraph.runtime.commands.inputs import THREADS, read_file, set_threads, settle_threads
 from stepgraph.runtime.commands.request import DTYPES, add_draft_flags, dtype_of, look_up_of
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.variants import Case, Pair, Variant

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import clip_repr
 from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, load_libraries, print_json
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.graphs.buffers import StaticBuffers

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_schema, set_threads, settle_threads
+from stepgraph.runtime.commands.inputs import THREADS, read_schema, set_threads, settle_threads
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting, wants_colour
 from stepgraph.runtime.demo.pair import DRAFTS
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.runtime.demo.scenarios import Scenario

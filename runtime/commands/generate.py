@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import THREADS, clip_repr, read_file, read_standard_input, set_threads, settle_threads, token_ids
+from stepgraph.runtime.commands.inputs import THREADS, read_file, read_standard_input, set_threads, settle_threads, token_ids
 from stepgraph.runtime.commands.request import (
     DTYPES,
     add_constraint_flags,
@@ -22,6 +22,7 @@ from stepgraph.runtime.commands.request import (
     stop_ids,
 )
 from stepgraph.runtime.commands.terminal import FAILED, describe, load_libraries, print_json, shows_progress, waiting
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.runtime.engine import Engine

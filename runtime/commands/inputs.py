@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LONGEST_SHOWN = 60  # characters of what was given that an error repeats
+from stepgraph.sampling.fields import clip_repr
+
 MOST_THREADS = 1024
 THREADS = "threads of torch (default: OMP_NUM_THREADS; else 1 where layers run in C, as doctor tells; else torch's own choice)"
 
@@ -32,10 +33,6 @@ def read_file(flag: str, path: str, wanted: str) -> str:
         raise ValueError(f"{flag}: got {clip_repr(path)} ({error.strerror or error}), want {wanted}") from None
     except ValueError as error:
         raise ValueError(f"{flag}: got {clip_repr(path)} ({error}), want {wanted}") from None
-
-
-def clip_repr(given: str) -> str:
-    return repr(given if len(given) <= LONGEST_SHOWN else given[:LONGEST_SHOWN] + "\N{HORIZONTAL ELLIPSIS}")
 
 
 def token_ids(flag: str, given: str) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.inputs import clip_repr, read_file, read_schema, token_ids
+from stepgraph.runtime.commands.inputs import read_file, read_schema, token_ids
+from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     import torch

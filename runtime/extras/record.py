@@ -34,8 +34,8 @@ from stepgraph.runtime.grammar_queue import QueuedRequest
 from stepgraph.runtime.request import FinishReason, Job, StepEvent
 from stepgraph.runtime.scheduler import Scheduler, id_of
 from stepgraph.runtime.slots import ActiveRequest, Sharing
-from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")

@@ -20,7 +20,7 @@ from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, model_prints, versions, vocabulary_print
 from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.sampling.fields import called, clip_repr, said
+from stepgraph.sampling.fields import clip_error, clip_name, clip_repr
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -152,7 +152,7 @@ class _Reader:
                 self._take(happened)
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(
-                    f"{self._path}:{number}: {type(error).__name__}: {said(error)}, want a line that a recorder wrote"
+                    f"{self._path}:{number}: {type(error).__name__}: {clip_error(error)}, want a line that a recorder wrote"
                 ) from None
         return Run(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
 
@@ -292,4 +292,4 @@ def _check_prints(run: Run, models: Mapping[str, Mapping[str, Any]], vocabulary:
 def _named(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "none"
-    return f"{called(found['class'])} of {called(found['tensors'])} tensors, fingerprint {called(found['fingerprint'])}"
+    return f"{clip_name(found['class'])} of {clip_name(found['tensors'])} tensors, fingerprint {clip_name(found['fingerprint'])}"

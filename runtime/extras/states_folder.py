@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stepgraph.runtime.forks import leave_in_forks
-from stepgraph.sampling.fields import said
+from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.lifetimes import end_at_exit
 
 if sys.platform != "win32":
@@ -250,7 +250,7 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}, want what save_hidden_states writes") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: {said(error)}") from None
+        raise ValueError(f"{path}: {clip_error(error)}") from None
     return layout, shards
 
 
@@ -278,4 +278,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}: {said(error)}") from None
+        raise ValueError(f"{path}: {clip_error(error)}") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
-from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.fields import is_int
 
 if TYPE_CHECKING:
     from stepgraph.runtime.trace import Interval, Timeline

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xgrammar
 
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, is_int
 
 BITS_PER_WORD = 32
 
@@ -196,7 +196,3 @@ class Vocabulary:
         packed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         packed.setflags(write=False)
         return packed
-
-
-def is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

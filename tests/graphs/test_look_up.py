@@ -199,7 +199,7 @@ def test_rounds_replay_as_eager(k: int, draft_masks: bool, forced: bool) -> None
     bench = RoundBench(backend, k, draft_masks, forced_drafts=forced, look_up=NgramLookup(min_ngram=2))
     for constrained, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, constrained, sampled))
-        bench.compare(step, 4, (lambda: bench.announce(4)) if constrained else lambda: None)
+        bench.compare(step, 4, (lambda: bench.push_batch(4)) if constrained else lambda: None)
     ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers).report
     assert len(ruled.host_nodes) == (k + 1 if draft_masks else 1) and ruled.nodes.get("copied", 0) == 0
     assert any(run.name == "look_up" for run in ruled.stages)

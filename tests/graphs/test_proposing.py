@@ -154,7 +154,7 @@ def test_rounds_replay_as_eager(k: int, proposer: Any, forced: bool) -> None:
     bench = RoundBench(backend, k, proposer=proposer, forced_drafts=forced)
     for constrained, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, constrained, sampled))
-        bench.compare(step, 4, (lambda: bench.announce(4)) if constrained else lambda: None)
+        bench.compare(step, 4, (lambda: bench.push_batch(4)) if constrained else lambda: None)
     ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
     assert len(ruled.report.host_nodes) == (k + 1 if forced else 1), "one walks the chain, or each place has its own"
     assert ruled.report.nodes.get("copied", 0) == 0

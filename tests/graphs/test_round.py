@@ -17,7 +17,7 @@ from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, advance
 from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
 from tools.gpu.checks.context import VOCABULARY, compiled
@@ -37,7 +37,7 @@ def test_round_replays_as_eager_for_every_key(backend: TapeBackend, k: int, draf
     sizes = (1, 2, 4) if k == 3 else (1, 4)
     for rows, constrained, sampled in itertools.product(sizes, (False, True), (False, True)):
         step = bench.round.step(GraphKey(rows, constrained, sampled))
-        bench.compare(step, 5, functools.partial(bench.announce, rows) if constrained else lambda: None)
+        bench.compare(step, 5, functools.partial(bench.push_batch, rows) if constrained else lambda: None)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -66,7 +66,7 @@ def test_a_hundred_replays_move_nothing_and_allocate_nothing(sampled: bool) -> N
     bench = RoundBench(backend, 4)
     key = GraphKey(4, constrained=True, sampled=sampled)
     with Allocating():
-        bench.announce(4)
+        bench.push_batch(4)
         run_eager(bench.round.step(key), bench.buffers)
     assert Allocating.count > 100, "the counter counts"
     recorded = backend.capture(bench.round.step(key), bench.buffers)
@@ -74,11 +74,11 @@ def test_a_hundred_replays_move_nothing_and_allocate_nothing(sampled: bool) -> N
     bench.randomise(1)
     pointers = bench.buffers.fingerprint()
     start = bench.contents()
-    bench.announce(4)
+    bench.push_batch(4)
     recorded.replay()  # the first replay poisons the intermediates
     for _ in range(100):
         bench.put(start)
-        bench.announce(4)
+        bench.push_batch(4)
         Allocating.count = 0
         with Allocating():
             recorded.replay()
@@ -203,7 +203,7 @@ def test_one_walk_covers_the_legal_drafts_and_the_illegal_one_ends_it(backend: T
     grammar = compiled(GRAMMAR)
     assert grammar is not None
     row: Any = bench.host.row(9, grammar.matcher())
-    bench.host.announce([row])
-    bench.host.node([BEGIN, COMMIT, *(advance(index) for index in (1, 2, 3))])()
+    bench.host.push_batch([row])
+    bench.host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in (1, 2, 3))])()
     assert b.tags_host[:, 0].tolist() == [[9, 0, 0, 1], [9, 0, 1, 1], [9, 0, 2, int(MaskStatus.ILLEGAL)], [0, 0, 3, 0]]
-    assert (row.walked, row.fills) == (1, 2)
+    assert (row.pending_drafts, row.fills) == (1, 2)

@@ -252,12 +252,12 @@ def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = engine._host.announce
+    real = engine._host.push_batch
 
-    def announce(batch: Any) -> None:
+    def push_batch(batch: Any) -> None:
         fault.strike()
         real(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._host, "announce", announce)
+        patch.setattr(engine._host, "push_batch", push_batch)
         yield

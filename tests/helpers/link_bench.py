@@ -16,7 +16,7 @@ from torch import Tensor
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.native import NativeLink
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, HostStep, MatcherRow, advance, start
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
@@ -26,7 +26,7 @@ WORDS = VOCABULARY.mask_words
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
 OTHER_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
 A = VOCABULARY.tokens.index(b"a")
-WALK = (BEGIN, COMMIT, advance(1), advance(2), advance(3), END)
+WALK = (BEGIN_ROUND, COMMIT, advance(1), advance(2), advance(3), END_ROUND)
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class Twins:
         first, second = (link.row(self.owners, matcher) for link, matcher in zip(self.links, matchers, strict=True))
         self.guests[slot] = Guest(self.owners, grammar, (first, second))
 
-    def announce(self) -> None:
+    def push_batch(self) -> None:
         for place, link in enumerate(self.links):
-            link.announce([guest.rows[place] if guest else None for guest in self.guests])
+            link.push_batch([guest.rows[place] if guest else None for guest in self.guests])
 
     def node(self, *steps: HostStep) -> None:
         for link in self.links:
@@ -149,7 +149,7 @@ class Twins:
     def round(self, masked: bool) -> None:
         """One round as `graphs/round.py` makes it."""
         self.turnover()
-        self.announce()
+        self.push_batch()
         self.show_state()
         if not masked or not self.drafts:
             for guest in filter(None, self.guests):
@@ -157,12 +157,12 @@ class Twins:
                 self.draft(guest, self.drafts)
             for index in range(1, self.drafts + 1):
                 self.show_draft(index)
-            self.node(BEGIN, COMMIT, *(advance(index) for index in range(1, self.drafts + 1)), END)
+            self.node(BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, self.drafts + 1)), END_ROUND)
             self.accept()
             self.check()
             return
         self.show_draft(self.drafts)
-        self.node(BEGIN, start(self.drafts), advance(self.drafts))
+        self.node(BEGIN_ROUND, fill_new(self.drafts), advance(self.drafts))
         self.accept()
         self.show_state()
         for guest in filter(None, self.guests):
@@ -171,7 +171,7 @@ class Twins:
             if index:
                 self.show_draft(index)
             steps = [advance(index) if index else COMMIT]
-            self.node(*steps, *([END] if index == self.drafts - 1 else []))
+            self.node(*steps, *([END_ROUND] if index == self.drafts - 1 else []))
             self.check()
             for guest in filter(None, self.guests):
                 self.draft(guest, index + 1, guided=True)
@@ -218,10 +218,10 @@ class Twins:
         """What verification makes of the drafts: some hold, one token follows; now and then a history that cannot be."""
         for guest in filter(None, self.guests):
             row = guest.rows[0]
-            walked = int(getattr(row, "walked", 0))
+            pending_drafts = int(getattr(row, "pending_drafts", 0))
             if guest.finish != ROW_RUNNING:
                 continue
-            guest.accepted = self.random.randint(0, min(walked, len(guest.drafts)))
+            guest.accepted = self.random.randint(0, min(pending_drafts, len(guest.drafts)))
             legal = self.legal(guest, guest.accepted)
             wrong = self.random.random() < 0.02
             if not legal and not wrong:
@@ -239,7 +239,9 @@ class Twins:
         assert torch.equal(ours.tags, theirs.tags)
         assert ours.forced is not None and theirs.forced is not None and torch.equal(ours.forced, theirs.forced)
         for guest in filter(None, self.guests):
-            first, second = ([getattr(row, name) for name in ("fault", "chain", "committed", "walked", "fills")] for row in guest.rows)
+            first, second = (
+                [getattr(row, name) for name in ("fault", "last_mask_status", "committed", "pending_drafts", "fills")] for row in guest.rows
+            )
             assert first == second
         assert self.links[0].stats == self.links[1].stats
 

@@ -66,7 +66,7 @@ CLOSES: dict[str, Point] = {
     "host node": host_node_raises,
     "replay": replay_raises,
     "between rounds": between_rounds_raises,
-    "announce": announcements_full,
+    "push_batch": announcements_full,
 }
 ENGINES: list[Engine] = []  # that the cases share
 SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llguidance fill": 3, "target": 9}  # the others' first

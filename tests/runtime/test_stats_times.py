@@ -100,7 +100,7 @@ def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: s
     for turn in range(3):
         row = link.row(turn + 1, matcher if turn == 1 else grammar.matcher())
         running(memory, row)
-        link.announce([row])
+        link.push_batch([row])
         link.node(WALK)()
     stats, slow = link.stats, NODE_BOUNDS_NS.index(1_000_000) + 1
     assert sum(stats.nodes) == 3 and sum(stats.nodes[slow:]) >= 1 <= stats.longest_node_ns // 2_000_000

@@ -117,7 +117,7 @@ def test_unknown_fields_are_refused_by_name() -> None:
         engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="max_rowz"):
         EngineConfig(max_rowz=3)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', want a token id >= 0"):
+    with pytest.raises(ValueError, match=r"SamplingParams.stop_token_ids\[1\]: got 'a', expected a token id >= 0"):
         SamplingParams(stop_token_ids=(1, "a"))  # type: ignore[arg-type]
     assert not engine.has_work
 
@@ -125,34 +125,34 @@ def test_unknown_fields_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, want a number from 0 to 3.40282e\+38"),
-        ({"temperature": 3.5e38}, r"SamplingParams.temperature: got 3.5e\+38, want a number from 0 to 3.40282e\+38"),
+        ({"temperature": -0.1}, r"SamplingParams.temperature: got -0.1, expected a number from 0 to 3.40282e\+38"),
+        ({"temperature": 3.5e38}, r"SamplingParams.temperature: got 3.5e\+38, expected a number from 0 to 3.40282e\+38"),
         ({"temperature": 10**400}, r"SamplingParams.temperature: got 1000"),
         ({"temperature": float("nan")}, r"SamplingParams.temperature: got nan"),
         ({"temperature": "hot"}, r"SamplingParams.temperature: got 'hot'"),
-        ({"top_p": 0}, r"SamplingParams.top_p: got 0, want a number above 0 to 1"),
+        ({"top_p": 0}, r"SamplingParams.top_p: got 0, expected a number above 0 and at most 1"),
         ({"top_p": 1.5}, r"SamplingParams.top_p: got 1.5"),
-        ({"min_p": 2}, r"SamplingParams.min_p: got 2, want a number from 0 to 1"),
-        ({"top_k": -1}, r"SamplingParams.top_k: got -1, want a whole number from 0"),
+        ({"min_p": 2}, r"SamplingParams.min_p: got 2, expected a number from 0 to 1"),
+        ({"top_k": -1}, r"SamplingParams.top_k: got -1, expected a whole number from 0"),
         ({"top_k": 2.5}, r"SamplingParams.top_k: got 2.5"),
-        ({"repetition_penalty": 0}, r"SamplingParams.repetition_penalty: got 0, want a number from 0.01 to 100"),
+        ({"repetition_penalty": 0}, r"SamplingParams.repetition_penalty: got 0, expected a number from 0.01 to 100"),
         ({"repetition_penalty": -1.0}, r"SamplingParams.repetition_penalty: got -1.0"),
         ({"repetition_penalty": float("inf")}, r"SamplingParams.repetition_penalty: got inf"),
-        ({"presence_penalty": 2.1}, r"SamplingParams.presence_penalty: got 2.1, want a number from -2 to 2"),
-        ({"frequency_penalty": -3}, r"SamplingParams.frequency_penalty: got -3, want a number from -2 to 2"),
+        ({"presence_penalty": 2.1}, r"SamplingParams.presence_penalty: got 2.1, expected a number from -2 to 2"),
+        ({"frequency_penalty": -3}, r"SamplingParams.frequency_penalty: got -3, expected a number from -2 to 2"),
         ({"frequency_penalty": True}, r"SamplingParams.frequency_penalty: got True"),
-        ({"logit_bias": [(1, 2.0)]}, r"SamplingParams.logit_bias: got list, want a dict of token id to number"),
-        ({"logit_bias": {"5": 1.0}}, r"SamplingParams.logit_bias: got the key '5', want token ids >= 0"),
+        ({"logit_bias": [(1, 2.0)]}, r"SamplingParams.logit_bias: got list, expected a dict of token id to number"),
+        ({"logit_bias": {"5": 1.0}}, r"SamplingParams.logit_bias: got the key '5', expected token ids >= 0"),
         ({"logit_bias": {-5: 1.0}}, r"SamplingParams.logit_bias: got the key -5"),
-        ({"logit_bias": {5: 101}}, r"SamplingParams.logit_bias\[5\]: got 101, want a number from -100 to 100"),
+        ({"logit_bias": {5: 101}}, r"SamplingParams.logit_bias\[5\]: got 101, expected a number from -100 to 100"),
         ({"logit_bias": {5: 10**400}}, r"SamplingParams.logit_bias\[5\]: got 1000"),
         ({"logit_bias": {5: -float("inf")}}, r"SamplingParams.logit_bias\[5\]: got -inf"),
-        ({"bad_token_ids": 5}, r"SamplingParams.bad_token_ids: got int, want a tuple of token ids"),
-        ({"bad_token_ids": (1, 2.0)}, r"SamplingParams.bad_token_ids\[1\]: got 2.0, want a token id >= 0"),
-        ({"min_new_tokens": -1}, r"SamplingParams.min_new_tokens: got -1, want a whole number from 0"),
-        ({"ignore_eos": 1}, r"SamplingParams.ignore_eos: got 1, want True or False"),
-        ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, want True or False"),
-        ({"seed": -3}, r"SamplingParams.seed: got -3, want a whole number from 0 to"),
+        ({"bad_token_ids": 5}, r"SamplingParams.bad_token_ids: got int, expected a tuple of token ids"),
+        ({"bad_token_ids": (1, 2.0)}, r"SamplingParams.bad_token_ids\[1\]: got 2.0, expected a token id >= 0"),
+        ({"min_new_tokens": -1}, r"SamplingParams.min_new_tokens: got -1, expected a whole number from 0"),
+        ({"ignore_eos": 1}, r"SamplingParams.ignore_eos: got 1, expected True or False"),
+        ({"logprobs": 5}, r"SamplingParams.logprobs: got 5, expected True or False"),
+        ({"seed": -3}, r"SamplingParams.seed: got -3, expected a whole number from 0 to"),
         ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
     ],
 )

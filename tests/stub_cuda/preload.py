@@ -21,6 +21,9 @@ def preload() -> None:
     folder = build.build()
     for name in (folder / "libraries").read_text().split():
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    found = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    if str(folder) not in found:
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *filter(None, found)])  # for child processes that import torch
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)  # Triton links its launcher with the driver's library
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder.with_name("stub_cuda_triton")))
 

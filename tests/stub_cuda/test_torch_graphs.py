@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
@@ -107,3 +109,26 @@ def test_launches_outside_a_graph_are_told_from_those_inside() -> None:
     with counters.counted() as counts:
         graph.replay()
     assert counts["graph_launches"] == 1 and not counts.of(("eager_copies", "eager_fills", "eager_host_calls"))
+
+
+def test_replay_over_freed_memory_is_counted() -> None:
+    torch.cuda.empty_cache()
+    source = torch.zeros(1024, dtype=torch.uint8).pin_memory()
+    buffers = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda")]
+    graph, _ = captured(lambda: buffers[0][:1024].copy_(source, non_blocking=True))
+    graph.replay()
+    torch.cuda.synchronize()
+    buffers.clear()
+    torch.cuda.empty_cache()
+    counters.take_messages()
+    with counters.counted() as counts:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert counts["illegal_addresses"] == 1
+    assert "memory that was freed" in counters.take_messages()[0]
+
+
+def test_child_processes_find_the_stubs() -> None:
+    script = "import torch; print(torch.cuda.get_device_name(), torch.zeros(3, device='cuda').tolist())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "Stub CUDA device [0.0, 0.0, 0.0]\n", done.stderr

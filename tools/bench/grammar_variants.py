@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarM
 from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, MatcherRow, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
 from tools.bench.grammar_documents import StepLock
@@ -97,7 +97,7 @@ class Linked:
         self.link = make(self.state, self.drafts, self.masks, tags)
         self.rows: list[MatcherRow | None] = [None] * rows
         self.owners, self.generated = 0, [0] * rows
-        self.node = self.link.node((BEGIN, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END))
+        self.node = self.link.node((BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND))
         self.run = host_call(name, self.node)
         if from_c:
             assert isinstance(self.node, NativeNode)
@@ -116,7 +116,7 @@ class Linked:
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0
             self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, ROW_RUNNING])
         self.drafts.copy_(torch.tensor([turn.drafts for turn in turns]).t())
-        self.link.announce(self.rows)
+        self.link.push_batch(self.rows)
 
     def seconds(self) -> float:
         if not self._from_c:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.fields import said
+from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
 FLOATS = ("F32", "BF16", "F16")
@@ -91,7 +91,7 @@ class SafetensorsSource:
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{folder / file}: {said(error)}") from None
+                raise ValueError(f"{folder / file}: {clip_error(error)}") from None
         return self._files[file]
 
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
 from stepgraph.sampling.grammar.compile.cache import CacheEntry, Claim, GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
@@ -19,7 +20,7 @@ from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint, checked_backend
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from stepgraph.sampling.lifetimes import end_at_exit
 

@@ -7,10 +7,9 @@ import math
 import re
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS, Constraint
 from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
-from stepgraph.sampling.grammar.vocabulary import is_int
 
 MIB = 1 << 20
 

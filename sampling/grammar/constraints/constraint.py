@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.constraints.response_format import checked_response_format
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
-from stepgraph.sampling.grammar.vocabulary import is_int
 
 if TYPE_CHECKING:
     from stepgraph.sampling.grammar.compile.coverage import Coverage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepgraph.sampling.fields import called, clip_repr
+from stepgraph.sampling.fields import clip_name, clip_repr
 
 _FIELDS = {
     "text": {"type"},
@@ -43,4 +43,4 @@ def checked_response_format(value: Any) -> tuple[str, Any]:
 def _check_fields(value: dict[str, Any], known: set[str], name: str) -> None:
     for field in value:
         if field not in known:
-            raise ValueError(f"{name}.{called(field)}: got a field that is not known, want {', '.join(sorted(known))}")
+            raise ValueError(f"{name}.{clip_name(field)}: got a field that is not known, want {', '.join(sorted(known))}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.fields import called, clip_repr
+from stepgraph.sampling.fields import clip_name, clip_repr
 
 
 class Tag(NamedTuple):
@@ -28,7 +28,7 @@ def checked_tag(value: Any, name: str) -> dict[str, Any]:
     """The canonical form of a structural tag; ValueError naming the field that is wrong."""
     if not isinstance(value, dict):
         raise ValueError(f"{name}: got {type(value).__name__}, want a dict with triggers and structures")
-    if unknown := sorted(map(called, value.keys() - {"type", "triggers", "structures"})):
+    if unknown := sorted(map(clip_name, value.keys() - {"type", "triggers", "structures"})):
         raise ValueError(f"{name}.{unknown[0]}: got a field that is not known, want triggers and structures")
     triggers, structures = value.get("triggers"), value.get("structures")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):

@@ -51,7 +51,7 @@ class NativeLibrary:
     def _declare(self) -> None:
         quick, waiting = self.quick, self.waiting
         quick.stepgraph_open.restype, quick.stepgraph_open.argtypes = c_void_p, (POINTER(ShapeStruct),)
-        quick.stepgraph_announce.restype, quick.stepgraph_announce.argtypes = c_int, (c_void_p, POINTER(c_void_p), c_int64)
+        quick.stepgraph_push_batch.restype, quick.stepgraph_push_batch.argtypes = c_int, (c_void_p, POINTER(c_void_p), c_int64)
         quick.stepgraph_counts.restype, quick.stepgraph_counts.argtypes = None, (c_void_p, POINTER(CountsStruct))
         quick.stepgraph_log.restype, quick.stepgraph_log.argtypes = None, (c_void_p, c_void_p, c_int64)
         quick.stepgraph_fault.restype, quick.stepgraph_fault.argtypes = c_char_p, (POINTER(RowStruct),)

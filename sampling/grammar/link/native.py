@@ -67,7 +67,7 @@ class NativeNode:
 
     def __init__(self, link: NativeLink, library: NativeLibrary, address: int, steps: Sequence[HostStep]) -> None:
         self._link, self._call = link, library.waiting.stepgraph_node
-        self._steps = (StepStruct * len(steps))(*(StepStruct(step.action, step.place) for step in steps))
+        self._steps = (StepStruct * len(steps))(*(StepStruct(step.action, step.stage) for step in steps))
         self._data = NodeStruct(address, self._steps, len(steps))
         self.native_address = library.node_address
         self.native_data = addressof(self._data)
@@ -120,7 +120,7 @@ class NativeLink:
             raise MemoryError("NativeLink: no memory for its rounds")
         self._finalizer = weakref.finalize(self, library.waiting.stepgraph_close, self._address)
         self._finalizer.atexit = False  # a node may still be running then
-        self._announced: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
+        self._pushed: collections.deque[tuple[NativeRow | None, ...]] = collections.deque()
         self._gone = 0  # announced rounds whose rows were dropped
         self._last_stats = HostStats()
         self._log: NodeLog | None = None
@@ -144,29 +144,29 @@ class NativeLink:
         self._require_open()
         for place, step in enumerate(steps):
             first, last = place == 0, place == len(steps) - 1
-            assert (step.action != HostAction.BEGIN or first) and (step.action != HostAction.END or last), steps
-            least, most = {HostAction.START: (0, self._stages - 1), HostAction.ADVANCE: (1, self._stages - 1)}.get(step.action, (0, 0))
-            assert least <= step.place <= most, steps
+            assert (step.action != HostAction.BEGIN_ROUND or first) and (step.action != HostAction.END_ROUND or last), steps
+            least, most = {HostAction.FILL_NEW: (0, self._stages - 1), HostAction.ADVANCE: (1, self._stages - 1)}.get(step.action, (0, 0))
+            assert least <= step.stage <= most, steps
         assert steps
         return NativeNode(self, self._library, self._address, steps)
 
-    def announce(self, batch: Sequence[MatcherRow | None]) -> None:
+    def push_batch(self, batch: Sequence[MatcherRow | None]) -> None:
         self._require_open()
         rows = tuple(row for row in batch if row is None or isinstance(row, NativeRow))
         assert len(rows) == len(batch) <= self._slots, "rows of another link, or more than there are slots"
-        self.let_go()
+        self.release_finished()
         addresses = (c_void_p * len(rows))(*(addressof(row.struct) if row else None for row in rows))
-        if self._library.quick.stepgraph_announce(self._address, addresses, len(rows)):
-            raise RuntimeError(f"NativeLink.announce: {len(self._announced)} rounds are announced and have not ended, want no more")
-        self._announced.append(rows)
+        if self._library.quick.stepgraph_push_batch(self._address, addresses, len(rows)):
+            raise RuntimeError(f"NativeLink.push_batch: {len(self._pushed)} rounds are announced and have not ended, want no more")
+        self._pushed.append(rows)
 
-    def let_go(self) -> None:
+    def release_finished(self) -> None:
         self._require_open()
         counts = self._library.counts(self._address)
         if counts.missed:
             raise RuntimeError(f"NativeLink: {counts.missed} rounds began that were not announced")
         while self._gone < counts.ended:
-            self._announced.popleft()
+            self._pushed.popleft()
             self._gone += 1
 
     def note_nodes(self, log: NodeLog | None) -> None:
@@ -178,7 +178,7 @@ class NativeLink:
         self._last_stats = self.stats
         with self._closing:
             self._finalizer()
-        self._announced.clear()
+        self._pushed.clear()
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

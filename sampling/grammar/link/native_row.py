@@ -132,12 +132,12 @@ class NativeRow:
         return int(self.struct.committed)
 
     @property
-    def walked(self) -> int:
-        return int(self.struct.walked)
+    def pending_drafts(self) -> int:
+        return int(self.struct.pending_drafts)
 
     @property
-    def chain(self) -> MaskStatus:
-        return MaskStatus(self.struct.chain)
+    def last_mask_status(self) -> MaskStatus:
+        return MaskStatus(self.struct.last_mask_status)
 
     @property
     def fills(self) -> int:

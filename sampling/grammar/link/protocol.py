@@ -19,23 +19,23 @@ from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 class HostAction(IntEnum):
     """What a host node does to its batch or to each of its rows. native/host_link.h has the same numbers."""
 
-    BEGIN = 0  # first of a round: take its batch, and withdraw every mask that an earlier round left
-    START = 1  # fill row 0 of the requests that have not been in a round before
+    BEGIN_ROUND = 0  # first of a round: take its batch, and withdraw every mask that an earlier round left
+    FILL_NEW = 1  # fill row 0 of the requests that have not been in a round before
     COMMIT = 2  # roll back the rejected drafts, accept what the target added, fill row 0
     ADVANCE = 3  # accept one draft, fill the row behind it
-    END = 4  # last of a round: let go of the batch
+    END_ROUND = 4  # last of a round: let go of the batch
 
 
 class HostStep(NamedTuple):
     action: HostAction
-    place: int = 0  # of START: the stage, where a row has no draft; of ADVANCE: which draft, from 1
+    stage: int = 0  # the mask row that FILL_NEW or ADVANCE fills; for ADVANCE also which draft it accepts, from 1
 
 
-BEGIN, COMMIT, END = HostStep(HostAction.BEGIN), HostStep(HostAction.COMMIT), HostStep(HostAction.END)
+BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
 
 
-def start(stage: int) -> HostStep:
-    return HostStep(HostAction.START, stage)
+def fill_new(stage: int) -> HostStep:
+    return HostStep(HostAction.FILL_NEW, stage)
 
 
 def advance(index: int) -> HostStep:
@@ -83,15 +83,15 @@ class HostLink(Protocol):
     def stats(self) -> HostStats: ...
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
-        """A row for `announce`. The matcher belongs to the host nodes from now on. From any thread."""
+        """A row for `push_batch`. The matcher belongs to the host nodes from now on. From any thread."""
 
     def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
-        """A host node for `CaptureContext.host_node`. BEGIN is the first step of a round's first node, END the last of its last."""
+        """A host node for `CaptureContext.host_node`. A round's first step is BEGIN_ROUND and its last one END_ROUND."""
 
-    def announce(self, batch: Sequence[MatcherRow | None]) -> None:
+    def push_batch(self, batch: Sequence[MatcherRow | None]) -> None:
         """Say who sits in which slot of the next round; by the launching thread, before the launch."""
 
-    def let_go(self) -> None:
+    def release_finished(self) -> None:
         """Drop the rows of rounds that have ended; by the launching thread."""
 
     def note_nodes(self, log: NodeLog | None) -> None:

@@ -27,8 +27,8 @@ class PythonRow:
     owner: int
     matcher: Matcher
     committed: int = 0  # tokens of the history that the matcher has accepted for good
-    walked: int = 0  # drafts accepted on top of them
-    chain: MaskStatus = MaskStatus.NONE  # status of the newest mask row; drafts go on only after OK
+    pending_drafts: int = 0  # drafts accepted on top of them
+    last_mask_status: MaskStatus = MaskStatus.NONE  # status of the newest mask row; drafts go on only after OK
     fills: int = 0
     fault: str = ""
     forced: ForcedText = field(default_factory=ForcedText)
@@ -51,7 +51,7 @@ class PythonLink:
         self._state_np: npt.NDArray[np.int64] = state_host.numpy()  # [B, HOST_COLUMNS]
         self._drafts_np: npt.NDArray[np.int64] = drafts_host.numpy()  # [K, B], -1 where there is none
         self._tags_np: npt.NDArray[np.int64] = tags_host.numpy()  # [stages, B, TAG_FIELDS]
-        self._announced: collections.deque[tuple[PythonRow | None, ...]] = collections.deque()
+        self._pushed: collections.deque[tuple[PythonRow | None, ...]] = collections.deque()
         self._batch: tuple[PythonRow | None, ...] = ()
         self._forcing = forcing
         self._fills = self._accepts = self._rollbacks = self._looks = 0
@@ -75,17 +75,17 @@ class PythonLink:
             end = time.perf_counter_ns()
             self._note(end - begin)
             if self._log:
-                self._log.add(steps[0].action == HostAction.BEGIN, begin, end)
+                self._log.add(steps[0].action == HostAction.BEGIN_ROUND, begin, end)
 
         return run
 
-    def announce(self, batch: Sequence[MatcherRow | None]) -> None:
+    def push_batch(self, batch: Sequence[MatcherRow | None]) -> None:
         rows = tuple(row for row in batch if row is None or isinstance(row, PythonRow))
         assert len(rows) == len(batch), "rows of another link"
-        self._announced.append(rows)
+        self._pushed.append(rows)
 
-    def let_go(self) -> None:
-        """The rounds' own END does."""
+    def release_finished(self) -> None:
+        """The rounds' own END_ROUND does."""
 
     def note_nodes(self, log: NodeLog | None) -> None:
         self._log = log
@@ -99,18 +99,18 @@ class PythonLink:
         self._nodes[bisect.bisect_left(NODE_BOUNDS_NS, taken_ns)] += 1
 
     def _run(self, step: HostStep) -> None:
-        if step.action == HostAction.BEGIN:
-            self._batch = self._announced.popleft()
+        if step.action == HostAction.BEGIN_ROUND:
+            self._batch = self._pushed.popleft()
             self._tags_np[:] = 0
             self._tags_np[:, :, 2] = np.arange(len(self._tags_np))[:, None]
             if self._forcing:
                 self._forcing.forced_host.fill_(-1)
-        elif step.action == HostAction.START:
-            self._each_row(lambda slot, row: self._start_row(slot, row, step.place))
+        elif step.action == HostAction.FILL_NEW:
+            self._each_row(lambda slot, row: self._start_row(slot, row, step.stage))
         elif step.action == HostAction.COMMIT:
             self._each_row(self._commit_row)
         elif step.action == HostAction.ADVANCE:
-            self._each_row(lambda slot, row: self._advance_row(slot, row, step.place), step.place)
+            self._each_row(lambda slot, row: self._advance_row(slot, row, step.stage), step.stage)
         else:
             self._batch = ()
 
@@ -125,11 +125,11 @@ class PythonLink:
                 row.fault = f"{type(error).__name__}: {error}"
             row.fault = row.matcher.fault or row.fault
             if row.fault and draft:  # the draft that it failed behind is judged all the same, by the mask before it
-                row.chain = MaskStatus.FAULT
-                self._tags_np[draft, slot] = (row.owner, row.committed, draft, row.chain)
+                row.last_mask_status = MaskStatus.FAULT
+                self._tags_np[draft, slot] = (row.owner, row.committed, draft, row.last_mask_status)
 
     def _start_row(self, slot: int, row: PythonRow, stage: int) -> None:
-        if row.chain == MaskStatus.NONE:
+        if row.last_mask_status == MaskStatus.NONE:
             self._fill(slot, row, 0, stage)
 
     def _commit_row(self, slot: int, row: PythonRow) -> None:
@@ -137,16 +137,16 @@ class PythonLink:
         generated = int(state[HostColumn.GENERATED])
         fresh = generated == row.committed
         accepted = 0 if fresh else int(state[HostColumn.ACCEPTED])
-        if not 0 <= accepted <= row.walked or not (fresh or generated == row.committed + accepted + 1):
+        if not 0 <= accepted <= row.pending_drafts or not (fresh or generated == row.committed + accepted + 1):
             raise RuntimeError(
-                f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.walked}"
+                f"the history has {generated} tokens, {accepted} from drafts; the matcher had {row.committed} + {row.pending_drafts}"
             )
-        if row.walked > accepted:
-            row.matcher.rollback(row.walked - accepted)
+        if row.pending_drafts > accepted:
+            row.matcher.rollback(row.pending_drafts - accepted)
             if row.matcher.fault:
                 return
             self._rollbacks += 1
-        row.walked = 0
+        row.pending_drafts = 0
         if not fresh:
             token = int(state[HostColumn.LAST_TOKEN])
             self._accepts += 1
@@ -158,23 +158,23 @@ class PythonLink:
 
     def _advance_row(self, slot: int, row: PythonRow, index: int) -> None:
         token = int(self._drafts_np[index - 1, slot])
-        if token < 0 or row.walked != index - 1 or row.chain != MaskStatus.OK:
+        if token < 0 or row.pending_drafts != index - 1 or row.last_mask_status != MaskStatus.OK:
             return  # the walk ended at an earlier draft
         self._accepts += 1
         if not row.matcher.accept_token(token):
-            row.chain = MaskStatus.ILLEGAL
-            self._tags_np[index, slot] = (row.owner, row.committed, index, row.chain)
+            row.last_mask_status = MaskStatus.ILLEGAL
+            self._tags_np[index, slot] = (row.owner, row.committed, index, row.last_mask_status)
             return
         row.forced.accepted(row.committed + index - 1, token)
-        row.walked = index
+        row.pending_drafts = index
         self._fill(slot, row, index, index)
 
     def _fill(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
         self._fills += 1
         row.fills += 1
-        row.chain = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
-        self._tags_np[stage, slot] = (row.owner, row.committed, index, row.chain)
-        if row.chain == MaskStatus.OK and stage == index:
+        row.last_mask_status = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
+        self._tags_np[stage, slot] = (row.owner, row.committed, index, row.last_mask_status)
+        if row.last_mask_status == MaskStatus.OK and stage == index:
             self._force(slot, row, index)
 
     def _force(self, slot: int, row: PythonRow, index: int) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.table import Table
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|return|>", "<|call|>")
 

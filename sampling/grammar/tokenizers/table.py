@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stepgraph.sampling.fields import clip_repr
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 MOST_IDS = 1 << 21  # eight times the largest tokenizer; the table that a single wrong id makes takes half a second and 400 MB
 # Control tokens that only ever end a turn, whether or not a file says that they do.

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.tokenizers.spelling import spelling_of
 from stepgraph.sampling.grammar.tokenizers.table import Table
-from stepgraph.sampling.grammar.vocabulary import Vocabulary, is_int
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 MOST_JSON_BYTES = 256 << 20
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, ebnf_of
 from stepgraph.sampling.grammar.constraints.unsupported import refuse, step
-from stepgraph.sampling.grammar.vocabulary import is_int
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
 MAX_OPTIONAL = 500  # so it does with the optional properties of one object (2,000 take 17 s),

@@ -181,7 +181,7 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("generate model hi --regex '('", "parenthes"),
         ("generate model hi --stop 1,x", "--stop: got '1,x', want token ids"),
         ("generate model hi --stop 99999", "stop_token_ids"),
-        ("generate model hi --top-p 3", "--top-p: got 3.0, want a number above 0 to 1"),
+        ("generate model hi --top-p 3", "--top-p: got 3.0, expected a number above 0 and at most 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
         ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 behind"),
         ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, want at least 1"),

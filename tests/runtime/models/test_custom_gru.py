@@ -1,4 +1,4 @@
-"""README's recurrent model through the engine, as target and as draft: tokens are those of `nn.GRU` over the whole text."""
+"""The recurrent model of docs/models.md as target and as draft: the tokens equal those of `nn.GRU` over the whole text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from stepgraph import Constraint, Engine, EngineConfig, Job, SamplingParams, Vocabulary
 from stepgraph.graphs.model import ModelInput
 from stepgraph.sampling.grammar import GrammarCompiler, MaskStatus
-from tests.helpers.documents import snippet
+from tests.helpers.documents import block_with
 from tests.helpers.oracles import Answer, accepts
 
-SNIPPET = snippet("class Recurrent")
+SNIPPET = block_with("class Recurrent")
 VOCABULARY = Vocabulary.printable()
 WIDTH = VOCABULARY.logits_width
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
@@ -26,7 +26,7 @@ PROMPTS = ([5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42])
 
 @functools.cache
 def recurrent() -> Any:
-    """The class alone, as README has it."""
+    """The class alone."""
     namespace: dict[str, Any] = {"__name__": "readme"}
     exec(SNIPPET[: SNIPPET.index("\n\nvocabulary =")], namespace)
     return namespace["Recurrent"]

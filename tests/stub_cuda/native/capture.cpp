@@ -269,7 +269,6 @@ int begin_capture(void* handle, int mode) {
     auto capture = std::make_shared<Capture>();
     capture->id = ++world().last_capture;
     capture->graph = new Graph;
-    capture->graph->number = capture->id;
     register_graph(capture->graph);
     capture->origin = stream;
     capture->mode = static_cast<Mode>(mode);

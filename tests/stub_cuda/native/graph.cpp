@@ -12,7 +12,6 @@ namespace {
 struct Alive {
     std::set<Graph*> graphs;
     std::set<Exec*> execs;
-    uint64_t last_exec = 0;
 };
 Alive& alive() {
     static Alive* one = new Alive;
@@ -123,7 +122,6 @@ int instantiate(void** handle, void* graph_handle) {
     Graph* graph = find_graph(graph_handle);
     if (!graph) return INVALID_VALUE;
     auto exec = new Exec;
-    exec->number = ++alive().last_exec;
     exec->nodes = graph->nodes;
     alive().execs.insert(exec);
     counter("live_graph_execs").add();

@@ -21,8 +21,6 @@ size_t stub_counters(char* out, size_t room) {
     return give_text(text, out, room);
 }
 
-void stub_add(const char* name, int64_t amount) { stub::counter(name).add(amount); }
-
 // Moves the messages to the caller, at most `room` bytes of them, cut at the end.
 size_t stub_take_messages(char* out, size_t room) {
     std::string text = stub::take_messages();

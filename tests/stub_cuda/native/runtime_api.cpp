@@ -154,6 +154,8 @@ int cudaLaunchHostFunc(void* stream, void (*callback)(void*), void* data) {
     return done(host_call(stream, callback, data));
 }
 
+int cudaStreamAddCallback(void*, void (*)(void*, int, void*), void*, unsigned) { return done(NOT_SUPPORTED); }
+
 int cudaFuncGetAttributes(FunctionAttributes* out, const void*) {
     *out = {};
     out->most_threads = 1024;

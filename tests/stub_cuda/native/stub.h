@@ -119,12 +119,10 @@ struct Node {
 using Nodes = std::vector<std::shared_ptr<Node>>;
 
 struct Graph {
-    uint64_t number = 0;
     Nodes nodes;
 };
 
 struct Exec {
-    uint64_t number = 0;
     Nodes nodes;
     bool uploaded = false;
 };

@@ -55,12 +55,22 @@ Queue& queue() {
 
 thread_local bool inside_host_node = false;
 
+// Memory that was device or pinned memory at the issue and has been freed since: a graph may outlive its buffers.
+bool illegal(const void* pointer) {
+    if (memory_type(pointer) != Memory::unregistered) return false;
+    counter("illegal_addresses").add();
+    message("a copy or fill of memory that was freed: %p", pointer);
+    return true;
+}
+
 void run_copy(const Node& node) {
+    if (!node.pageable && (illegal(node.destination) || illegal(node.source))) return;
     for (size_t line = 0; line < node.height; ++line)
         std::memmove(node.destination + line * node.destination_pitch, node.source + line * node.source_pitch, node.width);
 }
 
 void run_fill(const Node& node) {
+    if (illegal(node.destination)) return;
     for (size_t line = 0; line < node.height; ++line) {
         char* begin = node.destination + line * node.destination_pitch;
         if (node.element == 1) std::memset(begin, int(node.value), node.width);

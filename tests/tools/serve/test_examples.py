@@ -1,17 +1,13 @@
-"""The examples run as they stand, README's of serving too."""
+"""The example programs run."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import textwrap
-from typing import Any
 
 import pytest
 
-from stepgraph import AsyncEngine, Constraint, FinishReason, Vocabulary
-from tests.helpers.documents import snippet
-from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine
+from stepgraph import FinishReason, Vocabulary
 from tools.serve.examples import async_stream, sync_loop
 
 
@@ -35,13 +31,3 @@ def test_the_asynchronous_streams(capsys: pytest.CaptureFixture[str]) -> None:
     assert (enough.finish_reason, late.finish_reason) == (FinishReason.CANCELLED, FinishReason.CANCELLED)
     assert 10 <= len(enough.tokens) < 1000
     assert printed[-3:] == [f"job {job.id}: {len(job.tokens)} tokens, {job.finish_reason}" for job in (whole, enough, late)]
-
-
-def test_the_one_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_engine(Setup(k=2, eager=True)) as engine:
-        namespace: dict[str, Any] = {"AsyncEngine": AsyncEngine, "engine": engine, "vocabulary": VOCABULARY, "prompt_ids": [1, 2]}
-        namespace["constraint"] = Constraint.regex("[a-c]{4,9}")
-        exec("async def main():\n" + textwrap.indent(snippet("AsyncEngine(engine)"), "    "), namespace)
-        asyncio.run(namespace["main"]())
-        assert not engine.has_work
-    assert re.fullmatch("[a-c]{4,9}", "".join(re.findall("b'(.*)'", capsys.readouterr().out)))

@@ -10,7 +10,7 @@ from stepgraph.graphs import GraphKey, StaticBuffers, current_context
 from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
 from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
 from stepgraph.sampling.grammar.link.library import Unavailable, load
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from tools.gpu.checks.context import Context, Figures, Skipped
 from tools.gpu.checks.states import ROWS, RoundBench
 from tools.gpu.checks.timing import Stamp
@@ -34,7 +34,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
     with context.backend(asynchronous=True) as backend:
         bench = RoundBench(backend, 3, host_link=link)
         bench.randomise(1)
-        bench.announce(ROWS)
+        bench.push_batch(ROWS)
         if context.rehearsal:
             return _nodes_end(bench.host)
         stamp, step = Stamp(), bench.round.step(GraphKey(ROWS, True))
@@ -46,7 +46,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         recorded = backend.capture(stamped, bench.buffers)
         recorded.replay()
         backend.synchronize()
-        bench.announce(ROWS)
+        bench.push_batch(ROWS)
         keeping = ctypes.PyDLL(None)  # which keeps the GIL across its calls
         recorded.replay()
         held_until = time.monotonic() + HOLD_SECONDS
@@ -57,7 +57,7 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 
 def _nodes_end(host: HostLink) -> bool:
     """The same for a round's host nodes alone, in a thread of C's own: the tape's threads are Python's."""
-    node = HostCallback("round", host.node([BEGIN, COMMIT, *(advance(index) for index in range(1, 4)), END]), HostErrors())
+    node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
     calls, thread = (CallStruct * 2)(), ctypes.c_ulong()
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
     calls[1].function, calls[1].data = node.address, node.data

@@ -47,8 +47,8 @@ def replay_equals_eager(context: Context) -> Figures:
         with context.backend() as backend:
             bench = RoundBench(backend, k, draft_masks)
             for rows, constrained, sampled in itertools.product((1, ROWS), (False, True), (False, True)):
-                announce = partial(bench.announce, rows) if constrained else lambda: None
-                compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, announce)
+                push_batch = partial(bench.push_batch, rows) if constrained else lambda: None
+                compared += bench.compare(bench.round.step(GraphKey(rows, constrained, sampled)), states, push_batch)
     drafters = (NgramLookup(), False, None), (NgramLookup(), True, None), (None, True, None), (None, True, NgramLookup(min_ngram=2))
     for proposer, forced_drafts, look_up in drafters[1::2] if context.rehearsal else drafters:
         if not context.fits(f"{proposer}, forced_drafts={forced_drafts}, look_up={look_up is not None}"):
@@ -56,8 +56,8 @@ def replay_equals_eager(context: Context) -> Figures:
         with context.backend() as backend:
             bench = RoundBench(backend, 4, proposer=proposer, forced_drafts=forced_drafts, look_up=look_up)
             for kind in itertools.product((False, True), (False, True)):
-                announce = partial(bench.announce, ROWS) if kind[0] else lambda: None
-                compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, announce)
+                push_batch = partial(bench.push_batch, ROWS) if kind[0] else lambda: None
+                compared += bench.compare(bench.round.step(GraphKey(ROWS, *kind)), states, push_batch)
     return {"replays_compared": compared, "stages": sorted(steps)}
 
 
@@ -95,7 +95,7 @@ def no_sync_no_allocation(context: Context) -> Figures:
             with _no_sync(context):
                 for _ in range(replays):
                     if key.constrained:
-                        bench.host.announce([None] * ROWS)
+                        bench.host.push_batch([None] * ROWS)
                     graph.replay()
             assert _allocations(context) == allocated, "a replay allocated"
         assert backend.stats.syncs == syncs

@@ -149,7 +149,7 @@ class RoundBench:
         b.row_draft_probs.copy_(torch.rand(b.row_draft_probs.shape, generator=made).softmax(-1))
         b.row_certain.copy_(torch.rand(b.row_certain.shape, generator=made) < (0.3 if self.models.proposer is None else 2))
 
-    def announce(self, size: int) -> None:
+    def push_batch(self, size: int) -> None:
         """Fresh matchers that stand where the random rows say."""
         rows: list[MatcherRow | None] = []
         states = self.buffers.row_state.cpu()
@@ -158,7 +158,7 @@ class RoundBench:
             ruled = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
             committed = int(states[row, Column.GENERATED])
             rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
-        self.host.announce(rows)
+        self.host.push_batch(rows)
 
     def stage_steps(self, constrained: bool, sampled: bool = False) -> dict[str, Step]:
         """Every stage as a step of its own. K must be at least 3."""

@@ -152,7 +152,7 @@ def _round_times(context: Context, backend: Backend, k: int, constrained: bool) 
         backend.run(lambda: bench.put(start))
         backend.synchronize()
         if constrained:
-            bench.announce(ROWS)
+            bench.push_batch(ROWS)
 
     def eagerly() -> None:
         backend.run(lambda: run_eager(step, bench.buffers))

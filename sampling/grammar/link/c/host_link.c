@@ -23,7 +23,7 @@ struct host_link {
     link_shape shape;
     pool *pool;
     announcement *ring;        /* [depth] */
-    _Atomic int64_t announced; /* rounds, by the launching thread */
+    _Atomic int64_t pushed; /* rounds, by the launching thread */
     _Atomic int64_t begun;     /* rounds, by host nodes */
     _Atomic int64_t ended;
     _Atomic int64_t missed, fills, accepts, rollbacks, looks;
@@ -46,7 +46,7 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
     tags[0] = row->owner;
     tags[1] = row->committed;
     tags[2] = index;
-    tags[3] = row->chain;
+    tags[3] = row->last_mask_status;
 }
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
@@ -55,7 +55,7 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
     int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
     int32_t status = fill_mask(row, mask, link->shape.words);
     if (status < 0) return;
-    row->chain = status;
+    row->last_mask_status = status;
     tag(link, slot, row, index, stage);
     if (!link->shape.forced || status != OK || stage != index || index + 1 == link->shape.stages) return;
     link->shape.forced[index * link->shape.slots + slot] =
@@ -66,16 +66,16 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
     int64_t generated = state[GENERATED];
     int fresh = generated == row->committed;
     int64_t accepted = fresh ? 0 : state[ACCEPTED];
-    if (accepted < 0 || accepted > row->walked || !(fresh || generated == row->committed + accepted + 1)) {
+    if (accepted < 0 || accepted > row->pending_drafts || !(fresh || generated == row->committed + accepted + 1)) {
         fail(row, "RuntimeError: the history has %lld tokens, %lld from drafts; the matcher had %lld + %lld", (long long)generated,
-             (long long)accepted, (long long)row->committed, (long long)row->walked);
+             (long long)accepted, (long long)row->committed, (long long)row->pending_drafts);
         return;
     }
-    if (row->walked > accepted) {
-        if (!roll_back(row, row->walked - accepted)) return;
+    if (row->pending_drafts > accepted) {
+        if (!roll_back(row, row->pending_drafts - accepted)) return;
         count(&link->rollbacks);
     }
-    row->walked = 0;
+    row->pending_drafts = 0;
     if (!fresh) {
         count(&link->accepts);
         if (accept_token(row, state[LAST_TOKEN]) != 1) {
@@ -91,16 +91,16 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
 
 static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index) {
     int64_t token = link->shape.drafts[(index - 1) * link->shape.slots + slot];
-    if (token < 0 || row->walked != index - 1 || row->chain != OK) return; /* the walk ended at an earlier draft */
+    if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* the walk ended at an earlier draft */
     count(&link->accepts);
     int accepted = accept_token(row, token);
     if (accepted > 0) {
         follow_forced(row, row->committed + index - 1, token);
-        row->walked = index;
+        row->pending_drafts = index;
         fill(link, slot, row, index, index);
     }
     if (accepted > 0 && !faulted(row)) return;
-    row->chain = faulted(row) ? FAULT : ILLEGAL; /* the draft that it failed behind is judged all the same, by the mask before it */
+    row->last_mask_status = faulted(row) ? FAULT : ILLEGAL; /* the draft that it failed behind is judged all the same, by the mask before it */
     tag(link, slot, row, index, index);
 }
 
@@ -109,8 +109,8 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
 static void begin(host_link *link) {
     int64_t round = atomic_load_explicit(&link->begun, memory_order_relaxed);
     link->batch = NULL;
-    atomic_store_explicit(&link->ended, round, memory_order_release); /* if a round had no END */
-    if (round < atomic_load_explicit(&link->announced, memory_order_acquire)) {
+    atomic_store_explicit(&link->ended, round, memory_order_release); /* if a round had no END_ROUND */
+    if (round < atomic_load_explicit(&link->pushed, memory_order_acquire)) {
         link->batch = &link->ring[round % link->shape.depth];
         atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
     } else {
@@ -138,8 +138,8 @@ static void work_on_row(void *context, unsigned item) {
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
         int32_t index = node->steps[step].index;
         switch (node->steps[step].action) {
-        case START:
-            if (row->chain == NONE) fill(link, slot, row, 0, index);
+        case FILL_NEW:
+            if (row->last_mask_status == NONE) fill(link, slot, row, 0, index);
             break;
         case COMMIT:
             commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS);
@@ -187,12 +187,12 @@ static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ende
 void stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = now_ns(), ended;
-    if (node->steps[0].action == BEGIN) begin(node->link);
+    if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
     pool_run(node->link->pool, work_on_row, node, find_busy(node->link));
     ended = now_ns();
-    log_node(node->link, node->steps[0].action == BEGIN, begun, ended);
+    log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     note_time(node->link, ended - begun); /* who sees that the round has ended sees its times */
-    if (node->steps[node->count - 1].action == END) end(node->link);
+    if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
 }
 
 /* for Python */
@@ -225,14 +225,14 @@ void stepgraph_close(host_link *link) {
     free(link);
 }
 
-/* -1 where as many rounds as the ring holds are announced and not ended. By the launching thread only. */
-int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count) {
-    int64_t round = atomic_load_explicit(&link->announced, memory_order_relaxed);
+/* -1 where as many rounds as the ring holds are pushed and not ended. By the launching thread only. */
+int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count) {
+    int64_t round = atomic_load_explicit(&link->pushed, memory_order_relaxed);
     if (round - atomic_load_explicit(&link->ended, memory_order_acquire) >= link->shape.depth) return -1;
     announcement *batch = &link->ring[round % link->shape.depth];
     batch->count = count;
     memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
-    atomic_store_explicit(&link->announced, round + 1, memory_order_release);
+    atomic_store_explicit(&link->pushed, round + 1, memory_order_release);
     return 0;
 }
 
@@ -273,7 +273,7 @@ int64_t stepgraph_layout(int64_t *values, int64_t room) {
         LAYOUT_VERSION, sizeof(matcher_library), sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
         sizeof(host_node), sizeof(host_step), sizeof(link_counts), sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list),
         sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_text),
-        sizeof(checked_masks), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END, MAX_SLOTS, FORCED_BYTES,
+        sizeof(checked_masks), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END_ROUND, MAX_SLOTS, FORCED_BYTES,
     };
     int64_t count = sizeof own / sizeof *own;
     if (count + NODE_BOUNDS <= room) {

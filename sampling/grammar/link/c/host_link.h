@@ -18,7 +18,7 @@ enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
 enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
 /* host_link.py, number by number: what a host node does, in the order of its steps. */
-enum { BEGIN, START, COMMIT, ADVANCE, END };
+enum { BEGIN_ROUND, FILL_NEW, COMMIT, ADVANCE, END_ROUND };
 
 /* All that a row asks of a grammar library. A function that fails returns -1 and says why in FAULT_BYTES of text. `fill`
    returns 0, and the row sorts out what is legal and what that means; or, of a library that does so itself, the status. */
@@ -95,10 +95,10 @@ typedef struct {
     int64_t num_tokens;
     int64_t owner;
     int64_t committed; /* tokens of the history that the matcher has accepted for good */
-    int64_t walked;    /* drafts accepted on top of them */
+    int64_t pending_drafts;    /* drafts accepted on top of them */
     int64_t fills;
     double fuel_seconds; /* processor time that one call of the library may take */
-    int32_t chain;       /* status of the newest mask row; drafts go on only after OK */
+    int32_t last_mask_status;       /* status of the newest mask row; drafts go on only after OK */
     int32_t open;        /* the library has said that the text is not over, and no stop token was accepted since */
     atomic_int faulted;  /* set after `fault` was written */
     char fault[FAULT_BYTES];
@@ -126,7 +126,7 @@ typedef struct host_link host_link;
 
 typedef struct {
     int32_t action;
-    int32_t index; /* of START: the stage; of ADVANCE: the draft, from 1 */
+    int32_t index; /* of FILL_NEW: the stage; of ADVANCE: the draft, from 1 */
 } host_step;
 
 /* The data of one host node. */
@@ -190,7 +190,7 @@ typedef struct {
 STEPGRAPH_API int64_t stepgraph_layout(int64_t *values, int64_t room);
 STEPGRAPH_API host_link *stepgraph_open(const link_shape *shape);
 STEPGRAPH_API void stepgraph_close(host_link *link);
-STEPGRAPH_API int stepgraph_announce(host_link *link, matcher_row *const *rows, int64_t count);
+STEPGRAPH_API int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count);
 STEPGRAPH_API void stepgraph_log(host_link *link, int64_t *log, int64_t room);
 STEPGRAPH_API void stepgraph_counts(host_link *link, link_counts *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);

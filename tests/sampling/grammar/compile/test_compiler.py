@@ -16,7 +16,7 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
-from tests.helpers.documents import READMES
+from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 
 SLOW = Constraint.ebnf("root ::= " + "[a]*" * 29_000)  # minutes
@@ -169,7 +169,7 @@ def test_limits_that_are_none_are_refused_by_name() -> None:
 
 
 def test_the_readme_lists_every_limit_with_its_default() -> None:
-    text = READMES["sampling/README.md"]
+    text = DOCUMENTS["docs/constrain.md"]
     told = dict[str, str]()
     for names, values in re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", text, re.MULTILINE):
         told |= dict(zip(names.split(", "), values.split(", "), strict=False))

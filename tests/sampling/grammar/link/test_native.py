@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stepgraph import Constraint
 from stepgraph.sampling.grammar.link.layout import FAULT_BYTES
 from stepgraph.sampling.grammar.link.native_row import NativeRow
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.link_bench import WALK, A, Foreign, Memory, Twins, letters, native_link, resident, running
@@ -92,7 +92,7 @@ def test_whatever_the_library_fails_at_is_this_rows_fault_alone(function: str, t
     for slot, row in enumerate(rows):
         running(memory, row, slot)
     memory.drafts[:] = A
-    link.announce(rows)
+    link.push_batch(rows)
     link.node(WALK)()
     assert (rows[0].fault, rows[1].fault) == ("", told)
     assert memory.tags[:2, 0, 3].tolist() == [MaskStatus.OK] * 2
@@ -102,7 +102,7 @@ def test_whatever_the_library_fails_at_is_this_rows_fault_alone(function: str, t
         assert not memory.masks[0, 1].any(), "a row that failed is zero"
     running(memory, rows[1], 1, history=1, last=A)
     running(memory, rows[0], 0, history=1, last=A)
-    link.announce(rows)
+    link.push_batch(rows)
     link.node(WALK)()
     assert rows[1].fills <= 1 and rows[0].fills == 8, "nothing more is asked of it"
 
@@ -113,8 +113,8 @@ def test_a_token_behind_the_end_is_refused_before_the_library_complains(capfd: p
     row = letters(link)
     for history, token in ((0, 0), (1, A), (2, STOP), (3, A)):
         running(memory, row, history=history, last=token)
-        link.announce([row])
-        link.node((BEGIN, COMMIT, END))()
+        link.push_batch([row])
+        link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
         assert bool(row.fault) == (history == 3)
     assert f"RuntimeError: token {A} was sampled under a mask of this grammar" in row.fault
     assert capfd.readouterr().err == ""
@@ -132,17 +132,17 @@ def test_whether_a_text_is_over_is_asked_once_and_behind_a_stop_token() -> None:
     plant(row, "is_terminated", is_terminated)
     running(memory, row)
     memory.drafts[:] = A
-    link.announce([row])
+    link.push_batch([row])
     link.node(WALK)()
     assert asked == [0] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
     memory.drafts[1] = STOP
     running(memory, row, history=1, last=A)
-    link.announce([row])
+    link.push_batch([row])
     link.node(WALK)()
     assert asked == [0, 1] and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.OK, MaskStatus.TERMINATED, 0]
     running(memory, row, history=2, last=A)
-    link.announce([row])
-    link.node((BEGIN, COMMIT, END))()
+    link.push_batch([row])
+    link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
     assert asked == [0, 1, 0] and memory.tags[0, 0, 3] == MaskStatus.OK, "the stop token was taken back"
 
 
@@ -155,7 +155,7 @@ def test_a_history_that_cannot_be_takes_nothing_back(make: Callable[[Memory], Ho
     memory.drafts[:] = A
     for shown, last, held in ((0, 0, 0), (2, A, 1), (history, A, accepted)):
         running(memory, row, history=shown, last=last, accepted=held)
-        link.announce([row])
+        link.push_batch([row])
         link.node(WALK)()
     told = f"RuntimeError: the history has {history} tokens, {accepted} from drafts; the matcher had 2 + 3"
     assert (row.fault, link.stats.rollbacks) == (told, 1) and memory.tags[:, 0, 3].tolist() == [0] * 4
@@ -169,7 +169,7 @@ def test_a_failing_rollback_is_a_fault() -> None:
     running(memory, row)
     memory.drafts[:] = A
     for _ in range(2):
-        link.announce([row])
+        link.push_batch([row])
         link.node(WALK)()
     assert row.fault == "RuntimeError: stuck" and memory.tags[:, 0, 3].tolist() == [0] * 4
 
@@ -203,7 +203,7 @@ def test_a_long_message_is_cut_and_the_first_one_stays() -> None:
     assert isinstance(row, NativeRow)
     plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (FAULT_BYTES - 1)))
     running(memory, row)
-    link.announce([row])
+    link.push_batch([row])
     link.node(WALK)()
     assert row.fault == "x" * (FAULT_BYTES - 1)
 
@@ -226,7 +226,7 @@ def test_a_call_that_takes_longer_than_its_fuel_is_the_last_one() -> None:
         row.struct.fuel_seconds = 0.04
         plant(row, "fill", planted)
         running(memory, row)
-        link.announce([row])
+        link.push_batch([row])
         link.node(WALK)()
         assert row.fault.startswith(told) and bool(row.fault) == bool(told), "waiting is no work"
 
@@ -236,13 +236,13 @@ def test_rounds_are_announced_and_no_more_than_there_is_room_for() -> None:
     link = native_link(memory, depth=2)
     rows = [letters(link)]
     for _ in range(2):
-        link.announce(rows)
+        link.push_batch(rows)
     with pytest.raises(RuntimeError, match="2 rounds are announced and have not ended"):
-        link.announce(rows)
+        link.push_batch(rows)
     for _ in range(3):
         link.node(WALK)()
     with pytest.raises(RuntimeError, match="1 rounds began that were not announced"):
-        link.let_go()
+        link.release_finished()
     assert memory.tags[:, :, 3].sum() == 0
 
 
@@ -257,11 +257,11 @@ def test_foreign_matchers_take_part_and_their_faults_are_told_as_they_are() -> N
     for slot, row in enumerate(rows):
         running(memory, row, slot)
     memory.drafts[:] = A
-    link.announce(rows)
+    link.push_batch(rows)
     link.node(WALK)()
     assert memory.tags[:, :, 3].tolist() == [[MaskStatus.OK] * 2] * 4
     inner._fuel_seconds = -1.0
-    link.announce(rows)
+    link.push_batch(rows)
     link.node(WALK)()
     assert rows[0].fault.startswith("one step of the grammar took") and rows[1].fault == ""
 

@@ -40,7 +40,7 @@ def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, 
     for call in calls[1:]:
         call.function, call.data = node.address, node.data
     for _ in range(rounds):
-        link.announce(rows)
+        link.push_batch(rows)
     return CallListStruct(calls, len(calls)), calls, [node]
 
 

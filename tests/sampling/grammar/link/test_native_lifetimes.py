@@ -53,7 +53,7 @@ def test_a_link_is_freed_with_its_last_node_and_may_be_closed_before() -> None:
     closed.close()
     closed.close()
     assert closed.stats.fills == 0
-    for call in (lambda: closed.announce([]), closed.let_go, lambda: closed.node(WALK)):
+    for call in (lambda: closed.push_batch([]), closed.release_finished, lambda: closed.node(WALK)):
         with pytest.raises(RuntimeError, match="it is closed"):
             call()
 

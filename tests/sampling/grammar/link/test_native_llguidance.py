@@ -25,7 +25,7 @@ from stepgraph.sampling.grammar.link.llguidance_binding import MOST_LESSONS, LLG
 from stepgraph.sampling.grammar.link.mask_row import classify
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
@@ -163,8 +163,8 @@ def test_a_row_goes_on_from_what_its_matcher_has_accepted() -> None:
         assert all(matcher.accept_token(token) for token in history)
         row = link.row(1, matcher, committed=len(history))
         running(memory, row, history=len(history))
-        link.announce([row])
-        link.node((BEGIN, COMMIT, END))()
+        link.push_batch([row])
+        link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
         assert memory.tags[0, 0].tolist() == [1, len(history), 0, statuses]
 
 
@@ -176,8 +176,8 @@ def test_a_step_over_the_librarys_limits_is_the_rows_fault() -> None:
     memory = Memory.make(1, 1)
     link, (row,) = rows_of(memory, compiled)
     memory.drafts[:] = VOCABULARY.tokens.index(b"x")
-    link.announce([row])
-    link.node((BEGIN, COMMIT, advance(1), END))()
+    link.push_batch([row])
+    link.node((BEGIN_ROUND, COMMIT, advance(1), END_ROUND))()
     assert row.fault == matcher.fault and row.fault.startswith("accept_token: ") and "items; max is 2000" in row.fault
     assert memory.tags[:, 0, 3].tolist() == [MaskStatus.OK, MaskStatus.FAULT]
 
@@ -189,7 +189,7 @@ def test_hundreds_of_texts_leave_nothing_behind() -> None:
     grown = []
     for turn in range(200):
         link, rows = rows_of(memory, compiled, 4)
-        link.announce(rows)
+        link.push_batch(rows)
         link.node(WALK)()
         assert [row.fills for row in rows] == [4] * 4
         link.close()
@@ -208,7 +208,7 @@ def test_the_first_rows_leave_behind_what_their_lexers_have_learnt() -> None:
     for _ in range(MOST_LESSONS + 3):
         starts.append(grammar.start)
         link, rows = rows_of(memory, compiled)
-        link.announce(rows)
+        link.push_batch(rows)
         link.node(WALK)()
         assert rows[0].fault == "" and memory.tags[:, 0, 3].tolist() == [MaskStatus.OK] * 4
         link.close()
@@ -278,8 +278,8 @@ def test_both_sides_have_the_same_vocabulary() -> None:
         compiled = compiler.compile(constraint)
         memory = Memory.make(1, 0, vocabulary.mask_words)
         link, (row,) = rows_of(memory, compiled)
-        link.announce([row])
-        link.node((BEGIN, COMMIT, END))()
+        link.push_batch([row])
+        link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
         found = memory.masks[0, 0].clone()
         compiled.matcher().fill_next_token_bitmask(memory.masks[0], 0)
         assert found.tolist() == memory.masks[0, 0].tolist() and found.any()

@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCo
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.link.native_row import NativeRow
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
@@ -183,8 +183,8 @@ def test_every_token_in_every_state(marker: str | list[int]) -> None:
                 rows.append(link.row(token + 1, matcher, committed=state))
                 running(memory, rows[-1], token, history=state)
                 memory.drafts[0, token] = token
-            link.announce(rows)
-            link.node((BEGIN, COMMIT, advance(1), END))()
+            link.push_batch(rows)
+            link.node((BEGIN_ROUND, COMMIT, advance(1), END_ROUND))()
             written.append((memory.tags.tolist(), memory.masks[0].tolist(), [row.fault for row in rows]))
             legal = memory.tags[1, :, 3] == MaskStatus.OK
             assert legal.tolist() == [token < 12 and grammar.marker.after(state, token) is not None for token in range(40)]
@@ -205,7 +205,7 @@ def walk(memory: Memory, link: Any, rows: Sequence[Any], drafts: Sequence[int], 
         running(memory, row, slot, history, last, accepted)
     for place, token in enumerate(drafts):
         memory.drafts[place] = token
-    link.announce(rows)
+    link.push_batch(rows)
     link.node(WALK)()
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.link_bench import WALK, A, Memory, letters, native_link, running
 from tests.helpers.planted import plant
@@ -36,8 +36,8 @@ def test_a_slow_row_does_not_stop_the_others() -> None:
     plant(rows[-1], "fill", tell)
     for slot, row in enumerate(rows):
         running(memory, row, slot)
-    link.announce(rows)
-    link.node((BEGIN, COMMIT, END))()
+    link.push_batch(rows)
+    link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
     assert waited == [True]
     assert memory.tags[0, :, 3].tolist() == [MaskStatus.OK] * 6
 
@@ -51,7 +51,7 @@ def test_many_rounds_over_many_threads_miss_nothing() -> None:
     memory.drafts[:] = A
     node = link.node(WALK)
     for _ in range(2000):
-        link.announce(rows)
+        link.push_batch(rows)
         node()
     assert link.stats.fills == 2000 * 16 * 4
     assert [row.fault for row in rows] == [""] * 16
@@ -63,7 +63,7 @@ def test_a_forked_process_does_its_rows_alone() -> None:
     rows = [letters(link, owner) for owner in range(1, 7)]
     for slot, row in enumerate(rows):
         running(memory, row, slot)
-    link.announce(rows)
+    link.push_batch(rows)
     node = link.node(WALK)
     child = os.fork()
     if child == 0:

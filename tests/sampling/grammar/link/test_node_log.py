@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from stepgraph.sampling.grammar.link.node_log import NodeLog
-from stepgraph.sampling.grammar.link.protocol import BEGIN, COMMIT, END, HostLink, advance
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tests.helpers.link_bench import Memory, native_link
 from tests.helpers.toy_engines import needs_native
 
-NODES = ((BEGIN, advance(1)), (COMMIT,), (advance(1), END))
+NODES = ((BEGIN_ROUND, advance(1)), (COMMIT,), (advance(1), END_ROUND))
 LINKS: dict[str, Callable[[Memory], HostLink]] = {"native": native_link, "python": lambda memory: PythonLink(*memory.all)}
 
 
@@ -23,7 +23,7 @@ def test_nodes_are_noted_one_by_one_while_that_is_asked_for(kind: str) -> None:
     nodes = [link.node(steps) for steps in NODES]
 
     def play() -> None:
-        link.announce([None, None])
+        link.push_batch([None, None])
         for node in nodes:
             node()
 

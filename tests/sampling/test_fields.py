@@ -1,0 +1,59 @@
+"""Field checks, and the text of their errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from stepgraph.sampling import fields
+from stepgraph.sampling.fields import Check, check_fields, clip_error, clip_name, clip_repr
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_long_value_is_cut_and_a_failing_repr_is_replaced() -> None:
+    assert clip_repr("ab") == "'ab'"
+    assert clip_repr([0] * 1000) == f"[{'0, ' * 33}..."
+    assert clip_repr(10**5000) == "a value of type int" and clip_repr(Unprintable()) == "a value of type Unprintable"
+    assert clip_name("x" * 101) == "x" * 100 and clip_name(5) == "5"
+    assert clip_error(ValueError("x" * 501)) == "x" * 500 + "..."
+
+
+@pytest.mark.parametrize(
+    ("check", "accepted", "refused", "expected"),
+    [
+        (fields.BOOL, [True, False], [0, 1, None, "yes"], "True or False"),
+        (fields.whole(1), [1, 10**30], [0, True, 1.0, "1", None], "a whole number >= 1"),
+        (fields.whole(0, 8), [0, 8], [-1, 9, False], "a whole number from 0 to 8"),
+        (fields.number(0, 1), [0, 1, 0.5], [-0.1, 1.1, float("nan"), True, "0", 10**400], "a number from 0 to 1"),
+        (fields.number(0, 60, above=True), [0.1, 60], [0, 61, None], "a number above 0 and at most 60"),
+        (fields.one_of(("auto", "tape")), ["auto", "tape"], ["cuda", None, ["auto"]], "one of 'auto', 'tape'"),
+        (fields.optional(fields.whole(1)), [None, 1], [0, "1"], "a whole number >= 1, or None"),
+    ],
+)
+def test_a_check_accepts_what_its_text_says(check: Check, accepted: list[object], refused: list[object], expected: str) -> None:
+    assert check.expected == expected
+    assert all(check.accepts(value) for value in accepted) and not any(check.accepts(value) for value in refused)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: object = 1
+    name: object = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"rows": fields.whole(1), "name": fields.one_of(("auto",))})
+
+
+def test_the_error_names_class_field_value_and_accepted_values() -> None:
+    Sizes()
+    with pytest.raises(ValueError, match=r"^Sizes\.rows: got 0, expected a whole number >= 1$"):
+        Sizes(rows=0, name="")
+    with pytest.raises(ValueError, match=r"^Sizes\.name: got \[\], expected one of 'auto'$"):
+        Sizes(name=[])
+    with pytest.raises(ValueError, match=r"^Config\.rows: got 0"):
+        check_fields(type("Other", (), {"rows": 0}), {"rows": fields.whole(1)}, owner="Config")
