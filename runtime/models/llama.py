@@ -20,7 +20,7 @@ from stepgraph.graphs.layers.slot_mapping import angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.fields import is_int
 
 
 class Llama(nn.Module):

@@ -13,7 +13,7 @@ from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.model import History
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.fields import is_int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stepgraph.runtime.models.eagle3 import Eagle3Config
 from stepgraph.runtime.models.files.weights import Source
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
-from stepgraph.sampling.grammar.vocabulary import is_int
+from stepgraph.sampling.fields import is_int
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Options that are not implemented, with the values that turn them off.
