@@ -1,17 +1,8 @@
 """How a step becomes a graph: capture and replay on CUDA or on the tape, static buffers, keys, and the decode round."""
 
+from stepgraph.graphs.backends import capture, make_backend
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import (
-    Backend,
-    CaptureError,
-    HostNodeError,
-    Recorded,
-    RecordedReport,
-    capture,
-    current_context,
-    make_backend,
-    run_eager,
-)
+from stepgraph.graphs.capture import Backend, CaptureError, HostNodeError, Recorded, RecordedReport, current_context, run_eager
 from stepgraph.graphs.graph_set import CaptureReport, GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.graphs.tape.backend import TapeBackend

@@ -7,10 +7,12 @@ ending in `_host` is pinned host memory. Graph replays hold raw addresses, so no
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -169,12 +171,57 @@ class Column(IntEnum):
 
 
 REFUSED = -2  # in place of a draft: one was proposed, and its grammar forbids it
-RESULT_FIELDS = 6  # count, finish, accepted, offered in front; behind all a bit per draft: forced, of constrained rounds; looked up
 
 
-def result_width(limits: Limits) -> int:
-    """What a round says of a row: in between are the tokens [K + 1], the statuses of their masks [K + 1] and the drafts [K]."""
-    return RESULT_FIELDS + 2 * limits.positions + limits.num_speculative_tokens
+class ResultRecord(NamedTuple):
+    """Result of one round for one row."""
+
+    emitted: int  # how many of `tokens` the round emitted
+    finish: int  # FinishCode
+    accepted: int  # drafts that were accepted
+    draft_count: int  # drafts that were verified
+    tokens: list[int]  # [K + 1]
+    statuses: list[int]  # [K + 1] MaskStatus of each position
+    drafts: list[int]  # [K], -1 after the last one; REFUSED: see above
+    forced: int  # one bit per draft: forced by the grammar; written by constrained rounds only
+    looked_up: int  # one bit per draft: found by the look-up and not forced
+    logprobs: list[list[float]]  # [K + 1][2] raw, masked; of sampled rounds
+
+
+class ResultLayout:
+    """Columns of `results`, int64: the fields of a ResultRecord, for the stage that writes them and the host that reads them.
+
+    Log-probabilities are float32 and have buffers of their own.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        sizes = {"tokens": num_drafts + 1, "statuses": num_drafts + 1, "drafts": num_drafts}
+        self.columns: dict[str, slice] = {}
+        self.width = 0
+        for name in ResultRecord._fields[:-1]:
+            self.columns[name] = slice(self.width, self.width + sizes.get(name, 1))
+            self.width = self.columns[name].stop
+        self._fields_of = operator.itemgetter(*(each if name in sizes else each.start for name, each in self.columns.items()))
+
+    def write(self, lines: Tensor, **fields: Tensor) -> None:
+        """Write adjacent fields, [B] or [B, columns] each, into lines [B, width] with one copy."""
+        columns = [self.columns[name] for name in fields]
+        assert all(a.stop == b.start for a, b in itertools.pairwise(columns)), "adjacent fields in the order of ResultRecord"
+        values = [value if value.dim() == 2 else value[:, None] for value in fields.values()]
+        lines[:, columns[0].start : columns[-1].stop].copy_(torch.cat(values, 1) if len(values) > 1 else values[0])
+
+    def read(self, line: list[int], logprobs: list[list[float]]) -> ResultRecord:
+        """The record of one line."""
+        return ResultRecord._make((*self._fields_of(line), logprobs))
+
+    def specs(self, limits: Limits) -> tuple[BufferSpec, ...]:
+        slots, depth, positions = limits.max_rows, limits.ring_depth, limits.positions
+        return (
+            BufferSpec("results", (slots, self.width), torch.int64),
+            BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
+            BufferSpec("results_ring_host", (depth, slots, self.width), torch.int64, "pinned"),
+            BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
+        )
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
@@ -223,8 +270,7 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
         BufferSpec("batch_masks", (positions, slots, words), int32),
         BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
-        BufferSpec("results", (slots, result_width(limits)), int64),
-        BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),  # raw, masked; of sampled rounds
+        *ResultLayout(drafts).specs(limits),
         # admission and prompts
         BufferSpec("admission", (admission,), int64),
         BufferSpec("prompt", (limits.prompt_window,), int64),
@@ -235,8 +281,6 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
         # rings: memory that is written is never memory that is still to be copied
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
-        BufferSpec("results_ring_host", (depth, slots, result_width(limits)), int64, "pinned"),
-        BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
         BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # bits: of a prompt

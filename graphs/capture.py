@@ -1,4 +1,4 @@
-"""The contract between a step and whatever records it: streams, marks, host nodes, capture, replay, statistics.
+"""The contract between a step and whatever records it: streams, events, host nodes, capture, replay, statistics.
 
 A step is a plain function over static buffers. The same body runs eagerly, on the tape (CPU) and inside a CUDA graph;
 where it needs more than one stream it asks `current_context()`, which is whatever runs or records the step just now.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.spans import MakeRange, Span, StageRun, nvtx_range
+from stepgraph.graphs.spans import MakeRange, Span, StageRun
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
@@ -59,8 +59,8 @@ class CaptureContext(Protocol):
     def record(self) -> StreamEvent:
         """Mark the present point of the current stream."""
 
-    def wait(self, mark: StreamEvent) -> None:
-        """Hold the current stream until `mark` is reached."""
+    def wait(self, event: StreamEvent) -> None:
+        """Hold the current stream until `event` is reached."""
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         """Call `function` on the host, in the order of the current stream, at every replay.
@@ -161,13 +161,13 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait until everything launched has finished; raises what a host node or an operation raised."""
 
-    def doing(self) -> tuple[str, ...]:
+    def active_work(self) -> tuple[str, ...]:
         """What runs just now, as far as that is known. From any thread, for who waits too long."""
 
     def close(self) -> None:
         """Wait, then free graphs, threads and memory. Idempotent."""
 
-    def abandon(self) -> None:
+    def close_without_waiting(self) -> None:
         """Close without waiting, where something never ends: what it may still touch is not freed."""
 
 
@@ -191,22 +191,22 @@ def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]
 
 
 def current_context() -> CaptureContext:
-    """The flow of the step that this thread is running or recording just now."""
-    flow: CaptureContext | None = getattr(_local, "flow", None)
-    if flow is None:
+    """The context of the step that this thread is running or recording just now."""
+    context: CaptureContext | None = getattr(_local, "context", None)
+    if context is None:
         raise RuntimeError("current_context(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
-    return flow
+    return context
 
 
 @contextlib.contextmanager
-def use_context(flow: CaptureContext) -> Iterator[None]:
-    """Make `flow` the current one of this thread; for backends."""
-    previous = getattr(_local, "flow", None)
-    _local.flow = flow
+def use_context(context: CaptureContext) -> Iterator[None]:
+    """Make `context` the current one of this thread; for backends."""
+    previous = getattr(_local, "context", None)
+    _local.context = context
     try:
         yield
     finally:
-        _local.flow = previous
+        _local.context = previous
 
 
 class EagerContext:
@@ -225,7 +225,7 @@ class EagerContext:
     def record(self) -> StreamEvent:
         return self
 
-    def wait(self, mark: StreamEvent) -> None:
+    def wait(self, event: StreamEvent) -> None:
         pass
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -243,47 +243,3 @@ def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = Non
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
     with use_context(EagerContext(synchronize, ranges)):
         step(buffers)
-
-
-def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
-    """`tape` records on the CPU, `cuda` into a CUDA graph, `auto` takes cuda where a device is present.
-
-    `asynchronous` lets the tape replay on a thread of its own, as a GPU does. CUDA always is: there it means that the
-    caller orders its own work by events and `run`, instead of having its current stream wait for every replay. `nvtx`
-    shows stages to nsys as ranges: while they are captured, in eager runs, and around whatever the caller launches.
-    """
-    ranges = nvtx_range() if nvtx else None
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "tape"
-    if name == "tape":
-        from stepgraph.graphs.tape.backend import TapeBackend
-
-        return TapeBackend(asynchronous=asynchronous, ranges=ranges)
-    if name == "cuda":
-        from stepgraph.graphs.cuda.backend import CudaBackend
-
-        return CudaBackend(ordered=not asynchronous, ranges=ranges)
-    raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")
-
-
-def capture(
-    step: Step,
-    buffers: StaticBuffers,
-    backend: str | Backend = "auto",
-    *,
-    check: Check = "once",
-    between: Callable[[], None] | None = None,
-    generators: Sequence[torch.Generator] = (),
-) -> Recorded:
-    """Record `step(buffers)` once; `.replay()` of the result repeats it in place, over whatever the buffers then hold.
-
-    `backend` is "tape", "cuda", a Backend to share, or "auto": where the buffers are. Capturing changes nothing in the
-    buffers. `check="twice"` records a second time and compares: a scalar or a branch that differs was read from host state
-    and would be frozen into the graph; `between` is called between the two recordings to change the host state that must
-    not matter. `generators` are the random generators the step may use. Raises CaptureError with file, line and source
-    text of what cannot be replayed.
-    """
-    if backend == "auto":
-        backend = "cuda" if buffers.device.type == "cuda" else "tape"
-    chosen = make_backend(backend) if isinstance(backend, str) else backend
-    return chosen.capture(step, buffers, check=check, between=between, generators=generators)

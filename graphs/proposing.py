@@ -7,8 +7,7 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.draft_select import legal, settle_draft
-from stepgraph.graphs.drafting import going_on, grammar_mask_of
+from stepgraph.graphs.drafting import going_on, grammar_mask_of, legal, settle_draft
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission

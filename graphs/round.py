@@ -50,48 +50,48 @@ class Round:
         return lambda buffers: self.run(buffers, key)
 
     def run(self, buffers: StaticBuffers, key: GraphKey) -> None:
-        flow = current_context()
+        context = current_context()
         target, draft, proposer, _ = self.models
-        grammar = GrammarLane(self, buffers, flow, key.rows) if key.constrained else None
-        with flow.stage("read_batch"):
+        grammar = GrammarLane(self, buffers, context, key.rows) if key.constrained else None
+        with context.stage("read_batch"):
             batch = read_batch(buffers, key.rows, self.attention)
 
         masks_ready = grammar.head() if grammar else None
-        with flow.stage("target_verify"):
+        with context.stage("target_verify"):
             logits, features = stages.target_verify(buffers, batch, target, self.limits)
         if masks_ready:
-            flow.wait(masks_ready)
-        with flow.stage("accept"):
+            context.wait(masks_ready)
+        with context.stage("accept"):
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if proposer is not None:
-            with flow.stage("propose"):
+            with context.stage("propose"):
                 proposing.note_emission(buffers, batch, emission, self.limits)
-                drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, flow))
+                drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, context))
         if draft is None:
             return
 
         masked = grammar is not None and self.guided(buffers)
         tokens, drafts, chain = emission.tokens, [], None
-        with flow.stage("accept"):
+        with context.stage("accept"):
             alive = drafting.going_on(after)
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
             if step == 1:
-                chain = self._look_up(buffers, batch, after, emission, flow)
-                with flow.stage("draft_prefill"):
+                chain = self._look_up(buffers, batch, after, emission, context)
+                with context.stage("draft_prefill"):
                     logits, features = drafting.draft_prefill(buffers, batch, emission, features, draft, self.limits)
             else:
-                with flow.stage(f"draft_decode {step - 1}"):
+                with context.stage(f"draft_decode {step - 1}"):
                     logits, features = drafting.draft_decode(buffers, after, step - 1, tokens, features, draft, self.limits)
             if mask_ready:
-                flow.wait(mask_ready)
-            with flow.stage(f"choose_draft {step}"):
+                context.wait(mask_ready)
+            with context.stage(f"choose_draft {step}"):
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
                 chain = None if chain is None else drafting.agreeing(chain, step, tokens)
                 alive = tokens >= 0
             drafts.append(tokens)
-        with flow.stage("keep_chain"):
+        with context.stage("keep_chain"):
             drafting.keep_chain(buffers, after, torch.stack(drafts, 1))
 
     def guided(self, buffers: StaticBuffers) -> bool:
@@ -100,16 +100,16 @@ class Round:
             return "batch_forced" in buffers
         return self.draft_masks and self.models.draft is not None
 
-    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, flow: CaptureContext) -> Tensor | None:
+    def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, context: CaptureContext) -> Tensor | None:
         """The chains that are found in the rows' texts, for drafts that stand in place of a draft model's."""
         if self.models.look_up is None:
             return None
-        with flow.stage("look_up"):
+        with context.stage("look_up"):
             proposing.note_emission(buffers, batch, emission, self.limits)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
     def _propose(
-        self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, flow: CaptureContext
+        self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext
     ) -> Tensor:
         """The chain of a proposer. A token that a grammar forces stands in its place, and what is proposed goes on while it agrees."""
         if grammar is None or not self.guided(buffers):
@@ -118,8 +118,8 @@ class Round:
         proposed = proposing.propose(buffers, after, proposer, self.limits)
         alive, drafts = drafting.going_on(after), []
         for step in range(1, self.limits.positions):
-            flow.wait(mask_ready if step == 1 else grammar.row(step - 1))
-            with flow.stage(f"choose_draft {step}"):
+            context.wait(mask_ready if step == 1 else grammar.row(step - 1))
+            with context.stage(f"choose_draft {step}"):
                 tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
                 buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
                 proposed = drafting.agreeing(proposed, step, tokens)
@@ -134,7 +134,7 @@ class GrammarLane:
 
     round: Round
     buffers: StaticBuffers
-    flow: CaptureContext
+    context: CaptureContext
     size: int
 
     def head(self) -> StreamEvent:
@@ -145,10 +145,10 @@ class GrammarLane:
         if walk_all:
             steps = [BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND]
 
-        begun = self.flow.record()
-        with self.flow.stream(SIDE):
-            self.flow.wait(begun)
-            with self.flow.stage("show head"):
+        begun = self.context.record()
+        with self.context.stream(SIDE):
+            self.context.wait(begun)
+            with self.context.stage("show head"):
                 self._show_state()
                 rows = self.buffers.batch_rows[: self.size]
                 for index in range(0 if walk_all else drafts - 1, drafts):
@@ -162,11 +162,11 @@ class GrammarLane:
         if index == self.round.limits.num_speculative_tokens - 1:
             steps.append(END_ROUND)
 
-        reached = self.flow.record()
-        with self.flow.stream(SIDE):
-            self.flow.wait(reached)
+        reached = self.context.record()
+        with self.context.stream(SIDE):
+            self.context.wait(reached)
             name = f"advance {index}" if index else "commit"
-            with self.flow.stage(f"show {name}"):
+            with self.context.stage(f"show {name}"):
                 if index == 0:
                     self._show_state()
                 else:
@@ -181,17 +181,17 @@ class GrammarLane:
         """A host node over this round's pinned memory, then the way back of what it filled."""
         buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
         forced = [buffers.forced_host] if "forced_host" in buffers else []
-        self.flow.host_node(
+        self.context.host_node(
             name,
             self.round.host.node(steps),
             reads=[buffers.state_host, buffers.drafts_host],
             writes=[buffers.masks_host[first:last], buffers.tags_host, *forced],
         )
-        with self.flow.stage(f"place {name}"):
+        with self.context.stage(f"place {name}"):
             for stage in stages_filled:
                 buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
                 buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
                 stages.place_masks(buffers, size, stage)
                 if forced and stage < self.round.limits.num_speculative_tokens:
                     buffers.batch_forced[stage, :size].copy_(buffers.forced_host[stage, :size], non_blocking=True)
-        return self.flow.record()
+        return self.context.record()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
-from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.model import TargetModel, check_shape
 from stepgraph.graphs.shapes import Limits
@@ -66,14 +66,22 @@ def accept(
         _count_output(buffers, batch.rows, emission)
     after = _advance(batch, emission)
     buffers.row_state.index_copy_(0, batch.rows, after.state)
-    told = (emission.emitted, emission.finish, emission.accepted, draft_count)
-    results = torch.cat([*(each[:, None] for each in told), tokens, status, drafts], 1)
-    buffers.results[: len(batch.rows), :-2].copy_(results)
+    layout, lines = ResultLayout(drafts.shape[1]), buffers.results[: len(batch.rows)]
+    layout.write(
+        lines,
+        emitted=emission.emitted,
+        finish=emission.finish,
+        accepted=emission.accepted,
+        draft_count=draft_count,
+        tokens=tokens,
+        statuses=status,
+        drafts=drafts,
+    )
     if constrained and "row_forced" in buffers:
         # rounds without grammars leave the flags of a row's former owner
-        buffers.results[: len(batch.rows), -2].copy_(_on_offer(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
+        layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
-        buffers.results[: len(batch.rows), -1].copy_(_on_offer(buffers.row_looked_up, batch))
+        layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
     return emission, after
 
 
@@ -125,7 +133,7 @@ def _choose_sampled(
     return Choice(tokens, finite, accepted, status)
 
 
-def _on_offer(flags: Tensor, batch: Batch) -> Tensor:
+def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
     """[B] int64 a bit per draft: whether it is on offer, and its flag of [R, K] is set."""
     index = torch.arange(batch.drafts.shape[1], device=batch.rows.device)
     flagged = flags[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
+from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
-from stepgraph.graphs.capture import Backend, make_backend
+from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.shapes import Limits

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from stepgraph.graphs.buffers import StaticBuffers, result_width
+from stepgraph.graphs.buffers import ResultLayout, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
@@ -60,6 +60,7 @@ class InFlight:
         self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
         self._states = states
         self._flights: collections.deque[LaunchedRound] = collections.deque()
+        self._layout = ResultLayout(limits.num_speculative_tokens)
         self.rounds = 0
         self.launches = Launches()
 
@@ -114,19 +115,25 @@ class InFlight:
         self._flights.popleft()
         self._host.release_finished()
         results = self._buffers.results_ring_host[flight.slot].tolist()
-        logprobs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        told_of = zip(flight.seats, results, logprobs, strict=False)
-        first, statuses, drafts = 4, 4 + self._limits.positions, 4 + 2 * self._limits.positions  # places in a line: buffers.result_width
-        for place, (seat, line, told) in enumerate(told_of):
-            assert len(line) == result_width(self._limits)
+        all_pairs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
+        for place, (seat, line, pairs) in enumerate(zip(flight.seats, results, all_pairs, strict=False)):
             if not seat.job.finished:  # else: launched before its end was known, and inert
-                count, finish, accepted, offered = line[:first]
-                tokens, forced, looked_up = line[first : first + count], line[-2] if flight.key.constrained else 0, line[-1]
+                row = self._layout.read(line, pairs)
                 if self._states:
-                    self._states.emitted(seat.job, flight.slot, place, count)
-                wanted = [TokenLogprob(*pair) for pair in told[:count]] if seat.job.sampling.logprobs else []
-                lost = loss_of(seat.job.num_speculative_tokens, count, accepted, offered, line[statuses:drafts], line[drafts:-2])
-                yield RowResult(seat, tokens, accepted, FinishCode(finish), wanted, forced, looked_up, offered, lost)
+                    self._states.emitted(seat.job, flight.slot, place, row.emitted)
+                logprobs = [TokenLogprob(*pair) for pair in row.logprobs[: row.emitted]] if seat.job.sampling.logprobs else []
+                lost = loss_of(seat.job.num_speculative_tokens, row.emitted, row.accepted, row.draft_count, row.statuses, row.drafts)
+                yield RowResult(
+                    seat,
+                    row.tokens[: row.emitted],
+                    row.accepted,
+                    FinishCode(row.finish),
+                    logprobs,
+                    row.forced if flight.key.constrained else 0,
+                    row.looked_up,
+                    row.draft_count,
+                    lost,
+                )
 
     def forget(self) -> None:
         self._flights.clear()

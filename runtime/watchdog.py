@@ -35,7 +35,7 @@ class Watchdog:
         """RoundTimeoutError where it is not reached in time."""
         if not event.wait(self._seconds):
             self._expired = True
-            doing = "; ".join(self._backend.doing())
+            doing = "; ".join(self._backend.active_work())
             limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
             raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
@@ -46,7 +46,7 @@ class Watchdog:
                 self.wait(self._backend.event())
         if self._expired:
             log.error("%s", self._report(flights, host))
-            self._backend.abandon()
+            self._backend.close_without_waiting()
             return
         flights.forget()
         with contextlib.suppress(Exception):
@@ -59,7 +59,7 @@ class Watchdog:
         counted = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
         lines = [
             f"the device of an engine did not finish within {self._seconds:g} s; on their way: {flights.told or 'no rounds'}",
-            *(self._backend.doing() or ("nothing is known of its streams",)),
+            *(self._backend.active_work() or ("nothing is known of its streams",)),
             f"host nodes, {host.name}: {counted}",
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}

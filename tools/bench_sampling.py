@@ -33,7 +33,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from stepgraph.graphs import Limits, StaticBuffers, draft_select, drafting, stages
+from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
@@ -173,7 +173,7 @@ def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
     """An operation of ours beside its reference, which takes the same arguments."""
     assert isinstance(call, partial)
     modules = [
-        draft_select,
+        drafting,
         *(
             importlib.import_module(f"{kernels.__name__}.{found.name}")
             for found in pkgutil.iter_modules(kernels.__path__)

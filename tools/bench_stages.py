@@ -72,7 +72,7 @@ def llama(device: torch.device) -> Pair:
 MODELS = {"toy": toy, "llama": llama}
 
 
-class TimedFlow(EagerContext):
+class TimedContext(EagerContext):
     """Notes what each host node takes."""
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
@@ -146,16 +146,16 @@ class Scene:
     def host_nodes(self, rounds: int) -> dict[str, list[float]]:
         """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
-        flow = TimedFlow(torch.cuda.synchronize if gpu else lambda: None)
+        context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [seat.matcher for seat in engine._desk.rows]
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
             engine._host.push_batch(matchers)
-            with use_context(flow), torch.no_grad():
+            with use_context(context), torch.no_grad():
                 step(engine.buffers)
             engine.backend.synchronize()
             engine._host.release_finished()
-        return flow.times
+        return context.times
 
 
 @torch.no_grad()

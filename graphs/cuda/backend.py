@@ -18,8 +18,8 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.cuda.context import Streams, fail
 from stepgraph.graphs.cuda.driver import Driver, HostErrors, open_driver
-from stepgraph.graphs.cuda.flow import Streams, fail
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, difference
 from stepgraph.graphs.cuda.trace import CudaTracer
 from stepgraph.graphs.spans import MakeRange, Span
@@ -28,7 +28,7 @@ from stepgraph.sampling.cuda_graphs import GraphPool
 POLL_SECONDS = 50e-6
 
 
-class _Holdings:
+class _DeviceResources:
     """What a backend owns on the device; outlives the backend until nothing runs any more."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class _Holdings:
         self.driver: Driver = open_driver()
         self.streams = Streams(device)
         self.pool = GraphPool(self.streams[MAIN])
-        self.graves: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
+        self.retired: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
         self._spare_events: list[int] = []
         self._released = False
         self.order_event = self.take_event()
@@ -55,16 +55,16 @@ class _Holdings:
         else:
             self._spare_events.append(event)
 
-    def bury(self) -> None:
-        """Free the graves; the device must be idle."""
-        while self.graves:
-            self.graves.pop().free()
+    def free_retired(self) -> None:
+        """Free the retired; the device must be idle."""
+        while self.retired:
+            self.retired.pop().free()
 
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):  # a device that failed runs nothing any more either
             for stream in self.streams.values():
                 self.driver.stream_synchronize(stream.cuda_stream)
-        self.bury()
+        self.free_retired()
         self.pool.release()
         self._released = True
         for event in (self.order_event, *self._spare_events):
@@ -76,9 +76,9 @@ class _Holdings:
 class CudaEvent:
     """A point in the main stream of a CudaBackend. Its CUDA event is used again once nobody holds this object."""
 
-    def __init__(self, backend: CudaBackend, holdings: _Holdings) -> None:
-        self._backend, self._holdings = backend, holdings
-        self.handle = holdings.take_event()
+    def __init__(self, backend: CudaBackend, resources: _DeviceResources) -> None:
+        self._backend, self._resources = backend, resources
+        self.handle = resources.take_event()
 
     def query(self) -> bool:
         return self._backend.driver.event_reached(self.handle)
@@ -102,17 +102,17 @@ class CudaEvent:
         return True
 
     def __del__(self) -> None:
-        self._holdings.give_event(self.handle)
+        self._resources.give_event(self.handle)
 
 
 class CudaGraph:
     """A captured step."""
 
-    def __init__(self, backend: CudaBackend, recording: Recording, graves: list[Recording]) -> None:
+    def __init__(self, backend: CudaBackend, recording: Recording, retired: list[Recording]) -> None:
         self._backend, self._graph = backend, recording.graph
         self.report = recording.report
         # It may be running when the last reference goes; the callbacks it points to have to outlive that.
-        self.retire = weakref.finalize(self, graves.append, recording)
+        self.retire = weakref.finalize(self, retired.append, recording)
         self.retire.atexit = False
 
     def replay(self) -> None:
@@ -147,13 +147,13 @@ class CudaBackend:
         self._ordered, self._capturing = ordered, False
         with torch.cuda.device(self.device):
             torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
-            self._holdings = held = _Holdings(self.device)
+            self._resources = held = _DeviceResources(self.device)
             self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
             self._recorder = CudaRecorder(held.driver, held.streams, held.pool, self.errors, ranges)
             self._context = self.driver.context()
         self._local = threading.local()  # .bound: this thread has the context
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._finalizer = weakref.finalize(self, self._holdings.release)
+        self._finalizer = weakref.finalize(self, self._resources.release)
 
     def capture(
         self,
@@ -173,7 +173,7 @@ class CudaBackend:
                 if between is not None:
                     between()
                 self._compare(recording, self._recorder.record(step, buffers, generators))
-        graph = CudaGraph(self, recording, self._holdings.graves)
+        graph = CudaGraph(self, recording, self._resources.retired)
         self._graphs.add(graph)
         if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
             self.driver.graph_upload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
@@ -189,7 +189,7 @@ class CudaBackend:
 
     def event(self) -> CudaEvent:
         self._enter("event()")
-        event = CudaEvent(self, self._holdings)
+        event = CudaEvent(self, self._resources)
         self.driver.event_record(event.handle, self._main.cuda_stream)
         return event
 
@@ -223,10 +223,10 @@ class CudaBackend:
         if error is not None:
             warnings.warn(f"CudaBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
-    def doing(self) -> tuple[str, ...]:
+    def active_work(self) -> tuple[str, ...]:
         return (f"stream {MAIN}: {'idle' if self.driver.stream_idle(self._main.cuda_stream) else 'busy'}",)
 
-    def abandon(self) -> None:
+    def close_without_waiting(self) -> None:
         self._finalizer.detach()
 
     # for graphs and events of this backend
@@ -270,7 +270,7 @@ class CudaBackend:
 
     def _drain(self) -> None:
         self.driver.stream_synchronize(self._main.cuda_stream)
-        self._holdings.bury()
+        self._resources.free_retired()
 
     def _enter(self, what: str) -> None:
         if not self._finalizer.alive:

@@ -14,8 +14,8 @@ import torch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, CaptureError, RecordedReport, Step, use_context
 from stepgraph.graphs.cuda.buffer_backup import BufferBackup
+from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams, blame
 from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors
-from stepgraph.graphs.cuda.flow import CudaCaptureContext, Streams, blame
 from stepgraph.graphs.spans import Label, MakeRange, stage_runs
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
@@ -50,9 +50,9 @@ class CudaRecorder:
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
             snapshot, states = BufferBackup(buffers), [generator.get_state() for generator in drawn]
             self.synchronize()
-            flow = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
+            context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
             try:
-                with use_context(flow):
+                with use_context(context):
                     step(buffers)
             finally:
                 self.synchronize()
@@ -60,7 +60,7 @@ class CudaRecorder:
                 for generator, state in zip(drawn, states, strict=True):
                     generator.set_state(state)
                 self.synchronize()
-                flow.close()
+                context.close()
 
     def record(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> Recording:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
@@ -95,24 +95,24 @@ class CudaRecorder:
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, list[HostCallback], list[Label]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        flow = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
+        context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=True, ranges=self._ranges)
         try:
             with capturing(graph, self._pool, generators):
                 try:
-                    with use_context(flow):
+                    with use_context(context):
                         step(buffers)
-                    flow.label_nodes()
+                    context.label_nodes()
                 except BaseException:
                     with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
-                        flow.join_all()
+                        context.join_all()
                     raise
         except CaptureError:
             raise
         except RuntimeError as error:
             raise as_capture_error(error) from error
         finally:
-            flow.close()
-        return graph, flow.callbacks, flow.labels
+            context.close()
+        return graph, context.callbacks, context.labels
 
 
 def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:

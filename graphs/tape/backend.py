@@ -20,13 +20,11 @@ import torch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
 from stepgraph.graphs.spans import MakeRange, Span
-from stepgraph.graphs.tape.event import TapeEvent, told
 from stepgraph.graphs.tape.player import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
-from stepgraph.graphs.tape.recorder import Recorder
+from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.graphs.tape.rules import fail
-from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, timed_programs
-from stepgraph.graphs.tape.twice import first_difference, record_perturbed
+from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, described, timed_programs
 
 _local = threading.local()  # .recording: a capture is under way on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -114,6 +112,30 @@ class Tape:
     def _run_side(self, stream: str) -> None:
         self._run_stream(stream)
         self._done[stream].release()
+
+
+class TapeEvent:
+    """A point in the launch order of a TapeBackend."""
+
+    def __init__(self, backend: TapeBackend) -> None:
+        self._backend = backend
+        self.reached = threading.Event()
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        self._backend.refuse_while_recording("Event.wait()")
+        self._backend.stats.event_waits += 1
+        tracer = self._backend.tracer
+        if tracer is None:
+            reached = self.reached.wait(seconds)
+        else:
+            with tracer.waiting():
+                reached = self.reached.wait(seconds)
+        if reached:
+            self._backend.raise_pending()
+        return reached
 
 
 class TapeBackend:
@@ -223,10 +245,10 @@ class TapeBackend:
         for error in self._errors:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
-    def doing(self) -> tuple[str, ...]:
-        return told(dict(self.replaying.at)) if self.replaying else ()
+    def active_work(self) -> tuple[str, ...]:
+        return described(dict(self.replaying.at)) if self.replaying else ()
 
-    def abandon(self) -> None:
+    def close_without_waiting(self) -> None:
         if self._finalizer.detach() is None:
             return
         if self._device is None:

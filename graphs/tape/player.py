@@ -131,7 +131,7 @@ class HostCall:
 
 
 class Signal:
-    """Reaching a mark: lets every stream go that waits for it."""
+    """Reaching an event: lets every stream go that waits for it."""
 
     def __init__(self, locks: Sequence[threading.Lock]) -> None:
         self._locks = locks
@@ -142,7 +142,7 @@ class Signal:
 
 
 class Await:
-    """Waiting for a mark of another stream, behind what is called `name`. `noted` counts the time, where there was any."""
+    """Waiting for an event of another stream, behind what is called `name`. `noted` counts the time, where there was any."""
 
     def __init__(self, lock: threading.Lock, name: str, noted: BackendStats | None) -> None:
         self._lock, self.name, self._noted = lock, name, noted
@@ -160,8 +160,8 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
     """The recording as one list of items per stream. `stats` are told how long the main one waits for others."""
     locks: dict[int, dict[str, threading.Lock]] = {}
     for node in recorder.nodes:
-        if node.kind == "wait" and node.mark is not None and node.mark.stream != node.stream:
-            locks.setdefault(node.mark.number, {}).setdefault(node.stream, taken_lock())
+        if node.kind == "wait" and node.event is not None and node.event.stream != node.stream:
+            locks.setdefault(node.event.number, {}).setdefault(node.stream, taken_lock())
     names = marked(recorder.nodes)
     result: dict[str, list[Item]] = {}
     waited: set[tuple[int, str]] = set()
@@ -169,13 +169,13 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
         program = result.setdefault(node.stream, [])
         if node.kind == "host":
             program.append(HostCall(node, delay, _watched(recorder, node) if verify else ()))
-        elif node.mark is not None:
-            waiters = locks.get(node.mark.number, {})
+        elif node.event is not None:
+            waiters = locks.get(node.event.number, {})
             if node.kind == "record" and waiters:
                 program.append(Signal(list(waiters.values())))
-            elif node.kind == "wait" and node.stream in waiters and (node.mark.number, node.stream) not in waited:
-                waited.add((node.mark.number, node.stream))
-                program.append(Await(waiters[node.stream], names[node.mark.number], stats if node.stream == MAIN else None))
+            elif node.kind == "wait" and node.stream in waiters and (node.event.number, node.stream) not in waited:
+                waited.add((node.event.number, node.stream))
+                program.append(Await(waiters[node.stream], names[node.event.number], stats if node.stream == MAIN else None))
         elif node.call is not None:
             if not program or not isinstance(program[-1], Segment):
                 program.append(Segment(node.stream, delay))
@@ -186,15 +186,15 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
 
 
 def marked(nodes: Sequence[Node]) -> dict[int, str]:
-    """What each mark stands behind: the host node since the mark before on its stream, or else the stage."""
+    """What each event stands behind: the host node since the event before on its stream, or else the stage."""
     names: dict[int, str] = {}
     latest: dict[str, tuple[str, bool]] = {}  # stream: name, whether of a host node
     for node in nodes:
         name, host = latest.get(node.stream, (STEP, False))
         if node.kind == "host":
             latest[node.stream] = node.name, True
-        elif node.kind == "record" and node.mark is not None:
-            names[node.mark.number] = name
+        elif node.kind == "record" and node.event is not None:
+            names[node.event.number] = name
             latest[node.stream] = name, False
         elif node.call is not None and not host:
             latest[node.stream] = node.stage, False

@@ -1,4 +1,4 @@
-"""Finds unordered accesses to one piece of memory: vector clocks over streams and marks, exact to the element.
+"""Finds unordered accesses to one piece of memory: vector clocks over streams and events, exact to the element.
 
 Knows streams, clocks and byte regions; does not know what an operation is. Accesses arrive in an order that a single
 thread could run them in, so of two accesses only the earlier one can happen before the later one.

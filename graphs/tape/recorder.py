@@ -1,4 +1,4 @@
-"""Records a step: every aten operation, mark, wait and host node with its stream, its line and its memory accesses.
+"""Records a step: every aten operation, event, wait and host node with its stream, its line and its memory accesses.
 
 Recording runs the operations on the real buffers, once, in the order of the calls, and puts the old contents back.
 """
@@ -20,9 +20,8 @@ from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import MAIN, CaptureError, Step, StreamEvent, use_context
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
-from stepgraph.graphs.tape.replay_ops import repeat, whole
+from stepgraph.graphs.tape.replay_ops import bound, repeat, signature, tensors_in, whole, written
 from stepgraph.graphs.tape.rules import Memory, Rules, Site, call_site, fail, generator_key
-from stepgraph.graphs.tape.signatures import bound, signature, tensors_in, written
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
 
@@ -47,7 +46,7 @@ class Node:
     site: Site
     leaves: tuple[Leaf, ...] = ()
     call: Callable[[], object] | None = None
-    mark: TapeStreamEvent | None = None
+    event: TapeStreamEvent | None = None
     writes: tuple[Tensor, ...] = ()  # declared, of a host node
     clock: Clock = field(default_factory=dict)
     stage: str = STEP
@@ -59,7 +58,7 @@ class Node:
 
 
 class Recorder(TorchDispatchMode):
-    """One capture: sees operations as a dispatch mode, and marks and host nodes as the step's flow."""
+    """One capture: sees operations as a dispatch mode, and events and host nodes as the step's context."""
 
     def __init__(
         self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool], compared: bool = False
@@ -193,7 +192,7 @@ class Recorder(TorchDispatchMode):
 
     def _join_or_fail(self, what: str) -> None:
         if not self.races.joined(self._stream):
-            message = f"{what} runs on stream {self._stream!r} before that stream waited for a mark of this capture"
+            message = f"{what} runs on stream {self._stream!r} before that stream waited for an event of this capture"
             raise fail("stream-outside-capture", message)
 
     def _account(self, node: Node, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -218,7 +217,7 @@ class Recorder(TorchDispatchMode):
         node.stage = self._stage
         self.nodes.append(node)
 
-    # the flow that the step sees
+    # the context that the step sees
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -240,17 +239,17 @@ class Recorder(TorchDispatchMode):
         with self.working():
             self._join_or_fail("record()")
             number = sum(node.kind == "record" for node in self.nodes)
-            mark = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self)
-            self._add(Node("record", "record", self._stream, call_site(), mark=mark))
-            return mark
+            event = TapeStreamEvent(number, self._stream, self.races.record(self._stream), self)
+            self._add(Node("record", "record", self._stream, call_site(), event=event))
+            return event
 
-    def wait(self, mark: StreamEvent) -> None:
+    def wait(self, event: StreamEvent) -> None:
         with self.working():
-            if not isinstance(mark, TapeStreamEvent) or mark.capture is not self:
-                raise fail("foreign-mark", "wait() for a mark that this capture did not record")
-            self.races.wait(self._stream, mark.clock)
-            leaves: tuple[Leaf, ...] = (("tensor", f"mark {mark.number}"),)
-            self._add(Node("wait", "wait", self._stream, call_site(), leaves, mark=mark))
+            if not isinstance(event, TapeStreamEvent) or event.capture is not self:
+                raise fail("foreign-event", "wait() for an event that this capture did not record")
+            self.races.wait(self._stream, event.clock)
+            leaves: tuple[Leaf, ...] = (("tensor", f"event {event.number}"),)
+            self._add(Node("wait", "wait", self._stream, call_site(), leaves, event=event))
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         with self.working():
@@ -295,3 +294,45 @@ def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
         if trial[name].shape != tensor.shape:
             shapes = f"{tuple(tensor.shape)}, the result {tuple(trial[name].shape)}"
             raise fail("out-resize", f"{func._schema.name} would resize {name}=: it has shape {shapes}")
+
+
+def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:
+    """Record over other buffer contents, so that a value read from them behind the recorder's back shows."""
+    saved = {name: buffers[name].clone() for name in buffers}
+    try:
+        for name in saved:
+            _perturb(buffers[name])
+        return record()
+    except CaptureError:
+        raise
+    except Exception:  # an operation refused the altered values, such as an index out of range
+        for name, tensor in saved.items():
+            buffers[name].copy_(tensor)
+        return record()
+    finally:
+        for name, tensor in saved.items():
+            buffers[name].copy_(tensor)
+
+
+def _perturb(tensor: torch.Tensor) -> None:
+    if tensor.dtype == torch.bool:
+        tensor.logical_not_()
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(0.5).add_(0.25)
+    else:
+        tensor.bitwise_xor_(1)
+
+
+def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureError | None:
+    """Where two recordings of one step differ: host state was read while recording, and would be frozen into the graph."""
+    for a, b in zip(first, second, strict=False):
+        if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
+            return fail("baked-branch", f"host state chose {a.actor} in one recording and {b.actor} in the other", b.site)
+        changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
+        for x, y in sorted(changed):  # a scalar says more than the tensor shapes that follow from it
+            rule, what = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
+            return fail(rule, f"{a.name} got another {what} in each recording: {x[1]}, then {y[1]}", b.site)
+    if len(first) != len(second):
+        extra = max(first, second, key=len)[min(len(first), len(second))]
+        return fail("baked-branch", f"host state decided whether {extra.actor} is recorded at all", extra.site)
+    return None

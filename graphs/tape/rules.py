@@ -20,13 +20,16 @@ from torch._ops import OpOverload
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
 from stepgraph.graphs.capture import CaptureError
-from stepgraph.graphs.tape.signatures import bound, signature, tensors_in
+from stepgraph.graphs.tape.replay_ops import bound, signature, tensors_in
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
 
 _TAPE = os.path.dirname(os.path.abspath(__file__))
 _BUFFERS = os.path.join(os.path.dirname(_TAPE), "buffers.py")
-_SKIPPED_FILES = {contextlib.__file__, os.path.join(os.path.dirname(_TAPE), "capture.py"), _BUFFERS}
+_SKIPPED_FILES = {
+    contextlib.__file__,
+    *(os.path.join(os.path.dirname(_TAPE), name) for name in ("backends.py", "capture.py", "buffers.py")),
+}
 _SKIPPED_FOLDERS = (_TAPE + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 
 _SYNCS: dict[Any, str] = {

@@ -30,6 +30,22 @@ class Timed:
             self.end_ns = time.perf_counter_ns()
 
 
+def described(at: Mapping[str, Item]) -> tuple[str, ...]:
+    """What each stream is at, in words."""
+    return tuple(f"stream {stream}: {_named(item)}" for stream, item in sorted(at.items()))
+
+
+def _named(item: Item) -> str:
+    if isinstance(item, Timed):
+        item = item.item
+    if isinstance(item, HostCall):
+        return f"host node {item.name}"
+    if isinstance(item, Await):
+        return f"waits for {item.name}"
+    stages = list(dict.fromkeys(node.stage for node in item.nodes)) if isinstance(item, Segment) else []
+    return f"stage {stages[0]}" + (f" to {stages[-1]}" if len(stages) > 1 else "") if stages else "between two items"
+
+
 class TimedPrograms(NamedTuple):
     """Per stream the items of a tape, and those of them that are timed."""
 

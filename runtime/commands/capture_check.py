@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """What --json prints, what is printed otherwise, and the exit code."""
-    from stepgraph.graphs.capture import CaptureError, capture
+    from stepgraph.graphs.backends import capture
+    from stepgraph.graphs.capture import CaptureError
 
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -30,7 +30,7 @@ def mask_status_reference(
 
 
 mask_status_operation = operation(
-    "masks",
+    "mask_rows",
     "mask_status",
     "(Tensor tags, Tensor? rows, Tensor owner, Tensor generated, Tensor constrained, int first, Tensor(a!) status) -> ()",
     mask_status_reference,

@@ -83,11 +83,11 @@ def test_what_a_stream_is_at_is_told_by_its_stages(traced: bool) -> None:
         backend.start_trace(0, 1)
     tape.replay()
     assert _reached.wait(60)
-    (told,) = backend.doing()
+    (told,) = backend.active_work()
     assert told == ("stream main: stage first" if traced else "stream main: stage first to second")
     _goes_on.set()
     backend.synchronize()
-    assert backend.doing() == () and buffers.x.tolist() == [2.0, 2.0]
+    assert backend.active_work() == () and buffers.x.tolist() == [2.0, 2.0]
     backend.close()
 
 
@@ -95,8 +95,8 @@ def test_what_a_stream_is_at_is_told_by_its_stages(traced: bool) -> None:
 def test_a_backend_that_was_left_takes_no_more_work(asynchronous: bool) -> None:
     backend, buffers = TapeBackend(asynchronous=asynchronous), one_buffer()
     tape = backend.capture(adds_one, buffers)
-    backend.abandon()
-    backend.abandon()
+    backend.close_without_waiting()
+    backend.close_without_waiting()
     with pytest.raises(RuntimeError, match="closed"):
         tape.replay()
 

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import CaptureError, TapeBackend
-from stepgraph.graphs.capture_budget import CaptureBudget
+from stepgraph.graphs.graph_set import CaptureBudget
 from stepgraph.graphs.shapes import GraphKey
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 

@@ -15,8 +15,8 @@ import torch
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
 from stepgraph.graphs.capture import EagerContext
+from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.cuda.driver import HostErrors
-from stepgraph.graphs.cuda.flow import CudaCaptureContext
 from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
 from stepgraph.runtime.models.toy import ToyTarget
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
@@ -91,20 +91,20 @@ def test_proposed_and_unguided_rounds_have_names_for_all_they_do() -> None:
 
 
 def small_step(buffers: StaticBuffers) -> None:
-    flow = current_context()
+    context = current_context()
     buffers.x.add_(1)
-    with flow.stage("outer"):
+    with context.stage("outer"):
         buffers.x.mul_(2)
-        with flow.stage("inner"):
+        with context.stage("inner"):
             buffers.x.neg_()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
             buffers.there_host.copy_(buffers.x, non_blocking=True)
-            flow.host_node("think", lambda: None, reads=[buffers.there_host])
-            done = flow.record()
+            context.host_node("think", lambda: None, reads=[buffers.there_host])
+            done = context.record()
         buffers.y.sub_(3)  # beside the copy
-    flow.wait(done)
+    context.wait(done)
 
 
 def small_buffers() -> StaticBuffers:
@@ -181,8 +181,8 @@ def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
 
 
 def test_an_eager_stage_without_a_range_is_one_object_for_all() -> None:
-    flow = EagerContext()
-    assert flow.stage("a") is flow.stage("b") is flow.stream("side")
+    context = EagerContext()
+    assert context.stage("a") is context.stage("b") is context.stream("side")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where torch makes no ranges")
@@ -201,7 +201,7 @@ def test_a_flag_that_is_none_is_refused() -> None:
 
 
 class CountingDriver:
-    """As much of a driver as a flow needs in order to tell whose the captured nodes are."""
+    """As much of a driver as a context needs in order to tell whose the captured nodes are."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -222,17 +222,17 @@ class OneStream:
 
 def test_the_cuda_flow_tells_whose_nodes_were_captured_by_how_many_there_are() -> None:
     driver, ranges = CountingDriver(), Ranges()
-    flow = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
+    context = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
     driver.nodes += 2
-    with flow.stage("outer"):
+    with context.stage("outer"):
         driver.nodes += 1
-        with flow.stage("inner"):
+        with context.stage("inner"):
             driver.nodes += 3
-        flow.host_node("think", lambda: None)
+        context.host_node("think", lambda: None)
         driver.nodes += 1
     driver.nodes += 1
-    flow.label_nodes()
-    told = [(run.name, run.kind, run.nodes) for run in stage_runs(flow.labels)]
+    context.label_nodes()
+    told = [(run.name, run.kind, run.nodes) for run in stage_runs(context.labels)]
     outer, think = ("outer", "stage", 1), ("think", "host", 1)
     assert told == [(STEP, "stage", 2), outer, ("inner", "stage", 3), think, outer, (STEP, "stage", 1)]
     assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]

@@ -14,8 +14,7 @@ from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.capture import HostNodeError
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.tape.backend import TapeBackend
-from stepgraph.graphs.tape.event import TapeEvent
+from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar.link.native_row import NativeRow

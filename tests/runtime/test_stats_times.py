@@ -42,13 +42,13 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
         return next(ticks)
 
     def step(buffers: StaticBuffers) -> None:
-        flow = current_context()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
-            flow.host_node("think", lambda: buffers.answer_host.fill_(1), writes=[buffers.answer_host])
-            done = flow.record()
-        flow.wait(done)
+        context = current_context()
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
+            context.host_node("think", lambda: buffers.answer_host.fill_(1), writes=[buffers.answer_host])
+            done = context.record()
+        context.wait(done)
         buffers.answer.copy_(buffers.answer_host, non_blocking=True)
 
     specs = [BufferSpec("answer", (1,), torch.float32), BufferSpec("answer_host", (1,), torch.float32, "pinned")]

@@ -71,17 +71,17 @@ def test_host_nodes_run_in_order_and_between_their_neighbours(backend: Backend) 
     buffers, order = buffers_of(backend), list[str]()
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
-            flow.host_node("first", lambda: order.append("first"))
+        context = current_context()
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
+            context.host_node("first", lambda: order.append("first"))
             b.z.copy_(b.x)
-            flow.host_node("second", lambda: order.append("second"))
-            done = flow.record()
+            context.host_node("second", lambda: order.append("second"))
+            done = context.record()
         b.y.copy_(b.x + 1)
-        flow.wait(done)
-        flow.host_node("third", lambda: order.append("third"))
+        context.wait(done)
+        context.host_node("third", lambda: order.append("third"))
 
     graph = backend.capture(step, buffers)
     (handle,) = [handle for handle in counters.live_graphs() if any(node.type == "host" for node in counters.graph_nodes(handle))]
@@ -101,10 +101,10 @@ def host_sync(b: StaticBuffers) -> None:
 
 
 def unjoined_fork(b: StaticBuffers) -> None:
-    flow = current_context()
-    begun = flow.record()
-    with flow.stream("side"):
-        flow.wait(begun)
+    context = current_context()
+    begun = context.record()
+    with context.stream("side"):
+        context.wait(begun)
         b.z.copy_(b.x)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from stepgraph.graphs.buffers import ResultLayout
 from tests.stub_cuda import counters
 from tests.stub_cuda.device import set_result
 from tests.stub_cuda.subject import Constraint, Engine, greedy_engine
@@ -42,7 +43,7 @@ def test_arguments_of_every_captured_kernel_are_known(engine: Engine) -> None:
 def test_fifty_constrained_rounds_allocate_nothing_and_launch_one_graph_each(engine: Engine) -> None:
     engine.submit(list(range(1, 20)), max_new_tokens=200, constraint=Constraint.regex("[a-f]{150,200}"))
     results = np.zeros(engine.buffers.results.shape)
-    results[:, 1] = RUNNING  # of every batch slot: no token, and it goes on
+    results[:, ResultLayout(2).columns["finish"]] = RUNNING  # of every batch slot: no token, and it goes on
     set_result(engine.buffers.results, results)
     while not engine.stats().rounds:  # compilation of the grammar, the prompt, the first round
         engine.step()

@@ -95,7 +95,7 @@ def test_memory_of_a_capture_that_failed_is_freed_with_the_backend(ended: bool) 
     def step(buffers: StaticBuffers) -> None:
         buffers.y.copy_(buffers.x * 2)
         if ended and torch.cuda.is_current_stream_capturing():
-            torch._C._cuda_endAllocateToPool(DEVICE.index, backend._holdings.pool.handle)
+            torch._C._cuda_endAllocateToPool(DEVICE.index, backend._resources.pool.handle)
         buffers.x.sum().item()
 
     with pytest.raises(CaptureError, match="cuda"):
@@ -129,20 +129,20 @@ def test_backends_one_after_the_other_take_the_same_streams_and_workspaces() -> 
     static = StaticBuffers([BufferSpec(name, (16, 16), torch.float32) for name in "xy"], DEVICE)
 
     def step(buffers: StaticBuffers) -> None:
-        flow = current_context()
-        mark = flow.record()
-        with flow.stream("side"):
-            flow.wait(mark)
+        context = current_context()
+        event = context.record()
+        with context.stream("side"):
+            context.wait(event)
             torch.mm(buffers.y, buffers.y)
-            mark = flow.record()
+            event = context.record()
         torch.mm(buffers.x, buffers.x)
-        flow.wait(mark)
+        context.wait(event)
 
     streams, allocated = set[tuple[int, ...]](), set[int]()
     for _ in range(3):
         backend = CudaBackend()
         backend.capture(step, static).replay()
-        streams.add(tuple(stream.cuda_stream for stream in backend._holdings.streams.values()))
+        streams.add(tuple(stream.cuda_stream for stream in backend._resources.streams.values()))
         backend.close()
         del backend
         replayed(lambda: static.x.copy_(static.x @ static.x), DEVICE)()
@@ -157,6 +157,6 @@ def test_backends_side_by_side_share_no_stream() -> None:
         backends.append(CudaBackend())
         for _ in range(31):  # torch hands out 32 in turn
             torch.cuda.Stream()
-    assert len({stream.cuda_stream for backend in backends for stream in backend._holdings.streams.values()}) == len(backends)
+    assert len({stream.cuda_stream for backend in backends for stream in backend._resources.streams.values()}) == len(backends)
     for backend in backends:
         backend.close()

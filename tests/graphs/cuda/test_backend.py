@@ -15,8 +15,8 @@ import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
 from stepgraph.graphs.cuda.buffer_backup import BufferBackup, holds_only
+from stepgraph.graphs.cuda.context import blame
 from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
-from stepgraph.graphs.cuda.flow import blame
 from stepgraph.graphs.cuda.recorder import as_capture_error, difference
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs import draft_select
+from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.layers import dense as pointwise
 from stepgraph.graphs.layers import slot_mapping
@@ -90,7 +90,7 @@ OPERATIONS: dict[str, Operation] = {
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
     "settle_draft": (
-        draft_select.settle_draft_operation,
+        drafting.settle_draft_operation,
         cpu_kernels.prepared(layer_calls.settle_draft),
         [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 
-from stepgraph.graphs import draft_select
+from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling.bitmask import WORD
@@ -110,7 +110,7 @@ def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: b
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())
 def test_drafts_are_settled_as_torch_settles_them(seed: int, ruled: bool, looked_up: bool, forced: bool) -> None:
     case = settling_case(seed, 8, ruled, looked_up, forced)
-    found, expected = draft_select.settle_draft(*case), draft_select.settled(*case)
+    found, expected = drafting.settle_draft(*case), drafting.settled(*case)
     assert torch.equal(found.tokens, expected.tokens)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert (mine is None) == (theirs is None) and (mine is None or theirs is None or torch.equal(mine, theirs))
@@ -121,7 +121,7 @@ def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
     case[5] = torch.full((8,), 10_000)
     case[7] = case[7]._replace(ruled=torch.ones(8, dtype=torch.bool))
     with pytest.raises(IndexError):
-        draft_select.settle_draft(*case)
+        drafting.settle_draft(*case)
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
@@ -136,4 +136,4 @@ def test_the_operations_are_registered_as_torch_wants_them() -> None:
     )
     some = torch.arange(2)
     alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, some.clone(), some.bool(), some.bool())
-    opcheck(draft_select.settle_draft_operation, alone)
+    opcheck(drafting.settle_draft_operation, alone)

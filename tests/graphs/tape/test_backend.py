@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.backends import capture, make_backend
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import CaptureError, HostNodeError, capture, current_context, make_backend, run_eager
+from stepgraph.graphs.capture import CaptureError, HostNodeError, current_context, run_eager
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend
 
@@ -46,15 +47,15 @@ def through_host(function: Callable[[], None], name: str = "double") -> Callable
     """x -> pinned -> host node on a side stream -> y, while the main stream goes on."""
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
+        context = current_context()
         b.x_host.copy_(b.x, non_blocking=True)
-        fork = flow.record()
-        with flow.stream("side"):
-            flow.wait(fork)
-            flow.host_node(name, function, reads=[b.x_host], writes=[b.ring_host])
-            join = flow.record()
+        fork = context.record()
+        with context.stream("side"):
+            context.wait(fork)
+            context.host_node(name, function, reads=[b.x_host], writes=[b.ring_host])
+            join = context.record()
         b.x.add_(1)
-        flow.wait(join)
+        context.wait(join)
         b.y.copy_(b.ring_host, non_blocking=True)
 
     return step
@@ -177,13 +178,13 @@ def baked_buffer(b: StaticBuffers) -> None:
 
 
 def baked_stream(b: StaticBuffers) -> None:
-    flow = current_context()
-    mark = flow.record()
-    with flow.stream("one" if HOST.flag else "two"):
-        flow.wait(mark)  # baked
+    context = current_context()
+    event = context.record()
+    with context.stream("one" if HOST.flag else "two"):
+        context.wait(event)  # baked
         b.x.add_(1)
-        end = flow.record()
-    flow.wait(end)
+        end = context.record()
+    context.wait(end)
 
 
 def baked_host_node(b: StaticBuffers) -> None:
@@ -428,17 +429,17 @@ def test_an_error_on_any_stream_skips_the_rest_and_frees_the_others(buffers: Sta
         return work
 
     def step(b: StaticBuffers) -> None:
-        flow, streams = current_context(), ("one", "two", "three")
+        context, streams = current_context(), ("one", "two", "three")
         for turn in range(2):
-            marks = [flow.record()]
+            events = [context.record()]
             for stream in streams:
-                with flow.stream(stream):
-                    for mark in marks:
-                        flow.wait(mark)
-                    flow.host_node(f"{stream} {turn}", node(f"{stream} {turn}"))
-                    marks.append(flow.record())
-            for mark in marks:
-                flow.wait(mark)
+                with context.stream(stream):
+                    for event in events:
+                        context.wait(event)
+                    context.host_node(f"{stream} {turn}", node(f"{stream} {turn}"))
+                    events.append(context.record())
+            for event in events:
+                context.wait(event)
         b.x.add_(1)
 
     backend = TapeBackend()
@@ -490,14 +491,14 @@ def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: Sta
             time.sleep(1e-3)
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        fork = flow.record()
-        with flow.stream("side"):
-            flow.wait(fork)
-            flow.host_node("slow", work, writes=[b.ring_host])
-            join = flow.record()
+        context = current_context()
+        fork = context.record()
+        with context.stream("side"):
+            context.wait(fork)
+            context.host_node("slow", work, writes=[b.ring_host])
+            join = context.record()
         b.x_host.copy_(b.x, non_blocking=True)
-        flow.wait(join)
+        context.wait(join)
 
     backend = TapeBackend(verify_host_nodes=True, delay=lambda name: started.wait(10) and None if name == "main" else None)
     backend.capture(step, buffers).replay()
@@ -518,16 +519,16 @@ def test_streams_run_beside_each_other(buffers: StaticBuffers) -> None:
             seen.set()
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        fork = flow.record()
-        with flow.stream("side"):
-            flow.wait(fork)
-            flow.host_node("waits for main", work)
-            join = flow.record()
+        context = current_context()
+        fork = context.record()
+        with context.stream("side"):
+            context.wait(fork)
+            context.host_node("waits for main", work)
+            join = context.record()
         for _ in range(200):
             b.x.add_(1)
-            flow.host_node("tick", lambda: time.sleep(1e-3))
-        flow.wait(join)
+            context.host_node("tick", lambda: time.sleep(1e-3))
+        context.wait(join)
 
     backend = TapeBackend(delay=delay)
     backend.capture(step, buffers).replay()
@@ -569,14 +570,14 @@ from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
 from stepgraph.graphs.tape.backend import TapeBackend
 def step(b):
-    flow = current_context()
-    fork = flow.record()
-    with flow.stream("side"):
-        flow.wait(fork)
+    context = current_context()
+    fork = context.record()
+    with context.stream("side"):
+        context.wait(fork)
         b.y.copy_(b.y @ b.y)
-        join = flow.record()
+        join = context.record()
     b.x.copy_(b.x @ b.x)
-    flow.wait(join)
+    context.wait(join)
 buffers = StaticBuffers([BufferSpec(name, (64, 64), torch.float32) for name in "xy"])
 backend = TapeBackend(asynchronous=True)
 recorded = backend.capture(step, buffers)

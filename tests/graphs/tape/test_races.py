@@ -1,4 +1,4 @@
-"""The race checker: exact to the element, blind to nothing that the schemas declare, silent where marks order the accesses."""
+"""The race checker: exact to the element, blind to nothing that the schemas declare, silent where events order the accesses."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def forked(main: Work, side: Work, *, joined_first: bool = False, after: Work = 
     """A step with `main` and `side` on two streams: unordered, or `side` ordered before `main`."""
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        fork = flow.record()
-        with flow.stream("side"):
-            flow.wait(fork)
+        context = current_context()
+        fork = context.record()
+        with context.stream("side"):
+            context.wait(fork)
             side(b)
-            join = flow.record()
+            join = context.record()
         if joined_first:
-            flow.wait(join)
+            context.wait(join)
         main(b)
-        flow.wait(join)
+        context.wait(join)
         after(b)
 
     return step
@@ -52,7 +52,7 @@ def host(name: str, **access: list[Tensor]) -> None:
     current_context().host_node(name, lambda: None, **access)
 
 
-# each pair conflicts, and is legal once a mark orders it
+# each pair conflicts, and is legal once an event orders it
 
 PAIRS: dict[str, tuple[str, Work, Work]] = {
     "write after read": ("'a'", lambda b: b.a.add_(1), lambda b: b.b.copy_(b.a)),
@@ -96,15 +96,15 @@ def test_planted_race(name: str) -> None:
 
 def test_message_names_both_sides() -> None:
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
+        context = current_context()
         b.a_host.copy_(b.a, non_blocking=True)
-        fork = flow.record()
-        with flow.stream("grammar"):
-            flow.wait(fork)
-            flow.host_node("fill row 0", lambda: None, reads=[b.a_host], writes=[b.b_host])
-            join = flow.record()
+        fork = context.record()
+        with context.stream("grammar"):
+            context.wait(fork)
+            context.host_node("fill row 0", lambda: None, reads=[b.a_host], writes=[b.b_host])
+            join = context.record()
         b.b.copy_(b.b_host, non_blocking=True)  # too early
-        flow.wait(join)
+        context.wait(join)
 
     with pytest.raises(CaptureError) as caught:
         TapeBackend().capture(step, StaticBuffers(SPECS))
@@ -136,19 +136,19 @@ def test_disjoint_is_no_race(name: str) -> None:
 
 def test_order_passes_through_a_third_stream() -> None:
     def step(b: StaticBuffers, last_wait: bool) -> None:
-        flow = current_context()
+        context = current_context()
         b.a.fill_(1)
-        start = flow.record()
-        with flow.stream("one"):
-            flow.wait(start)
+        start = context.record()
+        with context.stream("one"):
+            context.wait(start)
             b.a.mul_(3)
-            first = flow.record()
-        with flow.stream("two"):
-            flow.wait(first if last_wait else start)
+            first = context.record()
+        with context.stream("two"):
+            context.wait(first if last_wait else start)
             b.a.add_(2)
-            second = flow.record()
-        flow.wait(first)
-        flow.wait(second)
+            second = context.record()
+        context.wait(first)
+        context.wait(second)
         b.b.copy_(b.a)
 
     buffers = StaticBuffers(SPECS)
@@ -205,31 +205,31 @@ _operation = st.one_of(
 
 def random_step(program: list[tuple[str, str, int, int]]) -> Callable[[StaticBuffers], None]:
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        marks = [flow.record()]
+        context = current_context()
+        events = [context.record()]
         members = {"main"}
         for number, (kind, stream, i, j) in enumerate(program):
-            with flow.stream(stream):
+            with context.stream(stream):
                 if stream not in members:
-                    flow.wait(marks[0])
+                    context.wait(events[0])
                     members.add(stream)
-                issue(b, flow, marks, kind, i, j, number)
+                issue(b, context, events, kind, i, j, number)
         for stream in sorted(members - {"main"}):
-            with flow.stream(stream):
-                end = flow.record()
-            flow.wait(end)
+            with context.stream(stream):
+                end = context.record()
+            context.wait(end)
 
     return step
 
 
-def issue(b: StaticBuffers, flow: CaptureContext, marks: list[StreamEvent], kind: str, i: int, j: int, number: int) -> None:
+def issue(b: StaticBuffers, context: CaptureContext, events: list[StreamEvent], kind: str, i: int, j: int, number: int) -> None:
     if kind == "record":
-        marks.append(flow.record())
+        events.append(context.record())
     elif kind == "wait":
-        flow.wait(marks[i % len(marks)])
+        context.wait(events[i % len(events)])
     elif kind == "host":
         b.a_host[j].copy_(b.a[j], non_blocking=True)
-        flow.host_node(f"host {number}", halve(b.b_host[i], b.a_host[j]), reads=[b.a_host[j]], writes=[b.b_host[i]])
+        context.host_node(f"host {number}", halve(b.b_host[i], b.a_host[j]), reads=[b.a_host[j]], writes=[b.b_host[i]])
         b.b[i].copy_(b.b_host[i], non_blocking=True)
     else:
         OPERATIONS[kind](b, i, j, (number + 1) / 16)

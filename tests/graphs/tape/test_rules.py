@@ -490,7 +490,7 @@ def broadcast_upload(b: StaticBuffers) -> None:
     b.x.copy_(b.x_host[0], non_blocking=True)  # illegal
 
 
-# streams, marks, host nodes, nesting
+# streams, events, host nodes, nesting
 
 
 @illegal("stream-outside-capture")
@@ -511,30 +511,30 @@ def host_node_on_outside_stream(b: StaticBuffers) -> None:
         current_context().host_node("h", lambda: None)  # illegal
 
 
-@illegal("foreign-mark")
+@illegal("foreign-event")
 def foreign_mark(b: StaticBuffers) -> None:
     current_context().wait(MARKS[0])  # illegal
 
 
 @illegal("unjoined-fork")
 def unjoined(b: StaticBuffers) -> None:
-    flow = current_context()
-    mark = flow.record()
-    with flow.stream("side"):
-        flow.wait(mark)
+    context = current_context()
+    event = context.record()
+    with context.stream("side"):
+        context.wait(event)
         b.x.add_(1)  # illegal
 
 
 @illegal("unjoined-fork")
 def work_after_the_join(b: StaticBuffers) -> None:
-    flow = current_context()
-    mark = flow.record()
-    with flow.stream("side"):
-        flow.wait(mark)
+    context = current_context()
+    event = context.record()
+    with context.stream("side"):
+        context.wait(event)
         b.x.add_(1)
-        done = flow.record()
-        flow.host_node("late", lambda: None)  # illegal
-    flow.wait(done)
+        done = context.record()
+        context.host_node("late", lambda: None)  # illegal
+    context.wait(done)
 
 
 @illegal("host-node-memory")
@@ -790,34 +790,34 @@ def default_draws(b: StaticBuffers) -> None:
 
 @legal
 def several_streams(b: StaticBuffers) -> None:
-    flow = current_context()
-    fork = flow.record()
+    context = current_context()
+    fork = context.record()
     b.x.add_(1)
-    with flow.stream("side"):
-        flow.wait(fork)
+    with context.stream("side"):
+        context.wait(fork)
         b.y.mul_(2)
-        with flow.stream("third"):
-            flow.wait(fork)
+        with context.stream("third"):
+            context.wait(fork)
             b.big.add_(1)
-            third = flow.record()
-        flow.wait(third)
+            third = context.record()
+        context.wait(third)
         b.big[:4].add_(b.y)
-        join = flow.record()
-    flow.wait(join)
+        join = context.record()
+    context.wait(join)
     b.x.add_(b.big[:4])
 
 
 @legal
 def host_node(b: StaticBuffers) -> None:
-    flow = current_context()
+    context = current_context()
     b.x_host.copy_(b.x, non_blocking=True)
-    fork = flow.record()
-    with flow.stream("side"):
-        flow.wait(fork)
-        flow.host_node("double", lambda: BUFFERS.x_host.mul_(2), reads=[b.x_host], writes=[b.x_host])
-        join = flow.record()
+    fork = context.record()
+    with context.stream("side"):
+        context.wait(fork)
+        context.host_node("double", lambda: BUFFERS.x_host.mul_(2), reads=[b.x_host], writes=[b.x_host])
+        join = context.record()
     b.x.add_(1)
-    flow.wait(join)
+    context.wait(join)
     b.y.copy_(b.x_host, non_blocking=True)
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from stepgraph.graphs.buffers import ResultLayout
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import chi_square_p
@@ -61,4 +62,4 @@ def test_what_is_asked_of_every_row_is_what_its_columns_say() -> None:
         expected = torch.full((2,), float(bench_sampling.ASKED.get(column, 0)))
         assert torch.equal(scene.buffers.row_params[:2, column], expected)
     scene.accept(True)()
-    assert bool((scene.buffers.results[:2, 0] >= 1).all()), "every row emits"
+    assert bool((scene.buffers.results[:2, ResultLayout(1).columns["emitted"]] >= 1).all()), "every row emits"

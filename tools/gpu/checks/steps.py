@@ -82,10 +82,10 @@ def host_nodes(context: Context) -> Figures:
             raise ValueError("on purpose")
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
+        context = current_context()
         for name in ("first", "second", "third"):
-            flow.host_node(name, lambda name=name: log.append(name))  # type: ignore[misc]
-        flow.host_node("failing", failing)
+            context.host_node(name, lambda name=name: log.append(name))  # type: ignore[misc]
+        context.host_node("failing", failing)
         b.y.copy_(b.x)
 
     with context.backend() as backend:
@@ -135,18 +135,18 @@ def streams_overlap_correct(context: Context) -> Figures:
         buffers.y_host.copy_(buffers.x_host * 2)
 
     def step(b: StaticBuffers) -> None:
-        flow = current_context()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
+        context = current_context()
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
             b.x_host.copy_(b.x, non_blocking=True)
-            flow.host_node("slow", slow, reads=[b.x_host], writes=[b.y_host])
+            context.host_node("slow", slow, reads=[b.x_host], writes=[b.y_host])
             b.y.copy_(b.y_host, non_blocking=True)
-            done = flow.record()
+            done = context.record()
         work = b.x + 1
         for _ in range(10):
             work = work * 1.0
-        flow.wait(done)
+        context.wait(done)
         b.z.copy_(b.y + work)
 
     with context.backend() as backend:
@@ -170,10 +170,10 @@ def illegal_step_raises(context: Context) -> Figures:
             b.y.add_(1)
 
     def fork_without_join(b: StaticBuffers) -> None:
-        flow = current_context()
-        begun = flow.record()
-        with flow.stream("side"):
-            flow.wait(begun)
+        context = current_context()
+        begun = context.record()
+        with context.stream("side"):
+            context.wait(begun)
             b.z.copy_(b.x)
 
     def stream_outside(b: StaticBuffers) -> None:

@@ -1,4 +1,4 @@
-"""What a step sees while it is captured into a CUDA graph: its streams, marks, stages and host nodes, and whom a failure is told of."""
+"""What a step sees while it is captured into a CUDA graph: its streams, events, stages and host nodes, and whom a failure is told of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SKIPPED = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     contextlib.__file__,
     _HERE + os.sep,
-    os.path.join(os.path.dirname(_HERE), "capture.py"),
+    *(os.path.join(os.path.dirname(_HERE), name) for name in ("backends.py", "capture.py")),
     os.path.abspath(cuda_graphs.__file__),
 )
 
@@ -47,12 +47,12 @@ class Streams(dict[str, torch.cuda.Stream]):
 
 
 class CudaStreamEvent(NamedTuple):
-    event: int
-    flow: CudaCaptureContext
+    handle: int
+    context: CudaCaptureContext
 
 
 class CudaCaptureContext:
-    """Streams, marks and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
+    """Streams, events and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class CudaCaptureContext:
         self._driver.event_record(event, self._handle)
         return CudaStreamEvent(event, self)
 
-    def wait(self, mark: StreamEvent) -> None:
-        if not isinstance(mark, CudaStreamEvent) or mark.flow is not self:
-            raise fail("foreign-mark", "wait() for a mark that this run of the step did not record")
-        self._driver.stream_wait(self._handle, mark.event)
+    def wait(self, event: StreamEvent) -> None:
+        if not isinstance(event, CudaStreamEvent) or event.context is not self:
+            raise fail("foreign-event", "wait() for an event that this run of the step did not record")
+        self._driver.stream_wait(self._handle, event.handle)
         self._joined.add(self._current)
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -151,7 +151,7 @@ class CudaCaptureContext:
 
     def _require_joined(self, what: str) -> None:
         if self._current not in self._joined:
-            message = f"{what} on stream {self._current!r}, which has not waited for a mark of this step: its work stays outside the graph"
+            message = f"{what} on stream {self._current!r}, which has not waited for an event of this step, so its work is not in the graph"
             raise fail("stream-outside-capture", message)
 
 
