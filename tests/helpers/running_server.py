@@ -1,4 +1,4 @@
-"""The example server in a thread, for tests that ask it."""
+"""The example server in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import openai
 from stepgraph import AsyncEngine, Engine
 from tools.serve.app import App
 from tools.serve.http import Bounds
-from tools.serve_example import Server
 
 SCHEMA = {
     "type": "object",
@@ -31,8 +30,8 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "give_up"}},
 ]
 ASK: Any = [{"role": "user", "content": "who is it?"}]
-ON: Any = {"ignore_eos": True}  # the toy would end its texts at once
-SECONDS = 600  # that something may take on a machine that does much else
+ON: Any = {"ignore_eos": True}  # the toy model ends its texts at once otherwise
+SECONDS = 600  # limit of any wait; generous, for a loaded machine
 FLAGS = ["toy", "--eager", "-k", "2", "--max-rows", "2", "--max-length", "4096", "--max-queued", "2"]
 
 
@@ -42,17 +41,17 @@ class Running:
 
     engine: Engine
     port: int
-    complaints: list[dict[str, Any]] = field(default_factory=list)
+    loop_errors: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def client(self) -> Any:  # what it is asked for by name, its types do not all know
+    def client(self) -> Any:  # Any: the client's types lack some fields that tests send
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
     def count(self, reason: str) -> int:
         return dict(self.engine.stats().finished).get(reason, 0)
 
     def send(self, *pieces: bytes, end: bool = True) -> bytes:
-        """All that comes back until the server closes."""
+        """Send the pieces, then end the sending side; everything that is received until the server closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as wire:
             try:
                 for piece in pieces:
@@ -60,7 +59,7 @@ class Running:
                 if end:
                     wire.shutdown(socket.SHUT_WR)
                 return b"".join(iter(lambda: wire.recv(65536), b""))
-            except OSError as error:  # it closed before it had read all of it
+            except OSError as error:  # the server closed before it had read everything
                 if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
                     raise
                 return b""
@@ -71,28 +70,23 @@ class Running:
 
 @contextmanager
 def running(engine: Engine, codec: Any, bounds: Bounds) -> Iterator[Running]:
-    ready, leave = threading.Event(), asyncio.Event()
-    found = Running(engine, 0)
-    loop = asyncio.new_event_loop()
+    leave, found, loop = asyncio.Event(), Running(engine, 0), asyncio.new_event_loop()
 
-    async def serve() -> None:
-        loop.set_exception_handler(lambda _, context: found.complaints.append(context))
+    async def serve(listener: socket.socket) -> None:
+        loop.set_exception_handler(lambda _, context: found.loop_errors.append(context))
         async with AsyncEngine(engine) as serving:
-            server = Server(App(serving, codec, "toy"), bounds)
-            listener = await server.listen("127.0.0.1", 0)
-            found.port = listener.sockets[0].getsockname()[1]
-            ready.set()
-            await leave.wait()
-            await server.leave(listener, 60, asyncio.Event())
+            await App(serving, codec, "toy", bounds).serve(listener, leave, asyncio.Event(), 60)
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that a client that does not read stalls the server soon
+    found.port = listener.getsockname()[1]
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(listener)))
     thread.start()
-    assert ready.wait(SECONDS)
     try:
         yield found
     finally:
         loop.call_soon_threadsafe(leave.set)
         thread.join()
         loop.close()
-    assert found.complaints == []
+    assert found.loop_errors == []
     assert engine.stats().running == engine.stats().waiting == 0

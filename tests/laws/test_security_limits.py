@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.extras.record import Recording
@@ -31,7 +31,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
-from tools.serve.http import Bounds, Connection, HttpError
+from tools.serve.http import Bounds, HttpError, read_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOLD = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -206,15 +206,8 @@ def test_compiles_and_the_cache_are_bounded() -> None:
 
 
 def test_a_body_is_bounded() -> None:
-    async def asked() -> None:
-        reader, writer = await asyncio.open_connection(sock=ours)
-        try:
-            await Connection(reader, writer, Bounds()).request()
-        finally:
-            writer.close()
-
-    ours, theirs = socket.socketpair()
-    with theirs:
-        theirs.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (Bounds.body_bytes + 1))
-        with pytest.raises(HttpError, match=f"body: got {Bounds.body_bytes + 1} bytes, want at most {Bounds.body_bytes}"):
-            asyncio.run(asked())
+    size = str(Bounds.body_bytes + 1).encode()
+    request = Request({"type": "http", "method": "POST", "headers": [(b"content-length", size)]})
+    with pytest.raises(HttpError) as caught:
+        asyncio.run(read_json(request, Bounds()))
+    assert caught.value.detail == f"body: got {Bounds.body_bytes + 1} bytes, expected at most {Bounds.body_bytes}"

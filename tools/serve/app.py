@@ -1,112 +1,138 @@
-"""The paths of the server: what each is answered with. Knows requests and an engine, and nothing of sockets."""
+"""The endpoints of the server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncGenerator
-from http import HTTPStatus
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepgraph import AsyncEngine, EngineClosedError, FinishReason, Job, QueueFullError, StepEvent
 from stepgraph.runtime.aio import JobStream
 from stepgraph.runtime.metrics import CONTENT_TYPE
 from stepgraph.runtime.text import TextCodec
-from tools.serve.fields import Asked, asked, refusal
-from tools.serve.http import Connection, HttpError, Request
-from tools.serve.replies import Delta, Reply, dumped, whole_message
-
-_METHODS = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/models": "GET",
-    "/health": "GET",
-    "/metrics": "GET",
-}
+from tools.serve.fields import GenerationRequest, parse_request, runtime_refusal
+from tools.serve.http import (
+    Bounds,
+    EventStream,
+    HttpError,
+    Server,
+    dumped,
+    error_response,
+    json_response,
+    read_json,
+    server_config,
+    until_disconnect,
+)
+from tools.serve.replies import Delta, Reply, whole_message
 
 
 class App:
-    """Answers one request at a time, for any number of connections."""
+    """Endpoints around one engine; `asgi` is the ASGI application."""
 
-    def __init__(self, serving: AsyncEngine, codec: TextCodec, model: str) -> None:
-        self._serving, self._codec, self._model = serving, codec, model
+    def __init__(self, serving: AsyncEngine, codec: TextCodec, model: str, bounds: Bounds) -> None:
+        self._serving, self._codec, self._model, self._bounds = serving, codec, model, bounds
         self._opened = int(time.time())
         self.leaving = False
+        routes = [
+            Route("/v1/chat/completions", self._generate, methods=["POST"]),
+            Route("/v1/completions", self._generate, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+        ]
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: error_response, Exception: error_response})
+        self.asgi.router.redirect_slashes = False
 
-    async def answer(self, connection: Connection, request: Request) -> None:
-        """HttpError where the answer is one."""
-        method = _METHODS.get(request.path)
-        if method is None:
-            raise HttpError(404, f"path: got {request.path[:80]!r}, want one of {', '.join(_METHODS)}")
-        if request.method != method:
-            raise HttpError(405, f"method: got {request.method}, want {method} for {request.path}")
-        if request.path == "/metrics":
-            text = await asyncio.to_thread(self._serving.engine.metrics)
-            await connection.answer(HTTPStatus.OK, text.encode(), CONTENT_TYPE)
-        elif request.path == "/health":
-            well = self._serving.failure is None and not self.leaving
-            status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
-            await connection.answer(status, dumped({"status": "ok" if well else str(self._serving.failure or "shutting down")}).encode())
-        elif request.path == "/v1/models":
-            model = {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
-            await connection.answer(HTTPStatus.OK, dumped({"object": "list", "data": [model]}).encode())
-        else:
-            await self._generate(connection, request)
+    async def serve(self, listener: socket.socket, soon: asyncio.Event, at_once: asyncio.Event, grace: float) -> None:
+        """Serve until `soon` is set; let answers end for `grace` seconds or until `at_once` is set, then cancel their jobs."""
+        server = Server(server_config(self.asgi, self._bounds))
+        serving, cut = asyncio.ensure_future(server.serve([listener])), asyncio.ensure_future(at_once.wait())
+        await soon.wait()
+        self.leaving = server.should_exit = True
+        await asyncio.wait({serving, cut}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        cut.cancel()
+        await self._serving.close(drain=False)  # answers in progress end with an error
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, 1.0)  # a client that does not read is not waited for
 
-    async def _generate(self, connection: Connection, request: Request) -> None:
-        chat, limits = request.path == "/v1/chat/completions", self._serving.engine.limits
-        wanted = asked(request.json(), chat, self._codec, self._model, limits.max_length)
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await asyncio.to_thread(self._serving.engine.metrics), media_type=CONTENT_TYPE)
+
+    async def _health(self, request: Request) -> Response:
+        if self._serving.failure is None and not self.leaving:
+            return json_response({"status": "ok"})
+        return json_response({"status": str(self._serving.failure or "shutting down")}, 503)
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._model, "object": "model", "created": self._opened, "owned_by": "stepgraph"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def _generate(self, request: Request) -> ASGIApp:
+        body = await read_json(request, self._bounds)
+        chat = request.scope["path"] == "/v1/chat/completions"
+        parsed = parse_request(body, chat, self._codec, self._model, self._serving.engine.limits.max_length)
         try:
-            stream = self._serving.generate(wanted.prompt_ids, **wanted.options)
+            stream = self._serving.generate(parsed.prompt_ids, **parsed.options)
         except ValueError as error:
-            raise refusal(error, "messages" if chat else "prompt") from None
+            raise runtime_refusal(error, "messages" if chat else "prompt") from None
         except QueueFullError as error:
             raise HttpError(429, str(error), code="rate_limit_exceeded") from None
         except EngineClosedError as error:
             raise HttpError(503, str(error)) from None
-        async with stream:  # whatever ends this, the client's leaving too, frees the row
-            reply = Reply(wanted, self._codec, str(stream.job.id))
-            if wanted.stream:
-                await self._stream(connection, wanted, stream, reply)
-            else:
-                await self._whole(connection, wanted, stream, reply)
 
-    async def _whole(self, connection: Connection, wanted: Asked, stream: JobStream, reply: Reply) -> None:
-        deltas = [delta async for delta in self._said(stream, reply)]
-        message = whole_message(deltas)
-        choice: dict[str, Any] = {"index": 0, "logprobs": reply.told_logprobs(), "finish_reason": reply.reason(stream.job)}
-        choice |= {"message": message} if wanted.chat else {"text": message["content"]}
-        body = self._outer(wanted, reply, stream.job, [choice]) | {"usage": reply.usage(stream.job)}
-        await connection.answer(HTTPStatus.OK, dumped(body).encode())
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async with stream:  # leaving it early, as when the client disconnects, cancels the job and frees its row
+                reply = Reply(parsed, self._codec, str(stream.job.id))
+                if parsed.stream:
+                    await until_disconnect(receive, self._stream(EventStream(send), parsed, stream, reply))
+                else:
+                    await until_disconnect(receive, self._whole(scope, receive, send, parsed, stream, reply))
 
-    async def _stream(self, connection: Connection, wanted: Asked, stream: JobStream, reply: Reply) -> None:
-        job, told = stream.job, 0
+        return answer
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send, request: GenerationRequest, stream: JobStream, reply: Reply) -> None:
+        message = whole_message([delta async for delta in self._deltas(stream, reply)])
+        choice: dict[str, Any] = {"index": 0, "logprobs": reply.take_logprobs(), "finish_reason": reply.reason(stream.job)}
+        choice |= {"message": message} if request.chat else {"text": message["content"]}
+        body = self._envelope(request, reply, stream.job, [choice]) | {"usage": reply.usage(stream.job)}
+        await json_response(body)(scope, receive, send)
+
+    async def _stream(self, events: EventStream, request: GenerationRequest, stream: JobStream, reply: Reply) -> None:
+        job, offset = stream.job, 0  # offset: characters sent so far
 
         async def send(delta: Delta | None, reason: str | None = None) -> None:
-            choice: dict[str, Any] = {"index": 0, "logprobs": reply.told_logprobs(told), "finish_reason": reason}
-            choice |= {"delta": delta or {}} if wanted.chat else {"text": (delta or {}).get("content", "")}
-            await connection.event(dumped(self._outer(wanted, reply, job, [choice])))
+            choice: dict[str, Any] = {"index": 0, "logprobs": reply.take_logprobs(offset), "finish_reason": reason}
+            choice |= {"delta": delta or {}} if request.chat else {"text": (delta or {}).get("content", "")}
+            await events.event(dumped(self._envelope(request, reply, job, [choice])))
 
-        first = True
         try:
-            async with contextlib.aclosing(self._said(stream, reply)) as said:
-                async for delta in said:
-                    await send({"role": "assistant", **delta} if first else delta)
-                    told, first = told + len(delta.get("content", "")), False
-            await send({"role": "assistant", "content": ""} if first else None, reply.reason(job))
+            async with contextlib.aclosing(self._deltas(stream, reply)) as deltas:
+                async for delta in deltas:
+                    await send(delta if events.started else {"role": "assistant", **delta})
+                    offset += len(delta.get("content", ""))
+            await send(None if events.started else {"role": "assistant", "content": ""}, reply.reason(job))
         except HttpError as error:
-            if not connection.begun:
+            if not events.started:
                 raise
-            await connection.event(dumped(error.body))
+            await events.event(dumped(error.body))
         else:
-            if wanted.usage_too:
-                await connection.event(dumped(self._outer(wanted, reply, job, []) | {"usage": reply.usage(job)}))
-            await connection.event("[DONE]")
-        await connection.end_events()
+            if request.include_usage:
+                await events.event(dumped(self._envelope(request, reply, job, []) | {"usage": reply.usage(job)}))
+            await events.event("[DONE]")
+        await events.end()
 
-    async def _said(self, stream: JobStream, reply: Reply) -> AsyncGenerator[Delta, None]:
-        """Deltas until the end, or until a stop text; HttpError where the text did not come to a good end."""
+    async def _deltas(self, stream: JobStream, reply: Reply) -> AsyncGenerator[Delta, None]:
+        """Deltas until the end or a stop text; HttpError where the job failed."""
         async for event in stream:
             for delta in reply.push(event):
                 yield delta
@@ -120,12 +146,12 @@ class App:
         if event.finish_reason == FinishReason.CANCELLED:
             raise HttpError(503, "the server is shutting down")
         if event.finish_reason == FinishReason.DEAD_END:
-            raise HttpError(500, "the text came to where nothing may follow: what it must obey and what it may hold leave no token")
+            raise HttpError(500, "no token may follow: the constraint and the sampling fields together exclude every one")
         if event.finish_reason == FinishReason.ERROR:
             refused = job.constraint is not None and not job.rounds and self._serving.failure is None
-            raise HttpError(400 if refused else 500, event.error, "response_format" if refused else None)
+            raise HttpError(400 if refused else 500, str(event.error), "response_format" if refused else None)
 
-    def _outer(self, wanted: Asked, reply: Reply, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = ("chat.completion" + (".chunk" if wanted.stream else "")) if wanted.chat else "text_completion"
-        prefix = "chatcmpl" if wanted.chat else "cmpl"
+    def _envelope(self, request: GenerationRequest, reply: Reply, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = ("chat.completion" + (".chunk" if request.stream else "")) if request.chat else "text_completion"
+        prefix = "chatcmpl" if request.chat else "cmpl"
         return {"id": f"{prefix}-{job.id}", "object": kind, "created": reply.created, "model": self._model, "choices": choices}

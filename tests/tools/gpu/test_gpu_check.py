@@ -126,10 +126,8 @@ def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkey
     """Without an installation, as on a host that only runs the checks; what comes of it is the library that an installation has."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
-    for path in link.FOLDER.glob("*.[ch]"):
-        shutil.copy(path, tmp_path)
     monkeypatch.setenv("CC", "false")
-    assert link.compile_link(tmp_path).endswith("/false: ") and not list(tmp_path.glob("_link*"))
+    assert link.compile_link(tmp_path).endswith("/false: exit code 1") and not list(tmp_path.glob("_link*"))
     monkeypatch.delenv("CC")
     assert link.compile_link(tmp_path) == ""
     assert NativeLibrary(tmp_path / "_link.so").node_address

@@ -1,4 +1,4 @@
-"""The C library of the host link, compiled into this tree where it was not built: who only runs the checks installs nothing."""
+"""Compiles the C library of the host link into this tree, for hosts where stepgraph is not installed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import shutil
 import subprocess
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent.parent.parent / "sampling" / "grammar" / "native"
+SOURCES = Path(__file__).resolve().parent.parent.parent.parent / "sampling" / "grammar" / "link" / "c"
 FLAGS = ("-std=c11", "-O3", "-pthread", "-fvisibility=hidden", "-shared", "-fPIC")  # as in setup.py
 SECONDS = 120.0
 
 
-def compile_link(folder: Path = FOLDER) -> str:
-    """Why there is none; empty where there is one."""
+def compile_link(folder: Path = SOURCES.parent) -> str:
+    """Make `folder` hold the library. Returns why it does not; empty on success."""
     if any((folder / f"_link{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):
         return ""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler on the path"
-    beside = folder / f"_link.{os.getpid()}"  # comes into its place whole
-    command = [compiler, *FLAGS, *sorted(map(str, folder.glob("*.c"))), "-o", str(beside)]
+    unfinished = folder / f"_link.{os.getpid()}"
+    command = [compiler, *FLAGS, *sorted(map(str, SOURCES.glob("*.c"))), "-o", str(unfinished)]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
-        os.replace(beside, folder / "_link.so")
+        os.replace(unfinished, folder / "_link.so")
     except subprocess.CalledProcessError as failure:
-        return f"{compiler}: {failure.stderr.strip()[-500:]}"
+        return f"{compiler}: {failure.stderr.strip()[-500:] or f'exit code {failure.returncode}'}"
     except (OSError, subprocess.TimeoutExpired) as failure:
         return str(failure)
     return ""
