@@ -65,14 +65,12 @@ def test_help_and_version_do_not_wait_for_torch(tmp_path: Path) -> None:
 
 
 def test_a_closed_pipe_ends_any_work_quietly() -> None:
-    script = (
-        "import sys; from stepgraph.runtime.commands.terminal import leave; sys.exit(leave('x', lambda: [print(1) for _ in iter(int, 1)]))"
-    )
+    script = "import sys; from stepgraph.runtime.commands.terminal import run_command; sys.exit(run_command('x', lambda: [print(1) for _ in iter(int, 1)]))"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(2) == b"1\n"
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
 @pytest.mark.soak
@@ -83,7 +81,7 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert len(process.stdout.read(10)) == 10
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
 def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
@@ -91,7 +89,7 @@ def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
     os.close(reader)
     done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
     os.close(writer)
-    assert done.stderr == b"" and done.returncode in (0, terminal.UNREAD), "some versions of argparse swallow it"
+    assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse swallow it"
 
 
 def test_ctrl_c_leaves_cleanly() -> None:
@@ -133,7 +131,7 @@ def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[
         raise AssertionError("a bug")
 
     with pytest.raises(AssertionError, match="a bug"):
-        terminal.leave("stepgraph x", work)
+        terminal.run_command("stepgraph x", work)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_colours_are_for_terminals_that_want_them(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal_like, raising=False)
-    assert terminal.wants_colour(sys.stdout) == expected
+    assert terminal.colour_enabled(sys.stdout) == expected
 
 
 def test_what_json_has_no_word_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
