@@ -125,5 +125,5 @@ def test_the_demonstrations_model_is_the_one_file_of_its_wheel(tmp_path: Path, m
     (wheel / "model.gguf").touch()
     assert pair.target_path() == wheel / "model.gguf"
     monkeypatch.setattr(pair, "HEAD", tmp_path)
-    with pytest.raises(ValueError, match="got no config.json, expected the complete package"):
+    with pytest.raises(ValueError, match=r"got no config\.json, expected the complete package"):
         pair.head_path()

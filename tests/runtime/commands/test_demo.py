@@ -125,4 +125,4 @@ def test_the_draft_is_in_the_package() -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12_000_000 + 20_000, "the weights, and a card"
     assert (folder / "model.safetensors").stat().st_size <= 12_000_000
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "python tools/train_demo.py" in card and "Measured" in card
+    assert "python tools/train_demo.py" in card and "**Measurements**" in card

@@ -76,7 +76,7 @@ def test_parts_in_c_that_are_missing_are_told_with_what_stands_in_and_what_build
     for name, lost in doctor.NATIVE.values():
         (place,) = (place for place, line in enumerate(lines) if line[9:].startswith(f"{name} "))
         assert lines[place].startswith("missing ") and lines[place].endswith(gone["answer"])
-        assert f"without it {lost}; beside a C compiler" in lines[place + 1]
+        assert f"without it {lost}; with a C compiler" in lines[place + 1]
         assert lines[place + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
     assert any("threads" in line and "torch's default is 7; --threads N" in line for line in lines)
 

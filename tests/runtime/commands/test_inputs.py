@@ -103,12 +103,12 @@ def test_commands_set_the_threads_after_the_model_was_loaded(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"token_ids": 5}', "expected at least one token, and ids from 0 to"),
-        ('{"token_ids": ["a"]}', "expected at least one token, and ids from 0 to"),
-        ('{"token_ids": [true]}', "expected at least one token, and ids from 0 to"),
-        ('{"token_ids": [99999]}', "expected at least one token, and ids from 0 to"),
-        ('{"token_ids": []}', "expected at least one token, and ids from 0 to"),
-        ('{"text": ""}', "expected at least one token, and ids from 0 to"),
+        ('{"token_ids": 5}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": ["a"]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": [true]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": [99999]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": []}', "expected at least one token, with ids from 0 to"),
+        ('{"text": ""}', "expected at least one token, with ids from 0 to"),
         ('{"text": "a", "shcema": {}}', "and optionally a schema"),
         ('{"text": "a", "token_ids": [1]}', "and optionally a schema"),
         ('{"schema": {}}', "and optionally a schema"),
