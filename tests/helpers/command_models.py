@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.runtime.commands.doctor import ask_a_process
+from stepgraph.runtime.commands.doctor import run_probes
 from stepgraph.runtime.demo.variants import toy_pair
 from tests.helpers.families import BASE, random_model
 from tests.helpers.made_tokenizers import byte_level
@@ -55,4 +55,4 @@ def recordings() -> Path:
 @functools.cache
 def doctor_answers() -> dict[str, dict[str, Any]]:
     """Of the process that `stepgraph doctor` asks for seconds: once will do."""
-    return ask_a_process()
+    return run_probes()

@@ -53,26 +53,29 @@ def test_bad_flags_exit_with_2_and_say_why(arguments: tuple[str, ...], message: 
     assert "Traceback" not in result.stderr
 
 
-def test_help_and_version_do_not_wait_for_torch(tmp_path: Path) -> None:
+def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    words = run("--help", PYTHONPATH=str(tmp_path)).stdout
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = run("--help", PYTHONPATH=path).stdout
     for word, command in cli.COMMANDS.items():
         assert word in words and command.SUMMARY.split(",")[0] in " ".join(words.split())
-    result = run("generate", "--help", PYTHONPATH=str(tmp_path))
+    result = run("generate", "--help", PYTHONPATH=path)
     assert (result.returncode, result.stderr) == (0, "") and "examples:" in result.stdout
-    assert "torch was imported" in run("demo", PYTHONPATH=str(tmp_path)).stderr, "else nothing was tried"
+    assert "torch was imported" in run("demo", PYTHONPATH=path).stderr, "the planted module is found"
     assert run("--version").stdout == f"stepgraph {stepgraph.__version__}\n"
 
 
 def test_a_closed_pipe_ends_any_work_quietly() -> None:
-    script = (
-        "import sys; from stepgraph.runtime.commands.terminal import leave; sys.exit(leave('x', lambda: [print(1) for _ in iter(int, 1)]))"
-    )
+    script = """
+import sys
+from stepgraph.runtime.commands.terminal import run_command
+sys.exit(run_command('x', lambda: [print(1) for _ in iter(int, 1)]))
+"""
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(2) == b"1\n"
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
 @pytest.mark.soak
@@ -83,7 +86,7 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert len(process.stdout.read(10)) == 10
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
 def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
@@ -91,7 +94,7 @@ def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
     os.close(reader)
     done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
     os.close(writer)
-    assert done.stderr == b"" and done.returncode in (0, terminal.UNREAD), "some versions of argparse swallow it"
+    assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse swallow it"
 
 
 def test_ctrl_c_leaves_cleanly() -> None:
@@ -133,7 +136,7 @@ def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[
         raise AssertionError("a bug")
 
     with pytest.raises(AssertionError, match="a bug"):
-        terminal.leave("stepgraph x", work)
+        terminal.run_command("stepgraph x", work)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_colours_are_for_terminals_that_want_them(
+def test_colours_need_a_terminal_and_no_no_color(
     monkeypatch: pytest.MonkeyPatch, terminal_like: bool, environment: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -154,10 +157,52 @@ def test_colours_are_for_terminals_that_want_them(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal_like, raising=False)
-    assert terminal.wants_colour(sys.stdout) == expected
+    assert terminal.colour_enabled(sys.stdout) == expected
 
 
-def test_what_json_has_no_word_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+CLEAR_AND_RETITLE = "\x1b[2J\x1b]0;title\x07 \x9b2J caf\u00e9\tb\n"
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_control_characters_are_escaped_on_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], isatty: bool
+) -> None:
+    """Model output, errors that quote input, and arguments that argparse quotes."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: isatty, raising=False)
+
+    def work() -> int:
+        terminal.print_text(CLEAR_AND_RETITLE, end="")
+        raise ValueError(CLEAR_AND_RETITLE)
+
+    assert terminal.run_command("x", work) == terminal.BAD_INPUT
+    expected = "\\x1b[2J\\x1b]0;title\\x07 \\x9b2J caf\u00e9\tb\n" if isatty else CLEAR_AND_RETITLE
+    assert capsys.readouterr() == (expected, f"x: {expected}\n")
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", CLEAR_AND_RETITLE])
+    assert expected in capsys.readouterr().err
+
+
+def test_generate_escapes_model_output_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(model_folder()), "hi", "--choice", "a\x1b]0;title\x07b", "--max-new-tokens", "32"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "a\x1b]0;title\x07b\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07b\n"
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "a\x1b]0;title\x07b"
+
+
+def test_json_output_has_no_raw_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({"text": "\x9b2J\x7f"})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"text": "\x9b2J\x7f"} and "\x9b" not in printed and "\x7f" not in printed
+
+
+def test_values_without_a_json_type_become_strings(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.print_json({("a", 1): [Path("x"), None, True, 1.5, "\u00e9"]})
     printed = capsys.readouterr().out
     assert json.loads(printed) == {"('a', 1)": ["x", None, True, 1.5, "\u00e9"]} and "\u00e9" in printed

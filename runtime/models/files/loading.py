@@ -64,9 +64,9 @@ def load_models(
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
     parts: list[Checkpoint | DraftCheckpoint] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
-    for note in [part.memory(limits) for part in parts]:  # raises ValueError if a model does not support these limits
-        if progress:
-            print(note, file=sys.stderr, flush=True)
+    notes = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
+    if progress:
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
     for part in parts:
         part.check(progress)
     on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from stepgraph import Engine, EngineConfig
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, doctor_probe, generate
-from stepgraph.runtime.commands.inputs import set_threads
+from stepgraph.runtime.commands.options import set_threads
 from stepgraph.runtime.demo import pair
 from stepgraph.sampling.grammar.link import library as native
 from stepgraph.sampling.grammar.link.unavailable import Unavailable
@@ -37,18 +38,18 @@ def test_files_and_input_that_are_no_text_are_told(tmp_path: Path, monkeypatch: 
     (tmp_path / "list.json").write_text("[1]", encoding="utf-8")
     (tmp_path / "latin").write_bytes("{é}".encode("latin-1"))
     model = str(model_folder())
-    for name, told in (("list.json", "which holds list, want an object"), ("latin", "can't decode byte 0xe9")):
+    for name, told in (("list.json", "with a list, expected an object"), ("latin", "can't decode byte 0xe9")):
         code, _, errors = asked(capsys, "generate", model, "hi", "--schema", str(tmp_path / name))
         assert code == 2 and "--schema: got '" in errors and told in errors
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
     code, _, errors = asked(capsys, "generate", model, "-")
-    assert code == 2 and "got what is no UTF-8" in errors and "want text" in errors
+    assert code == 2 and "got bytes that are not UTF-8" in errors and "expected text" in errors
 
 
 def test_torch_has_the_threads_that_were_asked_for() -> None:
     before = torch.get_num_threads()
     try:
-        set_threads(before + 1)
+        set_threads(argparse.Namespace(threads=before + 1))
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
@@ -75,10 +76,10 @@ def test_steps_that_are_none_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     code, _, errors = asked(capsys, "capture-check", "odd_pair:make")
-    assert code == 2 and "odd_pair:make: got int for the step, want a function of the buffers" in errors
+    assert code == 2 and "odd_pair:make: got int as the step, expected a function of the buffers" in errors
     sys.modules.pop("odd_pair")
     code, _, errors = asked(capsys, "capture-check", "builtins:dict")  # its signature cannot be asked for, so it is called
-    assert code == 2 and "builtins:dict: got dict from it, want a function without arguments" in errors
+    assert code == 2 and "builtins:dict: got dict as its result, expected a function without arguments" in errors
 
 
 def test_a_replay_says_what_no_recording_holds(tmp_path: Path, capsys: Captured) -> None:
@@ -87,15 +88,15 @@ def test_a_replay_says_what_no_recording_holds(tmp_path: Path, capsys: Captured)
         engine.generate([1, 2, 3, 4], max_new_tokens=3)
         engine.generate([1, 2, 3, 4], prompt_embeddings={1: torch.ones(2, 32)}, max_new_tokens=3)
     code, out, _ = asked(capsys, "replay", str(tmp_path / "run.jsonl"), "--model", str(model_folder()))
-    assert code == 0 and "1 requests with embeddings were left out" in out
+    assert code == 0 and "1 requests with prompt embeddings were skipped" in out
 
 
 def test_the_doctor_tells_what_did_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(doctor, "ask_a_process", lambda: {probe.__name__: {"error": "no libc10.so"} for probe in doctor_probe.PROBES})
+    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: {"error": "no libc10.so"} for probe in doctor_probe.PROBES})
     monkeypatch.setattr(doctor, "shows_progress", lambda: True)
     code, out, errors = asked(capsys, "doctor")
     lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
-    assert code == 1 and errors.startswith("asking torch and decoding a text")
+    assert code == 1 and errors.startswith("loading torch and decoding a text")
     names = ("torch's CUDA", "threads", "auto attention", "auto filters", "self-test")
     assert all(lines[name].startswith("failed") and "no libc10.so" in lines[name] for name in names)
 
@@ -124,5 +125,5 @@ def test_the_demonstrations_model_is_the_one_file_of_its_wheel(tmp_path: Path, m
     (wheel / "model.gguf").touch()
     assert pair.target_path() == wheel / "model.gguf"
     monkeypatch.setattr(pair, "HEAD", tmp_path)
-    with pytest.raises(ValueError, match="holds no draft; want the package as it was built"):
+    with pytest.raises(ValueError, match=r"got no config\.json, expected the complete package"):
         pair.head_path()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import capture_check, doctor, terminal
+from stepgraph.runtime.commands import capture_check, demo, doctor, terminal
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     lines = [{"text": "the cat", "schema": SCHEMA}, {"messages": [{"role": "user", "content": "hi"}], "schema": SCHEMA}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "ask_a_process", doctor_answers)
+    monkeypatch.setattr(doctor, "run_probes", doctor_answers)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     for name in MODULES:
@@ -92,7 +92,7 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
     assert shlex.split(command)[:2] == ["stepgraph", word]
     code, out, _ = ask(command.removeprefix("stepgraph"), capsys)
     assert code == 0 and out.strip()
-    assert "\x1b" not in out
+    assert demo.RESET not in out
     if "--json" in command:
         json.loads(out)
 
@@ -118,7 +118,7 @@ def test_an_answer_obeys_what_was_asked(flags: str, pattern: str, folder: Path, 
 
 @pytest.mark.parametrize(("marker", "expected"), [("<|im_end|>", (2,)), ("so:", "so:"), ("<think>", "<think>")])
 def test_a_marker_is_a_text_or_control_tokens(folder: Path, marker: str, expected: object) -> None:
-    from stepgraph.runtime.commands.request import check_constraint_flags, constraint_of
+    from stepgraph.runtime.commands.options import check_constraint_flags, constraint_of
     from stepgraph.runtime.text import TextCodec
 
     parser = argparse.ArgumentParser()
@@ -170,47 +170,50 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
     ("arguments", "message"),
     [
         ("generate model", "PROMPT: got none"),
-        ("generate nowhere hi", "path: got 'nowhere', want a local folder with a tokenizer.json"),
-        ("generate model hi --schema nowhere.json", "--schema: got 'nowhere.json' (No such file or directory), want a JSON schema"),
+        ("generate nowhere hi", "path: got 'nowhere', expected a local folder with a tokenizer.json"),
+        ("generate model hi --schema nowhere.json", "--schema: got 'nowhere.json' (No such file or directory), expected a JSON schema"),
         ("generate model hi --schema '{\"type\": '", "which is not JSON"),
         ("generate model hi --schema prompts.jsonl", "which is not JSON"),
         ('generate model hi --schema \'{"type": "object", "unevaluatedProperties": 1}\'', "unevaluatedProperties"),
-        ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', want a file that ends in .ebnf, .gbnf, .lark"),
-        ("generate model hi --grammar-kind lark", "--grammar-kind: got lark, want it beside --grammar"),
-        ("generate model hi --after x", "--after: got 'x', want it beside --schema"),
+        ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', expected a file with the suffix .ebnf, .gbnf, .lark"),
+        ("generate model hi --grammar-kind lark", "--grammar-kind: got lark without --grammar"),
+        ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate model hi --regex '('", "parenthes"),
-        ("generate model hi --stop 1,x", "--stop: got '1,x', want token ids"),
+        ("generate model hi --stop 1,x", "--stop: got '1,x', expected token ids"),
         ("generate model hi --stop 99999", "stop_token_ids"),
         ("generate model hi --top-p 3", "--top-p: got 3.0, expected a number above 0 and at most 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
-        ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 behind"),
-        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, want at least 1"),
+        ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 after a prompt of"),
+        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected at least 1"),
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
         ("generate model hi --draft nobody", "got 'nobody'"),
-        ("generate model hi --threads 0", "--threads: got 0, want a whole number from 1 to"),
-        ("generate model --token-ids 1,2 --system x", "--token-ids: got it beside --chat or --system"),
+        ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
+        ("generate model --token-ids 1,2 --system x", "--token-ids: got it with --chat or --system"),
         ("generate model hi --no-chat --system x", "--system: got 'x' for a plain prompt"),
         ("generate model --token-ids ''", "prompt_ids"),
         ("generate model --token-ids 1,99999", "99999"),
         ("bench nowhere", "path: got 'nowhere'"),
-        ("bench toy --repeats 0", "--repeats: got 0, want at least 1"),
+        ("bench toy --repeats 0", "--repeats: got 0, expected at least 1"),
         ("bench toy --prompts my_step.py", "my_step.py:2: "),
-        ("bench toy --prompts empty", "want at least one prompt"),
+        ("bench toy --prompts empty", "expected at least one"),
         ("bench model --draft ngram -k 99", "num_speculative_tokens: got 99"),
-        ("capture-check my_step.py:make", "want a module and a name in it"),
+        ("capture-check my_step.py:make", "expected a module and a name in it"),
         ("capture-check nowhere:make", "there is no module 'nowhere'"),
         ("capture-check my_step:unmade", "my_step has no 'unmade'"),
-        ("capture-check wrong_steps:nothing", "got NoneType from it, want a function without arguments that returns (step, buffers)"),
-        ("capture-check my_step:buffers", "want a function without arguments"),
-        ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType for the buffers, want StaticBuffers"),
-        ("demo -k 9", "--drafts: got 9, want a whole number from 1 to 8"),
+        (
+            "capture-check wrong_steps:nothing",
+            "got NoneType as its result, expected a function without arguments that returns",
+        ),
+        ("capture-check my_step:buffers", "expected a function without arguments"),
+        ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType as the buffers, expected StaticBuffers"),
+        ("demo -k 9", "--drafts: got 9, expected a whole number from 1 to 8"),
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
-        ("demo --toy --threads 0", "--threads: got 0, want a whole number from 1 to"),
+        ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("replay nowhere --toy", "nowhere: No such file or directory, want a file that Engine(record=...) wrote"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
-        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram beside --toy"),
+        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with --toy"),
         ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
         ("replay run.jsonl --model model --draft none", "draft: got none, want NgramLookup"),
         ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
@@ -234,7 +237,7 @@ def test_a_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["plain"]["mask_fills"] == rows["speculative"]["mask_fills"] == 0 < rows["plain + grammar"]["mask_fills"]
     assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced texts hold"
     code, out, _ = ask("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
-    assert code == 0 and "speculative " not in out
+    assert code == 0 and "speculative  " not in out
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
 def test_three_scenarios_a_table_and_a_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "wants_colour", lambda stream: True)
+    monkeypatch.setattr(demo, "colour_enabled", lambda stream: True)
     assert cli.main([*QUICK, "--out", str(tmp_path / "shown")]) == 0
     out, errors = capsys.readouterr()
     for scenario in SCENARIOS:
         assert f"{scenario.name}: {scenario.user}" in out
     for colour in ("draft", "forced", "target"):
         assert demo.COLOURS[colour] in out.split(SCENARIOS[0].user)[1], f"{colour}: of a token, not of the legend"
-    table = out[out.index("tokens a second") :].splitlines()
+    table = out[out.index("tokens per second") :].splitlines()
     assert [line[:22].strip() for line in table[1:5]] == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert re.search(r"6 rounds of .* ms", out) and not errors, "no bars in a pipe"
     assert (tmp_path / "shown" / demo.PICTURE).read_bytes().startswith(b"\x89PNG")
@@ -71,12 +71,12 @@ def test_every_wait_of_a_terminal_has_a_bar(tmp_path: Path, monkeypatch: pytest.
 def test_free_text_that_fails_without_what_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """No variant with a grammar, no picture, and a failure that is told."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(demo, "why_failed", lambda job, compiled: "error: planted")
+    monkeypatch.setattr(demo, "failure_of", lambda job, compiled: "error: planted")
     asked = [*QUICK[:2], "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
     assert cli.main(asked) == terminal.FAILED
     out, errors = capsys.readouterr()
     assert errors == "stepgraph demo: yours: error: planted\n"
-    assert "speculative" in out and "grammar" not in out.split("tokens a second")[1]
+    assert "speculative" in out and "grammar" not in out.split("tokens per second")[1]
     assert "no picture: " in out and "pip install 'stepgraph[pictures]'" in out and demo.PICTURE not in out
     assert [file.name for file in tmp_path.iterdir()] == [demo.TRACE]
 
@@ -90,11 +90,11 @@ def test_an_answer_is_held_against_its_schema() -> None:
 
     def told(text: str, **fields: Any) -> str:
         job = Job(1, (1,), None, SamplingParams(), 8, 0, (), 0, tokens=made.codec.encode(text), **fields)
-        return demo.why_failed(job, compiled)
+        return demo.failure_of(job, compiled)
 
     assert [told(text) for text in ("[1, 2]", "[1, ", "[1, 3")] == ["", "", "the answer breaks its schema"]
     assert told("", error="planted", finish_reason=FinishReason.ERROR) == "error: planted"
-    assert told("[", finish_reason=FinishReason.DEAD_END) == "dead_end: nothing may follow"
+    assert told("[", finish_reason=FinishReason.DEAD_END) == "dead_end: no token is allowed"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys: Captured) -> None:
@@ -125,4 +125,4 @@ def test_the_draft_is_in_the_package() -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12_000_000 + 20_000, "the weights, and a card"
     assert (folder / "model.safetensors").stat().st_size <= 12_000_000
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert "python tools/train_demo.py" in card and "Measured" in card
+    assert "python tools/train_demo.py" in card and "**Measurements**" in card
