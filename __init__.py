@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stepgraph.runtime.aio import AsyncEngine
     from stepgraph.runtime.config import EngineConfig
     from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, Origin, QueueFullError, StepEvent, TokenLogprob
+    from stepgraph.runtime.request import DraftCounts, EngineClosedError, FinishReason, Job, Origin, QueueFullError, StepEvent, TokenLogprob
     from stepgraph.runtime.stats import EngineStats
     from stepgraph.sampling.grammar.constraints.constraint import Constraint
     from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncEngine",
     "Constraint",
+    "DraftCounts",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
@@ -36,6 +37,7 @@ __all__ = [
 _MODULES = {
     "AsyncEngine": "runtime.aio",
     "Constraint": "sampling.grammar.constraints.constraint",
+    "DraftCounts": "runtime.request",
     "Engine": "runtime.engine",
     "EngineClosedError": "runtime.request",
     "EngineConfig": "runtime.config",

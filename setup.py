@@ -1,24 +1,22 @@
-"""The one thing that pyproject.toml cannot say yet: three libraries of plain C that are loaded with ctypes.
+"""The C library, which pyproject.toml cannot declare yet: plain C, loaded with ctypes.
 
-They are optional. Where there is no C compiler the installation goes on without them: grammars are driven from Python, and models
-and choices on the CPU run in plain torch.
+It is optional. Without a C compiler the installation goes on without it: grammars are driven from Python, and models and token choices on
+the CPU run in torch.
 """
 
 from __future__ import annotations
 
 import os
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = "sampling/grammar/link/c"
-LINK = ("checked", "forced", "host_link", "marker", "matcher", "pool")
-KERNELS = "graphs/layers/cpu"
-CHOICES = "sampling/kernels/cpu"
+FOLDERS = ("sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")
 
 
 class BuildBeside(build_ext):
-    """What is built again comes into its place whole: a process that has the old library keeps it, and none opens half of a new one."""
+    """A rebuilt library replaces the old one atomically: a process that has the old one open keeps it, and none opens a partial file."""
 
     def copy_file(self, infile: str, outfile: str, *others: object, **options: object) -> tuple[str, bool]:  # type: ignore[override]
         beside = f"{outfile}.{os.getpid()}"  # others may build at the same time
@@ -28,34 +26,21 @@ class BuildBeside(build_ext):
 
 
 setup(
-    script_name="setup.py",  # the root is the package: what is known as the script is not taken for one of its modules
+    script_name="setup.py",  # the root is the package: without this the script would be taken for one of its modules
     cmdclass={"build_ext": BuildBeside},
     ext_modules=[
         Extension(
-            "stepgraph.sampling.grammar.link._link",
-            sources=[f"{SOURCES}/{name}.c" for name in (*LINK, "llguidance", "xgrammar")],
-            depends=[f"{SOURCES}/{name}.h" for name in LINK],
-            extra_compile_args=["-std=c11", "-O3", "-pthread", "-fvisibility=hidden"],
-            extra_link_args=["-pthread"],
-            optional=True,
-        ),
-        Extension(
-            "stepgraph.graphs.layers.cpu._kernels",
-            sources=[f"{KERNELS}/{name}.c" for name in ("attention", "places", "product", "product_dot", "tokens")],
-            depends=[f"{KERNELS}/{name}.h" for name in ("kernels", "lanes", "product")],
-            # What nobody reads back need not be kept: error numbers and floating point exceptions would stand in the way of vectors.
+            "stepgraph.sampling._native",
+            sources=sorted(path for folder in FOLDERS for path in glob(f"{folder}/*.c")),
+            depends=sorted(path for folder in FOLDERS for path in glob(f"{folder}/*.h")),
+            include_dirs=["sampling/kernels/c"],
+            # Nothing reads errno or floating point exceptions, and both prevent vector code.
             extra_compile_args=[
-                *("-std=c11", "-O3", "-g0", "-fvisibility=hidden"),
+                *("-std=c11", "-O3", "-g0", "-pthread", "-fvisibility=hidden"),
                 *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
             ],
+            extra_link_args=["-pthread"],
             libraries=["m"],
-            optional=True,
-        ),
-        Extension(
-            "stepgraph.sampling.kernels.cpu._choices",
-            sources=[f"{CHOICES}/{name}.c" for name in ("argmax", "chain")],
-            depends=[f"{CHOICES}/choices.h"],
-            extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", "-fno-trapping-math"],
             optional=True,
         ),
     ],

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
-from stepgraph.graphs.layers import cpu as cpu_kernels
-from stepgraph.graphs.layers.cpu import calls
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, operation
+from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
 
 
 def draft_prefill(
@@ -67,7 +66,7 @@ def choose_draft(
     finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
     found = None if chain is None else chain[:, step - 1]
     wanted = buffers.batch_forced[step - 1, : len(after.rows)] if ruling is not None and "batch_forced" in buffers else None
-    settled = settle_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
+    settled = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
     certain = [each for each in (settled.looked_up, settled.forced) if each is not None]
     if settled.looked_up is not None:
         buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, settled.looked_up)
@@ -132,95 +131,73 @@ def keep_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
     buffers.row_state.index_copy_(0, after.rows, state)
 
 
-class Settled(NamedTuple):
+class SelectedDraft(NamedTuple):
     tokens: Tensor  # [B] int64, -1 where a row drafts no more
-    looked_up: Tensor | None  # [B] bool: whether it is what was looked up; None: nothing was
-    forced: Tensor | None  # [B] bool: whether the grammar leaves no other; None: nobody asked
+    looked_up: Tensor | None  # [B] bool: the token is the one that was looked up; None: without look-up
+    forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; None: without forced tokens
 
 
-def settle_draft(
+def select_draft(
     tokens: Tensor,
     finite: Tensor,
     alive: Tensor,
     limit: Tensor,
     step: int,
-    found: Tensor | None = None,
-    wanted: Tensor | None = None,
-    ruling: GrammarMask | None = None,
-) -> Settled:
-    """tokens [B] int64 and finite [B] bool: the model's choice, and whether it is one; alive [B] bool; limit [B]: drafts at most.
+    looked_up: Tensor | None = None,
+    forced: Tensor | None = None,
+    mask: GrammarMask | None = None,
+) -> SelectedDraft:
+    """tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
 
-    found [B]: what was looked up, -1 where nothing was; wanted [B]: what a grammar forces, -1 where there is a choice. Under a
-    ruling both hold only with a mask that is the row's own, and what was looked up only where it is legal; rows that are not ruled
-    are forced to nothing.
+    looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
+    leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
+    constrained is never forced.
     """
-    if not cpu_kernels.on_cpu(tokens):
-        return settled(tokens, finite, alive, limit, step, found, wanted, ruling)
-    masks, ruled, status = (None, None, None) if ruling is None else (ruling.masks[:, 0], ruling.ruled, ruling.status[:, 0])
-    output, looked_up, forced = torch.empty_like(tokens), torch.empty_like(alive), torch.empty_like(alive)
-    dense = None if wanted is None else wanted.contiguous()
-    settle_draft_operation(
-        tokens.contiguous(), finite.contiguous(), alive, limit, step, found, dense, masks, ruled, status, output, looked_up, forced
-    )
-    return Settled(output, None if found is None else looked_up, None if wanted is None else forced)
+    first = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
+    selected, took_found, took_forced = select_draft_tensors(tokens, finite, alive, limit, step, looked_up, forced, *first)
+    return SelectedDraft(selected, None if looked_up is None else took_found, None if forced is None else took_forced)
 
 
-def legal(tokens: Tensor, masks: Tensor, ruled: Tensor, status: Tensor) -> Tensor:
-    """[B] bool: whether each row's token is allowed, under a mask [B, words] that is the row's own. Of -1 it says nothing."""
+def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor) -> Tensor:
+    """[B] bool: whether each row's token is allowed, under masks [B, words] of status [B]. Unspecified for a token of -1."""
     known = tokens.clamp(min=0)
     words = masks.gather(1, known[:, None] // WORD).squeeze(1)
-    return ((words >> (known % WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~ruled
+    return ((words >> (known % WORD)) & 1 != 0) & (status == MaskStatus.OK) | ~constrained
 
 
-def settled(
-    tokens: Tensor,
-    finite: Tensor,
-    alive: Tensor,
+def _select_in_c(
+    tokens: Tensor, finite: Tensor, alive: Tensor, limit: Tensor, step: int, looked_up: Tensor | None, *given: Tensor | None
+) -> bool:
+    forced, masks, constrained, status = given
+    dense = (tokens, finite, alive, forced, constrained, status)
+    return all(each is None or each.is_contiguous() for each in dense) and (masks is None or masks.stride(-1) == 1)
+
+
+def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft:
+    return SelectedDraft(torch.empty_like(tokens), torch.empty_like(finite), torch.empty_like(finite))
+
+
+@operation(_select_outputs, name="select_draft", c=CKernel("select_draft", _select_in_c))
+def select_draft_tensors(
+    tokens: Contiguous,
+    finite: Contiguous,
+    alive: Contiguous,
     limit: Tensor,
     step: int,
-    found: Tensor | None,
-    wanted: Tensor | None,
-    ruling: GrammarMask | None,
-) -> Settled:
-    looked_up = forced = None
-    rule = None if ruling is None else (ruling.masks[:, 0], ruling.ruled, ruling.status[:, 0])
-    if found is not None:
-        looked_up = found >= 0 if rule is None else (found >= 0) & legal(found, *rule)
-        tokens, finite = torch.where(looked_up, found, tokens), finite | looked_up
-    if wanted is not None:
-        assert rule is not None, "nothing is forced without a grammar"
-        forced = (wanted >= 0) & rule[1] & (rule[2] == MaskStatus.OK)
-        tokens, finite = torch.where(forced, wanted, tokens), finite | forced
-    return Settled(torch.where(alive & finite & (limit >= step), tokens, -1), looked_up, forced)
-
-
-def settle_draft_reference(
-    tokens: Tensor,
-    finite: Tensor,
-    alive: Tensor,
-    limit: Tensor,
-    step: int,
-    found: Tensor | None,
-    wanted: Tensor | None,
+    looked_up: Tensor | None,
+    forced: Contiguous | None,
     masks: Tensor | None,
-    ruled: Tensor | None,
-    status: Tensor | None,
-    output: Tensor,
-    looked_up: Tensor,
-    forced: Tensor,
-) -> None:
-    ruling = None if masks is None or ruled is None or status is None else GrammarMask(masks[:, None], None, ruled, status[:, None])
-    choice = settled(tokens, finite, alive, limit, step, found, wanted, ruling)
-    for to, each in zip((output, looked_up, forced), choice, strict=True):
-        if each is not None:
-            to.copy_(each)
-
-
-settle_draft_operation = operation.operation(
-    "",
-    "settle_draft",
-    "(Tensor tokens, Tensor finite, Tensor alive, Tensor limit, int step, Tensor? found, Tensor? wanted, Tensor? masks, Tensor? ruled,"
-    " Tensor? status, Tensor(a!) output, Tensor(b!) looked_up, Tensor(c!) forced) -> ()",
-    settle_draft_reference,
-    cpu_kernels.prepared(calls.settle_draft),
-)
+    constrained: Contiguous | None,
+    status: Contiguous | None,
+) -> SelectedDraft:
+    """The draft of every row: the forced token, else the looked-up one if it is legal, else the model\'s; -1 where a row drafts no more."""
+    took_found = took_forced = None
+    mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
+    if looked_up is not None:
+        took_found = looked_up >= 0 if mask is None else (looked_up >= 0) & legal(looked_up, *mask)
+        tokens, finite = torch.where(took_found, looked_up, tokens), finite | took_found
+    if forced is not None:
+        assert mask is not None, "a token is forced only by a grammar"
+        took_forced = (forced >= 0) & mask[1] & (mask[2] == MaskStatus.OK)
+        tokens, finite = torch.where(took_forced, forced, tokens), finite | took_forced
+    return SelectedDraft(torch.where(alive & finite & (limit >= step), tokens, -1), took_found, took_forced)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import going_on, grammar_mask_of, legal, settle_draft
+from stepgraph.graphs.drafting import going_on, grammar_mask_of, legal, select_draft
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
@@ -55,9 +55,9 @@ def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: T
     REFUSED where what is proposed is not: the chain ends there as well, and statistics tell the two apart.
     """
     ruling, size = grammar_mask_of(buffers, after, step), len(after.rows)
-    rule, wanted = (ruling.masks[:, 0], ruling.ruled, ruling.status[:, 0]), buffers.batch_forced[step - 1, :size]
+    rule, wanted = (ruling.masks[:, 0], ruling.constrained, ruling.status[:, 0]), buffers.batch_forced[step - 1, :size]
     unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
-    settled = settle_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, wanted, ruling)
+    settled = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, wanted, ruling)
     assert settled.forced is not None
     buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
     return settled.tokens

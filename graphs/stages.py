@@ -58,7 +58,7 @@ def accept(
     tokens, finite, accepted, status = choose(buffers, batch, logits, ruling, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
-    emission = kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted)
+    emission = Emission(tokens, *kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted))
     emission = emission._replace(
         emitted=torch.where(batch.live, emission.emitted, 0), finish=torch.where(batch.live, emission.finish, batch.column(Column.FINISH))
     )
@@ -103,7 +103,7 @@ def _choose_greedy(
         status = torch.full_like(tokens, int(MaskStatus.OK))
     else:
         status = ruling.status
-        best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.ruled, status=status)
+        best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.constrained, status=status)
     finite, accepted = torch.isfinite(best), None
     if forced is not None:
         accepted = _forced(batch, finite, status, forced)
@@ -115,7 +115,7 @@ def _choose_sampled(
     buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
 ) -> Choice:
     """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
-    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, ruling=ruling)
+    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=ruling)
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
     greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted so too, maybe in a round without distributions
@@ -154,7 +154,7 @@ def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
     """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
     tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
-    slot_mapping.place_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
+    slot_mapping.scatter_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
 
 
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:

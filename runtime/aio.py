@@ -1,4 +1,4 @@
-"""An engine for asyncio: requests in, streams of events out, on one event loop."""
+"""AsyncEngine: serves the tasks of one asyncio event loop."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from stepgraph.runtime.aio_thread import Reading, Stepper
+from stepgraph.runtime.aio_thread import StepThread, StreamBuffer
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import EngineClosedError, Job, QueueFullError, StepEvent
 
 
 class JobStream:
-    """The events of one job, as they become known: `async for event in stream`. Merged while nobody reads: no token is lost.
+    """The events of one job: `async for event in stream`. Events that were not read are merged; no token is lost.
 
-    A task that is cancelled while it waits for an event cancels the job. So do aclose(), leaving `async with`, and dropping the stream.
+    The job is cancelled by aclose(), by leaving `async with`, by dropping the stream, and if a task that waits for an event is cancelled.
     """
 
-    def __init__(self, serving: AsyncEngine, stepper: Stepper, reading: Reading) -> None:
-        self.job = reading.job
-        self._serving, self._stepper, self._reading = serving, stepper, reading  # who reads keeps what serves
+    def __init__(self, serving: AsyncEngine, stepper: StepThread, buffer: StreamBuffer) -> None:
+        self.job = buffer.job
+        self._serving, self._stepper, self._buffer = serving, stepper, buffer  # keeps the AsyncEngine alive
 
     def __aiter__(self) -> JobStream:
         return self
 
     async def __anext__(self) -> StepEvent:
         self._serving.check("JobStream.__anext__")
-        reading = self._reading
+        buffer = self._buffer
         while True:
-            ended = reading.ended  # asked first: all that was known by then is taken
-            if event := self._stepper.take(reading):
+            ended = buffer.ended  # read before take(), so that nothing follows the event that take() returns
+            if event := self._stepper.take(buffer):
                 return event
             if ended:
                 raise StopAsyncIteration
             reader = self._stepper.loop.create_future()
-            reading.readers.append(reader)
+            buffer.readers.append(reader)
             try:
                 await reader
             except asyncio.CancelledError:
                 self._stepper.engine.cancel(self.job)
                 raise
             finally:
-                reading.readers.remove(reader)
+                buffer.readers.remove(reader)
 
     async def result(self) -> Job:
-        """Read to the end; the job then has all of it."""
+        """Read to the end and return the finished job."""
         async for _ in self:
             pass
         return self.job
 
     async def aclose(self) -> None:
-        """Cancel the job if it goes on, and wait until its row is free."""
+        """Cancel the job if it is running, and wait until its row is free."""
         self._serving.check("JobStream.aclose")
-        if not self._reading.ended:
+        if not self._buffer.ended:
             self._stepper.engine.cancel(self.job)
         await self.result()
 
@@ -72,21 +72,21 @@ class JobStream:
 class AsyncEngine:
     """Serves the tasks of one event loop: `async with AsyncEngine(engine) as serving: async for event in serving.generate(ids): ...`
 
-    While it is open its thread alone steps the engine, and sleeps when there is nothing to do; engine.submit() and engine.cancel()
-    are still for any thread. Behind it the engine is as it was, without jobs, for whoever made it to use or close.
+    While it is open, only its thread steps the engine; it sleeps if there is nothing to do. engine.submit() and engine.cancel() may
+    still be called from any thread. After close() the engine has no jobs and can be used or closed by its owner.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._stepper: Stepper | None = None
-        self._door = asyncio.Lock()
+        self._stepper: StepThread | None = None
+        self._submit_lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Start stepping; captures first where that was not done. RuntimeError where somebody else steps the engine."""
+        """Start stepping, after capture() if it was not called. RuntimeError if another thread steps the engine."""
         if self._stepper is not None and self._stepper.thread.is_alive():
-            raise RuntimeError("AsyncEngine.open(): it is open already")
-        self._stepper = stepper = Stepper(self.engine, asyncio.get_running_loop())
-        self._door = asyncio.Lock()  # a lock that somebody waited for is of one event loop for good
+            raise RuntimeError("AsyncEngine.open(): already open")
+        self._stepper = stepper = StepThread(self.engine, asyncio.get_running_loop())
+        self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
         weakref.finalize(self, stepper.stop, drain=False).atexit = False
         try:
             await stepper.opened
@@ -94,35 +94,36 @@ class AsyncEngine:
             stepper.stop(drain=False)
             raise
         if stepper.failure is not None:
-            stepper.thread.join()  # it has said its last word
+            stepper.thread.join()  # `failure` is set at the end of the thread
             raise stepper.failure
 
     def generate(self, prompt_ids: Any, **options: Any) -> JobStream:
-        """Submit a request, with the options of Engine.submit(), and read its events; raises what that raises, QueueFullError too."""
+        """Submit a request and return its stream. Options and errors as in Engine.submit(), QueueFullError included."""
         stepper = self.check("AsyncEngine.generate")
         if stepper.stopping:
-            raise EngineClosedError(f"AsyncEngine.generate(): {self._why(stepper)}") from stepper.failure
+            why = f"the engine failed: {type(self.failure).__name__}: {self.failure}" if self.failure else "it was closed"
+            raise EngineClosedError(f"AsyncEngine.generate(): {why}") from stepper.failure
         return JobStream(self, stepper, stepper.submit(prompt_ids, options))
 
     async def submit(self, prompt_ids: Any, **options: Any) -> JobStream:
-        """generate(), but where the queue is full wait for room in it, in order of calls."""
+        """Like generate(), but wait for room in a full queue, in the order of the calls."""
         stepper = self.check("AsyncEngine.submit")
-        async with self._door:
+        async with self._submit_lock:
             while True:
-                await stepper.room()
-                with contextlib.suppress(QueueFullError):  # another thread was quicker
+                await stepper.wait_for_room()
+                with contextlib.suppress(QueueFullError):  # another thread took the room
                     return self.generate(prompt_ids, **options)
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the stepping; None while all is well, and behind close()."""
+        """The error that ended the stepping; None before one and after close()."""
         failure = self._stepper.failure if self._stepper else None
         return None if isinstance(failure, EngineClosedError) else failure
 
     async def close(self, drain: bool = True) -> None:
-        """Let the jobs that there are end, or cancel them, whoever submitted them; then stop stepping. Raises what a step raised.
+        """Stop stepping after all present jobs have ended, or cancel them if drain is False. Raises the error of a failed step.
 
-        Idempotent. Who is cancelled while it drains cancels the jobs.
+        Idempotent. If the calling task is cancelled while jobs drain, the jobs are cancelled.
         """
         await self._stop(drain)
         if self.failure is not None:
@@ -152,19 +153,16 @@ class AsyncEngine:
             if stepper.ended.done():
                 stepper.thread.join()
 
-    def check(self, call: str) -> Stepper:
-        """RuntimeError where there is nobody to serve the caller."""
+    def check(self, call: str) -> StepThread:
+        """Return the stepping thread. RuntimeError if it cannot serve the caller."""
         stepper = self._stepper
         if stepper is None:
-            raise RuntimeError(f"{call}(): it is not open; call it inside `async with AsyncEngine(engine) as serving`")
+            raise RuntimeError(f"{call}(): not open; call it inside `async with AsyncEngine(engine) as serving`")
         if os.getpid() != stepper.process:
-            raise RuntimeError(f"{call}(): got a fork of the process that opened it, want that process: the thread that steps is there")
+            raise RuntimeError(f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is")
         if _running_loop() is not stepper.loop:
-            raise RuntimeError(f"{call}(): want a call in the event loop that it was opened in; Engine.submit() is for any thread")
+            raise RuntimeError(f"{call}(): expected a call in the event loop that opened it; Engine.submit() works in any thread")
         return stepper
-
-    def _why(self, stepper: Stepper) -> str:
-        return f"the engine failed: {type(self.failure).__name__}: {self.failure}" if self.failure else "it was closed"
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -1,7 +1,7 @@
-"""The thread that steps an engine for an event loop, and what the two share.
+"""The thread that steps an engine for an event loop, and the state shared by the two.
 
-Nothing is queued between them. A job keeps its tokens itself, and a reading only how far it was read: who reads slowly gets fewer
-and longer events, and neither holds up the others nor takes more memory.
+There is no queue of events between them. A job keeps its own tokens and a StreamBuffer keeps positions in them, so a slow consumer
+receives fewer, larger events, uses no more memory and does not delay the others.
 """
 
 from __future__ import annotations
@@ -15,191 +15,177 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.runtime.request import NO_DRAFTS, Job, StepEvent
 
-EXIT_SECONDS = 10.0  # that an interpreter waits, which ends without close(), for a round on its way
+EXIT_SECONDS = 10.0  # that an interpreter which exits without close() waits for a round in flight
 
 
-class Reading:
-    """How far a job is known to the event loop, and how far it was read. Changed under its stepper's lock."""
+class StreamBuffer:
+    """What a stream has not yet read of its job. Changed under the lock of its StepThread."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.known = self.read = 0  # tokens
-        self._count_anew()
-        self.fresh = self.ended = False
-        self.readers: list[asyncio.Future[None]] = []  # for the event loop alone
+        self.drafts = NO_DRAFTS  # since the last read
+        self.unread = self.ended = False
+        self.readers: list[asyncio.Future[None]] = []  # used by the event loop only
 
     def add(self, event: StepEvent) -> None:
         self.known += len(event.tokens)
-        self.accepted_drafts += event.num_accepted_drafts
-        self.forced_drafts += event.num_forced_drafts
-        self.accepted_forced_drafts += event.num_accepted_forced_drafts
-        self.looked_up_drafts += event.num_looked_up_drafts
-        self.accepted_looked_up_drafts += event.num_accepted_looked_up_drafts
-        self.fresh, self.ended = True, event.finish_reason is not None
-
-    def _count_anew(self) -> None:
-        """What of the drafts is known since it was last read."""
-        self.accepted_drafts = self.forced_drafts = self.accepted_forced_drafts = 0
-        self.looked_up_drafts = self.accepted_looked_up_drafts = 0
+        self.drafts = self.drafts.plus(event.drafts)
+        self.unread, self.ended = True, event.finish_reason is not None
 
     def end(self) -> None:
-        """What is known of a job that ended without an event: the engine was closed."""
-        self.known, self.fresh, self.ended = len(self.job.tokens), True, True
+        """For a job that ended without an event, since the engine was closed."""
+        self.known, self.unread, self.ended = len(self.job.tokens), True, True
 
     def take(self) -> StepEvent | None:
-        """All that was not read yet, as one event."""
-        if not self.fresh:
+        """Everything unread as one event."""
+        if not self.unread:
             return None
         job, new = self.job, slice(self.read, self.known)
         event = StepEvent(
             job.id,
             tuple(job.tokens[new]),
-            self.accepted_drafts,
+            self.drafts,
             job.finish_reason if self.ended else None,
             job.error if self.ended else "",
             tuple(job.logprobs[new]),
-            self.forced_drafts,
-            self.accepted_forced_drafts,
-            self.looked_up_drafts,
-            self.accepted_looked_up_drafts,
             tuple(job.origins[new]),
         )
-        self.read, self.fresh = self.known, False
-        self._count_anew()
+        self.read, self.unread, self.drafts = self.known, False, NO_DRAFTS
         return event
 
-    def wake(self) -> None:
+    def wake_readers(self) -> None:
         for reader in self.readers:
-            _settle(reader)
+            _resolve(reader)
 
 
-class Stepper:
-    """The thread that steps, and what it shares with the event loop. Holds nothing of AsyncEngine, which may be dropped unclosed."""
+class StepThread:
+    """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine, self.loop, self.process = engine, loop, os.getpid()
         self.opened, self.ended = loop.create_future(), loop.create_future()
         self.failure: BaseException | None = None
-        self.stopping = self._hurry = False
+        self.stopping = self._cancel_jobs = False
         self._lock = threading.Lock()
-        self._readings: dict[int, Reading] = {}
-        self._fresh: list[Reading] = []
+        self._buffers: dict[int, StreamBuffer] = {}
+        self._unread: list[StreamBuffer] = []
         self._room: asyncio.Future[None] | None = None
-        self._bringing = False
-        self._last: Sequence[Job] | None = None  # the jobs whose ends it waits for when it stops
+        self._notified = False  # a call of _wake_readers is scheduled
+        self._last_jobs: Sequence[Job] | None = None  # those to finish before the thread ends
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
         self.thread.start()
         _live.add(self)
 
-    def submit(self, prompt_ids: Any, options: dict[str, Any]) -> Reading:
-        with self._lock:  # its first event comes behind this
-            reading = Reading(self.engine.submit(prompt_ids, **options))
-            self._readings[reading.job.id] = reading
-        return reading
+    def submit(self, prompt_ids: Any, options: dict[str, Any]) -> StreamBuffer:
+        with self._lock:  # so that the job's first event finds its buffer
+            buffer = StreamBuffer(self.engine.submit(prompt_ids, **options))
+            self._buffers[buffer.job.id] = buffer
+        return buffer
 
-    def take(self, reading: Reading) -> StepEvent | None:
+    def take(self, buffer: StreamBuffer) -> StepEvent | None:
         with self._lock:
-            return reading.take()
+            return buffer.take()
 
-    async def room(self) -> None:
-        """Wait until the queue may have room. One task at a time."""
+    async def wait_for_room(self) -> None:
+        """Wait until the queue may have room. For one task at a time."""
         while self.engine.stepping.queue_full and not self.stopping:
             with self._lock:
                 self._room = self.loop.create_future()
-            if self.engine.stepping.queue_full:  # else it became so before anybody could see that it is wanted
+            if self.engine.stepping.queue_full:  # otherwise room appeared before the thread could see the future
                 await self._room
 
     def stop(self, drain: bool) -> None:
-        """Ask the thread to end, behind the jobs there are or by cancelling them. Takes no lock: a finaliser may call it."""
-        self._hurry = self._hurry or not drain
+        """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
+        self._cancel_jobs = self._cancel_jobs or not drain
         self.stopping = True
         self.engine.stepping.ring()
 
     def cancel_soon(self, job: Job) -> None:
-        """For finalisers, which may run wherever the engine's locks are held."""
+        """For finalisers, which may run at a point where their thread holds a lock of the engine."""
         if not job.finished and os.getpid() == self.process:
-            self._call(self.engine.cancel, job)
+            self._call_in_loop(self.engine.cancel, job)
 
     def _run(self) -> None:
         try:
             with self.engine.stepping.alone():
                 if not self.engine.stepping.captured:
                     self.engine.capture()
-                self.engine.wait(0)  # raises where it was closed
-                self._call(_settle, self.opened)
+                self.engine.wait(0)  # raises if the engine is closed
+                self._call_in_loop(_resolve, self.opened)
                 while not self._done():
                     if self.engine.wait():
-                        self._tell(self.engine.step())
-        except BaseException as error:  # whatever it is, everybody who waits is told
+                        self._distribute(self.engine.step())
+        except BaseException as error:  # of any kind: all streams must end
             self.failure = error
         self.stopping = True
         with self._lock:
-            for reading in self._readings.values():
-                reading.end()
-            self._fresh.extend(self._readings.values())
-            self._readings.clear()
-        self._call(self._bring)
-        self._call(_settle, self.opened)
-        self._call(_settle, self.ended)
+            for buffer in self._buffers.values():
+                buffer.end()
+            self._unread.extend(self._buffers.values())
+            self._buffers.clear()
+        self._call_in_loop(self._wake_readers)
+        self._call_in_loop(_resolve, self.opened)
+        self._call_in_loop(_resolve, self.ended)
 
     def _done(self) -> bool:
         if not self.stopping:
             return False
-        if self._last is None:
-            self._last = self.engine.stepping.jobs
-        if self._hurry:
-            for job in self._last:
+        if self._last_jobs is None:
+            self._last_jobs = self.engine.stepping.jobs
+        if self._cancel_jobs:
+            for job in self._last_jobs:
                 self.engine.cancel(job)
-        return all(job.finished for job in self._last)
+        return all(job.finished for job in self._last_jobs)
 
-    def _tell(self, events: Sequence[StepEvent]) -> None:
-        """Note what became known, and have the event loop look, once however many steps are made before it does."""
+    def _distribute(self, events: Sequence[StepEvent]) -> None:
+        """Add events to the buffers, and schedule one wake-up in the event loop for all steps until it runs."""
         with self._lock:
             for event in events:
-                reading = self._readings.get(event.job_id)
-                if reading is None:  # submitted to the engine itself: who did so looks at the job
+                buffer = self._buffers.get(event.job_id)
+                if buffer is None:  # submitted by Engine.submit()
                     continue
-                if not reading.fresh:
-                    self._fresh.append(reading)
-                reading.add(event)
-                if reading.ended:
-                    del self._readings[event.job_id]
-            roomy = self._room is not None and not self.engine.stepping.queue_full
-            if self._bringing or not (self._fresh or roomy):
+                if not buffer.unread:
+                    self._unread.append(buffer)
+                buffer.add(event)
+                if buffer.ended:
+                    del self._buffers[event.job_id]
+            has_room = self._room is not None and not self.engine.stepping.queue_full
+            if self._notified or not (self._unread or has_room):
                 return
-            self._bringing = True
-        self._call(self._bring)
+            self._notified = True
+        self._call_in_loop(self._wake_readers)
 
-    def _bring(self) -> None:
+    def _wake_readers(self) -> None:
         with self._lock:
-            fresh, self._fresh = self._fresh, []
+            unread, self._unread = self._unread, []
             room, self._room = self._room, None
-            self._bringing = False
+            self._notified = False
         if room is not None:
-            _settle(room)
-        for reading in fresh:
-            reading.wake()
+            _resolve(room)
+        for buffer in unread:
+            buffer.wake_readers()
 
-    def _call(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _call_in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop was closed, and close() not called: nobody is there any more to read
+        except RuntimeError:  # the loop was closed without close(): there are no readers left
             self.stop(drain=False)
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
-_live: weakref.WeakSet[Stepper] = weakref.WeakSet()
+_live: weakref.WeakSet[StepThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is inside a round when its interpreter goes would crash it."""
+    """A thread inside a round would crash an interpreter that shuts down."""
     for stepper in tuple(_live):
         stepper.stop(drain=False)
         stepper.thread.join(EXIT_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,12 +21,16 @@ from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
+from stepgraph.runtime.scheduler import RequestObserver
 from stepgraph.runtime.slots import Sharing
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.extras.record import Recording
 
 
 def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
@@ -61,7 +67,7 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
 
 def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair, attention: AttentionChoice) -> tuple[str, ...]:
     """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
-    told = (f"kernels: {kernels.implementation(device)}", *(note for model in models for note in getattr(model, "notes", ())))
+    told = (f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ())))
     if models.proposer is not None:
         told = (*told, "drafts are proposed whole: no mask guides them, one host node walks them")
     if attention.rounds:
@@ -155,6 +161,17 @@ def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits, vocabula
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
     forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
     return open_host_link(choice, *pinned, depth=limits.ring_depth, forcing=forcing)
+
+
+def observer_for(
+    record: Recording | str | Path | None, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
+) -> RequestObserver | None:
+    """The recorder for Engine(record=...); its module is imported only if something is recorded."""
+    if record is None:
+        return None
+    from stepgraph.runtime.extras.record import open_recorder
+
+    return open_recorder(record, config, models, vocabulary, backend)
 
 
 def _devices(model: object) -> list[torch.device]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from stepgraph.graphs.attention.choose import WISHES as ATTENTION_WISHES
+from stepgraph.graphs.attention.choose import ATTENTION
 from stepgraph.graphs.graph_set import OnFailure
 from stepgraph.graphs.proposing import ANCHOR
 from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, checked_backend
 from stepgraph.sampling.grammar.link.native import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.kernels.filter_choice import WISHES
+from stepgraph.sampling.kernels.filter_choice import FILTERS
 
 MOST_SECONDS = 86_400
 
@@ -71,7 +71,7 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.backend: got {clip_repr(self.backend)}, want 'auto', 'tape' or 'cuda'")
         if self.host_link not in HOST_LINKS:
             raise ValueError(f"EngineConfig.host_link: got {clip_repr(self.host_link)}, want one of {', '.join(HOST_LINKS)}")
-        for name, wishes in (("filters", WISHES), ("attention", ATTENTION_WISHES)):
+        for name, wishes in (("filters", FILTERS), ("attention", ATTENTION)):
             if getattr(self, name) not in wishes:
                 raise ValueError(f"EngineConfig.{name}: got {clip_repr(getattr(self, name))}, want one of {', '.join(map(repr, wishes))}")
         for name in ("max_queued", "states_shard_bytes", "grammar_cache_bytes", "max_compiles"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,12 +28,12 @@ from stepgraph.runtime.build import (
     kernel_notes,
     make_buffers,
     make_host_link,
+    observer_for,
     sharing_for,
 )
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, take_drafter
+from stepgraph.runtime.drafters import Drafter, only_looks_up, take_drafter
 from stepgraph.runtime.extras.hidden_states import open_states, states_layout
-from stepgraph.runtime.extras.record import Recording, make_scheduler
 from stepgraph.runtime.forks import LEFT, leave_in_forks
 from stepgraph.runtime.grammar_queue import GrammarQueue, QueuedRequest
 from stepgraph.runtime.host_drafts import function_drafts
@@ -41,9 +41,9 @@ from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.profiled import make_in_flight
 from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.snapshot import take_stats
-from stepgraph.runtime.stats import EngineStats
+from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepGate, StepLock
 from stepgraph.runtime.trace import Trace, trace_rounds
 from stepgraph.runtime.upload import Uploader
@@ -54,6 +54,9 @@ from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from stepgraph.runtime.extras.record import Recording
 
 
 class Engine:
@@ -93,7 +96,9 @@ class Engine:
         self._submissions = Submissions(self.config, self.limits, stop_ids, models, self.backend.device.type == "cuda")
         self._states = open_states(self.config, saved, self._watchdog.backend, self.buffers)
         self._sharing = sharing_for(self.config, models)
-        self._desk = make_scheduler(record, self.config, models, vocabulary, self.backend, self.limits, self._sharing, self._states)
+        observer = observer_for(record, self.config, models, vocabulary, self.backend)
+        ended = self._states.ended if self._states else None
+        self._desk = Scheduler(self.limits, self._sharing, ended, only_looks_up(models), observer)
         self._admission = Uploader(self._watchdog.backend, self.buffers, models, self.limits, self._attention, self._states)
         self._flights = make_in_flight(self._watchdog.backend, self.buffers, self._graphs, self._host, self.limits, self._states)
         self._function_drafts = function_drafts(models, self._watchdog.backend, self.buffers, self.limits)
@@ -240,7 +245,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What was done so far, and how it stands. From any thread, at any time, also behind the end."""
-        return take_stats(self.backend, self._host, self._desk, self._flights, self._grammars, self._states, self._graphs.eager)
+        backend, host, grammars, desk = self.backend.stats, self._host.stats, self._grammars.stats, self._desk
+        with desk.lock:
+            launches, eager = self._flights.launches, self._graphs.eager
+            return take_stats(backend, host, grammars, desk.counters, launches, desk.rows, desk.waiting, self._states, eager)
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() as text for Prometheus, with these labels on every line."""

@@ -13,10 +13,9 @@ from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.shapes import GraphKey, Limits
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.ledger import Launches
 from stepgraph.runtime.request import TokenLogprob
 from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.stats import Loss, loss_of
+from stepgraph.runtime.stats import GraphCounters, Loss, loss_of
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
@@ -62,7 +61,7 @@ class InFlight:
         self._flights: collections.deque[LaunchedRound] = collections.deque()
         self._layout = ResultLayout(limits.num_speculative_tokens)
         self.rounds = 0
-        self.launches = Launches()
+        self.launches = GraphCounters()
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -90,7 +89,7 @@ class InFlight:
         self.rounds += 1
         constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
         key = self._graphs.key_for(len(seats), constrained, sampled)
-        self.launches.note(key, len(seats))
+        self.launches.add(key, len(seats))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
         batch_np[:] = self._limits.dummy_row

@@ -62,7 +62,7 @@ def _jobs(stats: EngineStats) -> Iterator[Metric]:
 
 def _drafts(stats: EngineStats) -> Iterator[Metric]:
     drafting = stats.drafting
-    yield _counter("accepted_drafts", "Drafts that held.", stats.accepted_drafts)
+    yield _counter("accepted_drafts", "Drafts that held.", stats.drafts.accepted)
     yield _counter("drafting_rounds", "Rounds of a row that could have drafts.", drafting.rounds)
     yield _counter("drafting_tokens", "Tokens emitted in these; over drafting_rounds: the accepted length.", drafting.tokens)
     yield _counter("full_chains", "Drafting rounds in which every draft held.", drafting.full)
@@ -70,10 +70,10 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counters("lost_chains", "Drafting rounds in which not every draft held, by what came first.", lost)
     yield _counters("position_offered", "Drafts offered, by their place in the chain.", _by_position(drafting.offered))
     yield _counters("position_accepted", "Drafts that held, by their place in the chain.", _by_position(drafting.accepted))
-    yield _counter("forced_drafts", "Drafts that a grammar forced.", stats.forced_drafts)
-    yield _counter("accepted_forced_drafts", "Those of them that held.", stats.accepted_forced_drafts)
-    yield _counter("looked_up_drafts", "Drafts that a look-up found.", stats.looked_up_drafts)
-    yield _counter("accepted_looked_up_drafts", "Those of them that held.", stats.accepted_looked_up_drafts)
+    yield _counter("forced_drafts", "Drafts that a grammar forced.", stats.drafts.forced)
+    yield _counter("accepted_forced_drafts", "Those of them that held.", stats.drafts.accepted_forced)
+    yield _counter("looked_up_drafts", "Drafts that a look-up found.", stats.drafts.looked_up)
+    yield _counter("accepted_looked_up_drafts", "Those of them that held.", stats.drafts.accepted_looked_up)
 
 
 def _rounds(stats: EngineStats) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,6 +68,22 @@ class TokenLogprob(NamedTuple):
     masked: float  # in the distribution it was drawn from, after masks, penalties, temperature and filters; 0.0 where greedy
 
 
+class DraftCounts(NamedTuple):
+    """Numbers of drafts: of one round of a request, or summed."""
+
+    accepted: int = 0
+    forced: int = 0  # proposed because the grammar allowed one token only
+    accepted_forced: int = 0
+    looked_up: int = 0  # found in the text; disjoint from forced
+    accepted_looked_up: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*map(operator.add, self, other))
+
+
+NO_DRAFTS = DraftCounts()
+
+
 class QueueFullError(RuntimeError):
     """As many requests wait for a row as EngineConfig.max_queued lets wait."""
 
@@ -81,15 +98,15 @@ class StepEvent:
 
     job_id: int
     tokens: tuple[int, ...]
-    num_accepted_drafts: int
+    drafts: DraftCounts = NO_DRAFTS
     finish_reason: FinishReason | None = None
     error: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request wants them
-    num_forced_drafts: int = 0  # of the round's drafts: those that a grammar forced
-    num_accepted_forced_drafts: int = 0
-    num_looked_up_drafts: int = 0  # those that were found in the text
-    num_accepted_looked_up_drafts: int = 0
     origins: tuple[Origin, ...] = ()  # one per token
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        return self.drafts.accepted
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""When everything of some rounds ran: spans, what they sum up to, and files that show them.
+"""Timeline of the work of some rounds: spans, a summary of them, and files to look at.
 
 with engine.trace(rounds=20) as trace:
     for event in engine.stream(): ...
@@ -20,7 +20,7 @@ from stepgraph.graphs.capture import MAIN, Backend
 from stepgraph.graphs.spans import LAUNCHER, OUTSIDE, Span
 from stepgraph.sampling.fields import is_int
 
-Interval = tuple[int, int]
+Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a timeline sums up to. Times are in nanoseconds; `str()` is a table, `as_dict()` is JSON-ready."""
+    """Totals of a timeline in nanoseconds. `str()` gives a table, `as_dict()` values for JSON."""
 
     rounds: int
-    round_ns: int  # the median, from the first to the last that its main stream did
+    round_ns: int  # median of the time from a round's first to its last work on the main stream
     stages: tuple[StageTime, ...]
-    host_ns: int  # of all host nodes
-    hidden_ns: int  # of that, while a stage ran on the main stream
-    exposed_ns: int  # the rest of it
-    exposed_wait_ns: int  # the main stream stood waiting: for host nodes, and for the copies to and from them
-    idle_ns: int  # the main stream had nothing to do between two rounds
+    host_ns: int  # total of all host nodes
+    hidden_ns: int  # the part of it during which a stage ran on the main stream
+    exposed_ns: int  # the other part
+    exposed_wait_ns: int  # waits of the main stream for host nodes and for the copies to and from them
+    idle_ns: int  # gaps of the main stream between two rounds
 
     @property
     def share_hidden(self) -> float | None:
-        """None where no host node was seen: there was none, or the backend does not tell of them."""
+        """None without host nodes in the timeline; the CUDA profiler does not report them."""
         return self.hidden_ns / self.host_ns if self.host_ns else None
 
     def as_dict(self) -> dict[str, object]:
@@ -58,9 +58,10 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{'stream':<18}{'stage':<20}{'':<8}{'count':>6}{'median ms':>11}{'total ms':>11}"]
-        for one in self.stages:
-            kind = "" if one.kind == "stage" else one.kind
-            lines.append(f"{one.stream:<18}{one.name:<20}{kind:<8}{one.count:>6}{one.median_ns / 1e6:>11.3f}{one.total_ns / 1e6:>11.3f}")
+        for stage in self.stages:
+            kind = "" if stage.kind == "stage" else stage.kind
+            times = f"{stage.median_ns / 1e6:>11.3f}{stage.total_ns / 1e6:>11.3f}"
+            lines.append(f"{stage.stream:<18}{stage.name:<20}{kind:<8}{stage.count:>6}{times}")
         lines.append(f"{self.rounds} rounds of {self.round_ns / 1e6:.2f} ms; {self.idle_ns / 1e6:.2f} ms idle between them")
         if self.share_hidden is not None:
             lines.append(
@@ -72,26 +73,26 @@ class Summary:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of some rounds, in the order of their beginnings. On one stream they do not overlap."""
+    """The spans of some rounds, ordered by start. Spans on one stream do not overlap."""
 
     spans: tuple[Span, ...]
     backend: str = "tape"
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """The numbers of those that were traced."""
+        """The numbers of the traced rounds."""
         return tuple(sorted({span.round for span in self.spans if span.kind != "launch"} - {OUTSIDE}))
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The main one, the others by name, the launching thread."""
-        return tuple(dict.fromkeys(span.stream for span in sorted(self.spans, key=_lane)))
+        """The main stream, the others in alphabetical order, then the launching thread."""
+        return tuple(dict.fromkeys(span.stream for span in sorted(self.spans, key=_by_stream)))
 
     def summary(self) -> Summary:
         main = [span for span in self.spans if span.stream == MAIN]
         busy = union((span.start_ns, span.end_ns) for span in main if span.kind == "stage" and span.round != OUTSIDE)
         host = [(span.start_ns, span.end_ns) for span in self.spans if span.kind == "host"]
-        total, hidden = length(host), sum(covered(one, busy) for one in host)
+        total, hidden = length(host), sum(covered(interval, busy) for interval in host)
         extents = list(self.extents().values())
         gaps = [(end, start) for (_, end), (start, _) in itertools.pairwise(extents) if start > end]
         between = union((span.start_ns, span.end_ns) for span in main if span.round == OUTSIDE)
@@ -107,7 +108,7 @@ class Timeline:
         )
 
     def extents(self) -> dict[int, Interval]:
-        """Round by round, when the main stream began it and ended it."""
+        """By round, the start and end of its work on the main stream."""
         found: dict[int, Interval] = {}
         for span in self.spans:
             if span.stream == MAIN and span.round != OUTSIDE:
@@ -115,23 +116,41 @@ class Timeline:
                 found[span.round] = min(start, span.start_ns), max(end, span.end_ns)
         return dict(sorted(found.items()))
 
+    def save_perfetto(self, path: str | Path) -> None:
+        """Write a file for ui.perfetto.dev and chrome://tracing. Arrows connect host nodes with the waits for them."""
+        Path(path).write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}), encoding="utf-8")
+
+    def save_picture(self, path: str | Path, *, rounds: int = 3, title: str = "") -> None:
+        """Write a PNG of some rounds from the middle of the timeline. RuntimeError if matplotlib is not installed."""
+        from stepgraph.runtime.extras.trace_picture import draw
+
+        if not is_int(rounds) or rounds < 1:
+            raise ValueError(f"Timeline.save_picture.rounds: got {rounds!r}, expected an integer >= 1")
+        extents = self.extents()
+        if not extents:
+            raise ValueError("Timeline.save_picture: got a timeline without rounds, expected at least one")
+        first = max(0, (len(extents) - rounds) // 2)
+        shown = dict(list(extents.items())[first : first + rounds])
+        draw(self.spans, self.streams, shown, Path(path), title or self._title())
+
+    def _title(self) -> str:
+        summary = self.summary()
+        title = f"{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms on {self.backend}"
+        if summary.share_hidden is None:
+            return title
+        per_round = max(summary.rounds, 1) * 1e6
+        return (
+            f"{title}: host nodes {summary.host_ns / per_round:.2f} ms per round, {summary.share_hidden:.0%} of it hidden under the "
+            f"main stream, which waits {summary.exposed_wait_ns / per_round:.2f} ms per round"
+        )
+
     def _stage_times(self) -> Iterator[StageTime]:
         grouped: dict[tuple[str, str, str], list[int]] = {}
-        for span in sorted(self.spans, key=_lane):
+        for span in sorted(self.spans, key=_by_stream):
             name = "launch" if span.kind == "launch" else span.name
             grouped.setdefault((span.stream, name, span.kind), []).append(span.end_ns - span.start_ns)
         for (stream, name, kind), times in grouped.items():
             yield StageTime(stream, name, kind, len(times), sum(times), int(statistics.median(times)))
-
-    def save_perfetto(self, path: str | Path) -> None:
-        """A file that ui.perfetto.dev opens, and chrome://tracing. Arrows lead from a host node to the wait for it."""
-        Path(path).write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}), encoding="utf-8")
-
-    def save_picture(self, path: str | Path, *, rounds: int = 3, title: str = "") -> None:
-        """A PNG of some rounds from the middle of the timeline. RuntimeError names what brings matplotlib where it is missing."""
-        from stepgraph.runtime.extras.trace_picture import draw
-
-        draw(self, Path(path), rounds, title)
 
     def _trace_events(self) -> Iterator[dict[str, object]]:
         threads = {stream: number for number, stream in enumerate(self.streams, 1)}
@@ -142,28 +161,27 @@ class Timeline:
         begin = min((span.start_ns for span in self.spans), default=0)
         waits = {(span.round, span.name): span for span in self.spans if span.kind == "wait" and span.round != OUTSIDE}
         for number, span in enumerate(self.spans):
-            place = {"pid": 1, "tid": threads[span.stream]}
+            track = {"pid": 1, "tid": threads[span.stream]}
             start, duration = (span.start_ns - begin) / 1000, (span.end_ns - span.start_ns) / 1000
             name = f"wait for {span.name}" if span.kind == "wait" else span.name
-            yield {"ph": "X", **place, "name": name, "cat": span.kind, "ts": start, "dur": duration, "args": {"round": span.round}}
+            yield {"ph": "X", **track, "name": name, "cat": span.kind, "ts": start, "dur": duration, "args": {"round": span.round}}
             wait = waits.get((span.round, span.name)) if span.kind == "host" else None
-            if wait is not None:  # an arrow holds on to the slice that its end lies in
+            if wait is not None:  # an arrow is attached to the slice that contains its end
                 arrow = {"pid": 1, "name": "masks", "cat": "masks", "id": number}
                 yield {"ph": "s", **arrow, "tid": threads[span.stream], "ts": start}
                 yield {"ph": "f", "bp": "e", **arrow, "tid": threads[wait.stream], "ts": max(start, (wait.start_ns - begin) / 1000)}
 
 
 class Trace:
-    """What `Engine.trace` hands out."""
+    """The result of `Engine.trace`, complete once its `with` block has ended."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """What was noted; there once the block has ended."""
         if self._timeline is None:
-            raise RuntimeError("Trace.timeline: nothing is there before the with block of Engine.trace() has ended")
+            raise RuntimeError("Trace.timeline: not available before the with block of Engine.trace() has ended")
         return self._timeline
 
     def end(self, timeline: Timeline) -> None:
@@ -172,25 +190,25 @@ class Trace:
 
 @contextlib.contextmanager
 def trace_rounds(backend: Backend, first_round: int, rounds: int, eager: bool) -> Iterator[Trace]:
-    """Trace the next `rounds` rounds of an engine that runs on `backend`, while the block lasts."""
+    """Trace the next `rounds` rounds of an engine on `backend` while the block lasts."""
     if not is_int(rounds) or rounds < 1:
-        raise ValueError(f"Engine.trace.rounds: got {rounds!r}, want a whole number >= 1")
+        raise ValueError(f"Engine.trace.rounds: got {rounds!r}, expected an integer >= 1")
     if eager:
-        got = "an engine with EngineConfig.eager=True, or with graphs that could not be captured"
-        raise ValueError(f"Engine.trace: got {got}, want one whose rounds are recorded")
+        got = "an engine with EngineConfig.eager=True or with graphs that could not be captured"
+        raise ValueError(f"Engine.trace: got {got}, expected one whose rounds are recorded")
     trace = Trace()
     backend.start_trace(first_round, rounds)
     try:
         yield trace
     except BaseException:
-        with contextlib.suppress(Exception):  # the engine's failure is the one to tell
+        with contextlib.suppress(Exception):  # the error of the block is the one to raise
             backend.stop_trace()
         raise
     trace.end(Timeline(tuple(sorted(backend.stop_trace(), key=lambda span: span.start_ns)), backend.name))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in order, without overlaps."""
+    """The same time as ordered intervals without overlaps."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -201,12 +219,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def covered(interval: Interval, busy: Sequence[Interval]) -> int:
-    """How much of an interval lies in `busy`, which is as `union` gives it."""
+    """The length of the part of `interval` that lies in `busy`, a result of `union`."""
     total = 0
-    for place in range(max(bisect.bisect_right(busy, interval) - 1, 0), len(busy)):
-        if busy[place][0] >= interval[1]:
+    for start, end in busy[max(bisect.bisect_right(busy, interval) - 1, 0) :]:
+        if start >= interval[1]:
             break
-        total += max(0, min(interval[1], busy[place][1]) - max(interval[0], busy[place][0]))
+        total += max(0, min(interval[1], end) - max(interval[0], start))
     return total
 
 
@@ -214,5 +232,5 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def _lane(span: Span) -> tuple[int, str, int]:
+def _by_stream(span: Span) -> tuple[int, str, int]:
     return {MAIN: 0, LAUNCHER: 2}.get(span.stream, 1), span.stream, span.start_ns

@@ -75,20 +75,20 @@ def variants() -> list[Variant]:
 
 def _mask_variants() -> list[Variant]:
     """Tags, and masks with all that a request asks for."""
-    from stepgraph.sampling.kernels.triton import mask_rows, processors
+    from stepgraph.sampling.kernels.triton import masks
 
     types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
-    found = [_variant("tag_status", mask_rows.tag_status, types, {"HAS_ROWS": True, "PLACES": 16}, 1)]
+    found = [_variant("check_tags", masks.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
         types += ["*fp32", "*i32", *["i32"] * 15]
         flags = {"HAS_MASKS": has_masks, "HAS_MASK_ROWS": has_masks, "HAS_IDS": has_ids, "HAS_ROWS": True}
-        constants = {**flags, "WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
+        constants = {**flags, "WORDS": masks.PROCESS_TILE // 32, "BIASES": 256}
         label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
-        found.append(_variant(label, processors.process_tile, types, constants, 4))
+        found.append(_variant(label, masks.process_tile, types, constants, 4))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
-        found.append(_variant(f"judge_places {has_status}", processors.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
+        found.append(_variant(f"judge_places {has_status}", masks.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
     return found + _filter_variants() + attention_variants()
 
 
@@ -124,23 +124,24 @@ class Attended(NamedTuple):
 
 def attention_variants() -> list[Variant]:
     """A round's few rows in heads of all sizes, a prompt's many in some; other groups, pages and halves, each once."""
-    from stepgraph.graphs.attention import paged_triton, rope_kv_triton
+    from stepgraph.graphs.attention.triton import paged as paged_programs
+    from stepgraph.graphs.attention.triton import rope_kv as rope_programs
 
     launched = [Attended("bf16", size, 16) for size in paged.HEAD_SIZES] + [Attended("bf16", size, 64) for size in (64, 256)]
     launched += [Attended("bf16", 96, 16, 3, 64, True), Attended("fp16", 128, 64, 1, 32)]
     found = []
     for one in launched:
-        tile = paged_triton.tile_for(one.rows, one.size)
+        tile = paged_programs.tile_for(one.rows, one.size)
         types = [*[f"*{one.dtype}"] * 3, *["*i64"] * 3, f"*{one.dtype}", *["*fp32"] * 3, *["i32"] * 6, "fp32"]
         shape = {"size": one.size, "GROUPS": one.groups, "PAGE": one.page, "ROWS": tile.rows, "KEYS": tile.keys, "SIZE": tile.size}
         constants = shape | {"ALONE": one.alone, "WIDE": False}
         where = f"{one.groups} to a cache head, pages of {one.page}{', one part' if one.alone else ''}"
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
-        found.append(_variant(label, paged_triton.attend_part, types, constants, tile.warps))
+        found.append(_variant(label, paged_programs.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("join_parts", paged_triton.join_parts, types, {"PARTS": paged_triton.MOST_PARTS, "SIZE": 256}, 2))
+    found.append(_variant("join_parts", paged_programs.join_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
-    return [*found, _variant("turn_heads", rope_kv_triton.turn_heads, types, {"HALF": 128}, 1)]
+    return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1)]
 
 
 def _variant(label: str, kernel: Any, types: list[str], constants: Mapping[str, object], warps: int) -> Variant:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import triton
 
-from stepgraph.graphs.attention import paged_triton
+from stepgraph.graphs.attention.triton import paged as paged_programs
 from stepgraph.graphs.model import ModelInput
 
 
@@ -94,7 +94,7 @@ def run(shape: Shape) -> None:
     query = torch.randn(batch, shape.queries, shape.heads, shape.size).bfloat16()
     inputs = ModelInput(positions, positions, slots, tables, shape.page)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, shape.page, shape.window, 1.0, torch.empty_like(query))
-    paged_triton.attention(query, keys, keys.clone(), *arguments)
+    paged_programs.paged_attention(query, keys, keys.clone(), *arguments)
 
 
 def least(shape: Shape) -> int:
@@ -111,7 +111,7 @@ def expected(shape: Shape) -> int:
     """Bytes that the programs move, from the tiles that they work in."""
     groups = shape.heads // shape.kv_heads
     keys = -(-shape.max_length // shape.page) * shape.page
-    tile, (part, parts) = paged_triton.tile_for(groups * shape.queries, shape.size), paged_triton.parts_of(keys)
+    tile, (part, parts) = paged_programs.tile_for(groups * shape.queries, shape.size), paged_programs.parts_of(keys)
     return sum(
         shape.kv_heads * _part(shape, tile, length, rows, range(place, place + part), parts)
         for length in shape.lengths
@@ -124,7 +124,7 @@ def _blocks(rows: int, most: int) -> list[range]:
     return [range(start, min(start + most, rows)) for start in range(0, rows, most)]
 
 
-def _part(shape: Shape, tile: paged_triton.Tile, length: int, rows: range, places: range, parts: int) -> int:
+def _part(shape: Shape, tile: paged_programs.Tile, length: int, rows: range, places: range, parts: int) -> int:
     """One program: the row's end, its queries, the keys and values of its part, and what it leaves."""
     groups = shape.heads // shape.kv_heads
     total = 2 * shape.queries * INDEX + len({row // groups for row in rows}) * INDEX

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, filters, mask_rows, processors, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, masks, rejection
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context
@@ -80,8 +80,8 @@ def choice_figures(context: Context, batch: int, positions: int, width: int) -> 
             context,
             least,
             least + scratch,
-            partial(choice.masked_argmax_operation, *arguments),
-            partial(choice.masked_argmax_reference, *arguments),
+            partial(choice.masked_argmax.out, *arguments),
+            partial(choice.masked_argmax.run_reference, *arguments),
         ),
     }
 
@@ -92,8 +92,8 @@ def race_figures(context: Context, rows: int, width: int) -> dict[str, object]:
     token = torch.empty(rows, dtype=torch.int64, device=context.device)
     least = weights.numel() * 4 + rows * 24
     scratch = rows * -(-width // RACE_TILE) * 16
-    kernel = partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token)
-    plain = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    kernel = partial(choice.race.out, weights, seed, position, int(Purpose.DRAFT), token)
+    plain = partial(choice.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
     return {"op": "race", "shape": f"N={rows} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
 
 
@@ -103,11 +103,11 @@ def filter_figures(context: Context, rows: int, width: int, filtered: bool) -> d
     params = torch.tensor([SETTINGS[0 if filtered else 1]] * rows, device=context.device)
     seed = position = torch.arange(rows, device=context.device)
     probs, token = torch.empty_like(logits), torch.empty(rows, dtype=torch.int64, device=context.device)
-    arguments = (logits, params, seed, position, int(Purpose.DRAFT), None, probs, token)
+    arguments = (logits, params, seed, position, int(Purpose.DRAFT), None, None, probs, token)
     least = logits.numel() * 8 + rows * 40
     reads = 2 * FILTER_PASSES if filtered else 1
     scratch = rows * -(-width // FILTER_TILE) * (16 + reads * 2**FILTER_DIGIT_BITS * 16)
-    kernel, plain = partial(filters.draw_operation, *arguments), partial(filters.draw_reference, *arguments)
+    kernel, plain = partial(filters.draw.out, *arguments), partial(filters.draw.run_reference, *arguments)
     return {
         "op": "draw",
         "shape": f"N={rows} V={width}{' top-k top-p' if filtered else ''}",
@@ -123,7 +123,7 @@ def chain_figures(context: Context, batch: int, k: int) -> dict[str, object]:
     outputs = [torch.empty_like(room) for _ in range(3)]
     arguments: Any = (sampled, finite, sampled[:, :k].contiguous(), room, sampled, stops, room, None, *outputs)
     least = batch * ((k + 1) * 17 + k * 8 + 8 * 8 + 5 * 8)
-    kernel, plain = partial(chain.chain_accept_operation, *arguments), partial(chain.chain_accept_reference, *arguments)
+    kernel, plain = partial(chain.chain_accept.out, *arguments), partial(chain.chain_accept.run_reference, *arguments)
     return {"op": "chain_accept", "shape": f"B={batch} K={k}", **_figures(context, least, least + batch * k * 8, kernel, plain)}
 
 
@@ -137,16 +137,16 @@ def rejection_figures(context: Context, batch: int, k: int, width: int) -> dict[
     tiles = -(-width // REJECTION_TILE)
     least = lines * width * 4 + batch * (facts + (k + 2) * 8)
     scratch = batch * (tiles * 16 + (tiles - 1) * facts)
-    kernel = partial(rejection.reject_sample_operation, *inputs, tokens, accepted)
-    plain = partial(rejection.reject_sample_reference, *inputs, tokens, accepted)
+    kernel = partial(rejection.reject_sample.out, *inputs, tokens, accepted)
+    plain = partial(rejection.reject_sample.run_reference, *inputs, tokens, accepted)
     return {"op": "reject_sample", "shape": f"B={batch} K={k} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
 
 
 def tag_figures(context: Context, batch: int, places: int) -> dict[str, object]:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
-    arguments: Any = (tags, rows, owner, generated, ruled, 2, torch.empty(batch, places, dtype=torch.int64, device=context.device))
+    arguments: Any = (tags, owner, generated, ruled, 2, rows, torch.empty(batch, places, dtype=torch.int64, device=context.device))
     least = batch * (places * 5 * 8 + 3 * 8 + 1)
-    kernel, plain = partial(mask_rows.mask_status_operation, *arguments), partial(mask_rows.mask_status_reference, *arguments)
+    kernel, plain = partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments)
     return {"op": "mask_status", "shape": f"B={batch} N={places}", **_figures(context, least, least, kernel, plain)}
 
 
@@ -154,7 +154,7 @@ def process_figures(context: Context, batch: int, positions: int, width: int, as
     """bfloat16, every row with a mask that counts; `asking`: of every four rows three ask for biases, penalties or more stop tokens."""
     case = make_case(batch, positions, width, torch.bfloat16).on(context.device)
     assert case.ruling is not None and case.rows is not None
-    ruling = case.ruling._replace(ruled=torch.ones_like(case.ruling.ruled), status=torch.ones_like(case.ruling.status))
+    ruling = case.ruling._replace(constrained=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
     rows = case.rows if asking else case.rows[:1].expand(batch).contiguous()  # the first row asks for nothing
     arguments = case._replace(ruling=ruling, rows=rows).arguments(case.outputs())
     lines, words, row = batch * positions, -(-width // WORD), case.settings.params[rows]
@@ -174,8 +174,8 @@ def process_figures(context: Context, batch: int, positions: int, width: int, as
             context,
             int(least),
             int(least + again),
-            partial(processors.process_operation, *arguments),
-            partial(processors.process_reference, *arguments),
+            partial(masks.process_logits.out, *arguments),
+            partial(masks.process_logits.run_reference, *arguments),
         ),
     }
 
@@ -224,7 +224,7 @@ def report(context: Context) -> dict[str, object]:
     found += [rejection_figures(context, batch, k, 151_669) for batch, k in ((1, 4), (8, 4))]
     return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
-        "implementation": kernels.implementation(context.device),
+        "implementation": kernels.describe(context.device),
         "torch": torch.__version__,
         "operations": found,
     }

@@ -14,10 +14,8 @@ plain torch reference. Prints a table and, last, one JSON document.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
-import pkgutil
 import platform
 import statistics
 import sys
@@ -39,6 +37,7 @@ from stepgraph.graphs.buffers import Column, round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels.operation import OPERATIONS
 from stepgraph.sampling.sampler import Param
 from tools.bench.plain_sampling import plain_sampling
 from tools.gpu.checks.context import Context
@@ -172,16 +171,7 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
 def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
     """An operation of ours beside its reference, which takes the same arguments."""
     assert isinstance(call, partial)
-    modules = [
-        drafting,
-        *(
-            importlib.import_module(f"{kernels.__name__}.{found.name}")
-            for found in pkgutil.iter_modules(kernels.__path__)
-            if found.name != "flashinfer_filters"
-        ),
-    ]
-    reference = next(getattr(module, f"{name}_reference") for module in modules if hasattr(module, f"{name}_reference"))
-    plain = partial(reference, *call.args, **call.keywords)
+    plain = partial(OPERATIONS[f"stepgraph::{name}"].run_reference, *call.args, **call.keywords)
     return Entry(stage, name, call, 1, len(seen(plain).calls), None if context.rehearsal else plain)
 
 
@@ -228,7 +218,7 @@ def _told(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: in
 def report(context: Context, shapes: Sequence[tuple[int, int, int]], seconds: float) -> dict[str, object]:
     return {
         "device": platform.machine() if context.rehearsal else torch.cuda.get_device_name(),
-        "implementation": kernels.implementation(context.device),
+        "implementation": kernels.describe(context.device),
         "torch": torch.__version__,
         "asked_of_every_row": {column.name.lower(): value for column, value in ASKED.items()},
         "legal_share": LEGAL,

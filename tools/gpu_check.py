@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 from tools.gpu.checks.catalogue import CATALOGUE, FULL_SECONDS, QUICK_SECONDS, Entry
 from tools.gpu.checks.document import compose, save
-from tools.gpu.checks.link import compile_link
+from tools.gpu.checks.link import compile_library
 from tools.gpu.checks.supervisor import Lost, Row, Supervisor, rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], worker: Sequence[
     allowed = math.inf if options.rehearse else QUICK_SECONDS if options.quick else FULL_SECONDS
     folder = options.out or (RESULTS if options.save or not options.rehearse else None)
     supervisor = Supervisor(worker, options.rehearse, options.quick, str(folder.resolve()) if folder else "")
-    missing = compile_link()
+    missing = compile_library()
     if missing:
         print(f"gpu_check: grammars are driven from Python here, and every figure with one says so little: {missing}", file=sys.stderr)
     with _heed_endings():

@@ -1,7 +1,7 @@
-"""What the attention of one engine runs as: chosen once, before anything is captured, and told with its reasons.
+"""The implementation of an engine's attention: chosen once, before anything is captured, and reported with the reasons.
 
-Rounds and prompts may run as different things: FlashInfer plans prompts with the lengths that the host knows, and does not
-split the keys of a round, for which the kernel of our own is there.
+Rounds and prompts may use different implementations. FlashInfer plans prompts with lengths that the host knows, but does not split
+the keys of a round; the Triton program does.
 """
 
 from __future__ import annotations
@@ -16,37 +16,36 @@ import torch
 
 from stepgraph.graphs.attention.paged import AttentionShape, by_reference
 from stepgraph.graphs.attention.probe import TOLERANCE, differs
-from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.model import Attend
 from stepgraph.sampling.kernels import operation
 
 if TYPE_CHECKING:
-    from stepgraph.graphs.attention.paged_flashinfer import PlannedAttention
+    from stepgraph.graphs.attention.flashinfer import PlannedAttention
 
-WISHES = ("auto", "flashinfer", "triton", "reference")
+ATTENTION = ("auto", "flashinfer", "triton", "reference")
 LEAST_CAPABILITY = (8, 0)
 MOST_HEAD_SIZE = 256
-FLASHINFER_HEAD_SIZES = (64, 128, 256)  # that its programs are built and tested for
+FLASHINFER_HEAD_SIZES = (64, 128, 256)  # that its kernels are built and tested for
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """`rounds` and `prompts` are names of WISHES but for auto, or native on the CPU; empty where no model says that it attends."""
+    """`rounds` and `prompts`: a name of ATTENTION except auto, or native on the CPU; empty if no model declares its attention."""
 
     rounds: str = ""
     prompts: str = ""
-    passed_over: tuple[str, ...] = ()  # what would have been taken first, and why it was not
+    passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
     planned: PlannedAttention | None = None
 
     def round_call(self) -> Attend | None:
-        """For one call of a model in a round; None: the operation, which is a kernel on a GPU and on a CPU that has one."""
+        """ModelInput.attend for one call of a model in a round; None: the operation paged_attention."""
         if self.rounds == "flashinfer" and self.planned is not None:
             return self.planned.rounds()
         return by_reference if self.rounds == "reference" else None
 
     def prompt_call(self, first: int, count: int) -> Attend | None:
-        """For one call of a model with `count` tokens of a prompt, from position `first` on."""
+        """ModelInput.attend for one call of a model with `count` tokens of a prompt from position `first` on."""
         if self.prompts == "flashinfer" and self.planned is not None:
             return self.planned.prompt(first, count)
         return by_reference if self.prompts == "reference" else None
@@ -59,26 +58,27 @@ class AttentionChoice:
 OPERATION = AttentionChoice()
 
 
-def choose_attention(device: torch.device, wanted: str, shapes: tuple[AttentionShape, ...], page_size: int) -> AttentionChoice:
-    """For models that ask for `shapes`. May build FlashInfer's kernels, which takes minutes.
+def choose_attention(device: torch.device, requested: str, shapes: tuple[AttentionShape, ...], page_size: int) -> AttentionChoice:
+    """Choose for models whose attention has `shapes`. May build FlashInfer's kernels, which takes minutes.
 
-    auto takes the kernel for rounds, and FlashInfer for prompts where a probe on the device finds it equal to the reference;
-    plain torch where neither can be. On the CPU it takes the kernel in C where that was built. ValueError where another wish cannot be met.
+    auto: on a GPU the Triton program for rounds, and FlashInfer for prompts where a probe on the device finds it equal to the
+    reference; on the CPU the kernel in C; torch where none of these can run. ValueError if another implementation is requested and
+    cannot run.
     """
-    if wanted not in WISHES:
-        raise ValueError(f"attention: got {wanted!r}, want one of {', '.join(map(repr, WISHES))}")
-    if wanted == "reference":
+    if requested not in ATTENTION:
+        raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION))}")
+    if requested == "reference":
         return AttentionChoice("reference", "reference")
-    if wanted == "auto" and not shapes:
+    if requested == "auto" and not shapes:
         return OPERATION
-    if wanted == "auto" and device.type != "cuda":
-        why = cpu_kernels.why_not(*(shape.dtype for shape in shapes))
+    if requested == "auto" and device.type != "cuda":
+        why = operation.why_no_c(*(shape.dtype for shape in shapes))
         return AttentionChoice("reference", "reference", (f"no native: {why}",)) if why else AttentionChoice("native", "native")
-    found = {name: _candidate(name, device, shapes, page_size) for name in WISHES[1:] if wanted in ("auto", name)}
-    if wanted != "auto":
-        if found[wanted].why_not:
-            raise ValueError(f"attention: got {wanted!r}, want what runs on {device}, and it does not: {found[wanted].why_not}")
-        return AttentionChoice(wanted, wanted, (), found[wanted].planned)
+    found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION[1:] if requested in ("auto", name)}
+    if requested != "auto":
+        if found[requested].why_not:
+            raise ValueError(f"attention: got {requested!r}, expected an implementation that runs on {device}: {found[requested].why_not}")
+        return AttentionChoice(requested, requested, (), found[requested].planned)
     rounds = next(name for name in ("triton", "reference") if not found[name].why_not)
     prompts = next(name for name in ("flashinfer", rounds) if not found[name].why_not)
     passed_over = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
@@ -86,7 +86,7 @@ def choose_attention(device: torch.device, wanted: str, shapes: tuple[AttentionS
 
 
 class _Candidate(NamedTuple):
-    why_not: str  # empty where it can be
+    why_not: str  # empty if it can run
     planned: PlannedAttention | None = None
 
 
@@ -97,32 +97,33 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
     if why or name == "triton":
         return _Candidate(why)
     try:
-        log.warning("flashinfer's attention is built or loaded for %s; the first time takes some minutes", device)
-        module = importlib.import_module("stepgraph.graphs.attention.paged_flashinfer")
+        log.warning("building or loading FlashInfer's attention for %s; the first time takes some minutes", device)
+        module = importlib.import_module("stepgraph.graphs.attention.flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
         return _Candidate(next(filter(None, wrong), ""), planned)
-    except Exception as error:  # whatever a compiler, a loader or a driver may raise
+    except Exception as error:  # of a compiler, a loader or a driver
         return _Candidate(operation.reason(error))
 
 
 def unfit(name: str, device: torch.device, shapes: tuple[AttentionShape, ...]) -> str:
-    """Why triton or flashinfer cannot serve these models, as far as that can be said without running its attention."""
+    """Why triton or flashinfer cannot serve these models, as far as it is known without running it."""
     if device.type != "cuda":
-        return f"it is for CUDA devices, not for {device.type}"
+        return f"it runs on CUDA devices, not on {device.type}"
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed: pip install 'stepgraph[cuda]'"
     if name == "triton" and (why := operation.why_no_triton(device)):
         return why
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        return f"it needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, and this GPU has {'.'.join(map(str, capability))}"
+        least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+        return f"it needs compute capability {least}, this GPU has {found}"
     if name == "flashinfer" and not shapes:
-        return "no model of the engine says in `attends` what it asks of attention"
+        return "no model of the engine declares its attention in `attends`"
     for shape in shapes:
         if shape.dtype not in TOLERANCE:
-            return f"it is for bfloat16 and float16, not for {str(shape.dtype).removeprefix('torch.')}"
+            return f"it supports bfloat16 and float16, not {str(shape.dtype).removeprefix('torch.')}"
         if shape.size > MOST_HEAD_SIZE or (name == "flashinfer" and shape.size not in FLASHINFER_HEAD_SIZES):
             sizes = ", ".join(map(str, FLASHINFER_HEAD_SIZES)) if name == "flashinfer" else f"up to {MOST_HEAD_SIZE}"
-            return f"its heads are of {sizes} numbers, not of {shape.size}"
+            return f"it supports head sizes {sizes}, not {shape.size}"
     return ""

@@ -1,7 +1,7 @@
-"""A round's rows as FlashInfer reads them: where queries and pages of each request begin. On the device, of a fixed size.
+"""The rows of a round as FlashInfer reads them: where the queries and pages of each request begin. On the device, of a fixed size.
 
-Every row is two requests, its live queries and its inert ones, so that no query and no page has to move: the second begins
-wherever the first ends. The plan knows only the first, as long as it can be.
+Every row is two requests, its live queries and its inert ones, so that no query and no page has to move: the second begins where
+the first ends. The plan knows only the first, at its maximum length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INDEX = torch.int32
 
 
 class RowTables:
-    """As made: every query live, every page full. Request 2b is row b."""
+    """Initially every query is live and every page full. Request 2b is row b."""
 
     def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int) -> None:
         self.qo_indptr = _starts(batch, count, device)  # [2B + 1]

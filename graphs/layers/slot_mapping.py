@@ -1,5 +1,7 @@
-"""Where the tokens of a call lie in the cache, how they are turned, and where masks belong: many small operations of plain torch, one
-each on a CPU with native kernels."""
+"""Positions and cache slots of the tokens of a call, their rotary angles, and the rows of grammar masks.
+
+In torch each of these is many small operations; on the CPU each is one kernel in C.
+"""
 
 from __future__ import annotations
 
@@ -8,150 +10,84 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.layers import cpu as cpu_kernels
-from stepgraph.graphs.layers.cpu import calls
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.kernels.operation import CKernel, Contiguous, is_contiguous, operation
 
 
 class Placed(NamedTuple):
-    """[B, Q] int64 each: tokens with 0 for those that there are not, their positions, their cache slots."""
+    """[B, Q] int64 each."""
 
-    tokens: Tensor
+    tokens: Tensor  # 0 where there is none
     positions: Tensor
     slots: Tensor
 
 
+def _place_in_c(tokens: Tensor, live: Tensor, length: Tensor, end: Tensor, tables: Tensor, *_: int) -> bool:
+    return is_contiguous(torch.int64, tokens, tables) and live.is_contiguous()
+
+
+def _place_outputs(tokens: Tensor, *_: object) -> Placed:
+    return Placed(*(torch.empty_like(tokens, memory_format=torch.contiguous_format) for _ in range(3)))
+
+
+@operation(_place_outputs, c=CKernel("place_tokens", _place_in_c))
 def place_tokens(
-    tokens: Tensor, wanted: Tensor, length: Tensor, end: Tensor, tables: Tensor, offset: int, page_size: int, max_length: int
+    tokens: Contiguous, live: Contiguous, length: Tensor, end: Tensor, tables: Tensor, offset: int, page_size: int, max_length: int
 ) -> Placed:
-    """Consecutive positions from length + offset on; what is not wanted or lies beyond the row's end goes to the scratch page.
+    """Consecutive positions from length + offset on; a token that is not live or lies beyond `end` gets a slot of the scratch page.
 
-    tokens [B, Q] int64, wanted [B, Q] bool, length, end [B] int64, tables [B, pages] int64.
+    tokens [B, Q] int64, live [B, Q] bool, length, end [B] int64, tables [B, pages] int64.
     """
-    settings = (offset, page_size, max_length)
-    if not cpu_kernels.on_cpu(tokens):
-        return placed(tokens, wanted, length, end, tables, *settings)
-    known, positions, slots = (torch.empty_like(tokens, memory_format=torch.contiguous_format) for _ in range(3))
-    place_tokens_operation(tokens.contiguous(), wanted.contiguous(), length, end, tables, *settings, known, positions, slots)
-    return Placed(known, positions, slots)
+    positions = (length[:, None] + offset) + torch.arange(tokens.shape[1], device=tokens.device)
+    live = live & (positions >= 0) & (positions < end[:, None])
+    positions = positions.clamp(0, max_length - 1)
+    slots = torch.where(live, cache_slots(tables, positions, page_size), positions % page_size)
+    return Placed(tokens.clamp(min=0), positions, slots)
 
 
-def shift_entries(positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int) -> tuple[Tensor, Tensor]:
-    """The positions `by` earlier, and their slots. Entries of the first `by` tokens, and of those below `shared`, are inert."""
-    settings = (page_size, by, shared)
-    if not cpu_kernels.on_cpu(positions):
-        return shifted_entries(positions, slots, tables, *settings)
-    earlier, earlier_slots = (torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(2))
-    shift_entries_operation(positions.contiguous(), slots.contiguous(), tables.contiguous(), *settings, earlier, earlier_slots)
-    return earlier, earlier_slots
+def _shift_outputs(positions: Tensor, slots: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    contiguous = torch.contiguous_format
+    return torch.empty_like(positions, memory_format=contiguous), torch.empty_like(slots, memory_format=contiguous)
 
 
-def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
-    if not cpu_kernels.on_cpu(positions) or cpu_kernels.why_not(dtype):
-        return turned(positions, frequencies, dtype)
+@operation(_shift_outputs, c=CKernel("shift_entries", lambda *given: is_contiguous(torch.int64, *given[:3])))
+def shift_entries(
+    positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int, shared: int
+) -> tuple[Tensor, Tensor]:
+    """The positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
+    live = (slots >= page_size) & (positions >= by + shared)
+    earlier = (positions - by).clamp(min=0)
+    return earlier, torch.where(live, cache_slots(tables, earlier, page_size), earlier % page_size)
+
+
+def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:
+    known = dtype in (torch.float32, torch.bfloat16) and frequencies.dtype is torch.float32
+    return known and frequencies.is_contiguous() and is_contiguous(torch.int64, positions)
+
+
+def _angles_outputs(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cosines, sines = (torch.empty(len(positions), 1, 2 * len(frequencies), dtype=dtype, device=positions.device) for _ in range(2))
-    angles_operation(positions.contiguous(), frequencies, cosines, sines)
     return cosines, sines
 
 
-def place_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
-    """Move masks [B, words] and tags [B, TAG_FIELDS] into their rows [R, places, ...]; a tag says which of the places is meant."""
-    move = place_masks_operation if cpu_kernels.on_cpu(rows) else moved_masks
-    move(rows, tags, masks, row_tags, row_masks)
+@operation(_angles_outputs, c=CKernel("rope_angles", _angles_in_c))
+def rope_angles(positions: Contiguous, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `rotate`: positions [N] -> two of [N, 1, size]; frequencies [size / 2] float32."""
+    angles = positions[:, None, None].float() * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@operation(
+    lambda *_: None,
+    writes=("row_tags", "row_masks"),
+    c=CKernel("scatter_masks", lambda *tensors: all(each.is_contiguous() for each in tensors)),
+)
+def scatter_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
+    """Write masks [B, words] and tags [B, TAG_FIELDS] into their rows [R, positions, ...]; tags[:, 2] is the position."""
+    row_masks.index_put_((rows, tags[:, 2]), masks)
+    row_tags.index_put_((rows, tags[:, 2]), tags)
 
 
 def cache_slots(tables: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """[B, Q] cache slot of every position."""
     return tables.gather(1, positions // page_size) * page_size + positions % page_size
-
-
-def placed(
-    tokens: Tensor, wanted: Tensor, length: Tensor, end: Tensor, tables: Tensor, offset: int, page_size: int, max_length: int
-) -> Placed:
-    positions = (length[:, None] + offset) + torch.arange(tokens.shape[1], device=tokens.device)
-    wanted = wanted & (positions >= 0) & (positions < end[:, None])
-    positions = positions.clamp(0, max_length - 1)
-    slots = torch.where(wanted, cache_slots(tables, positions, page_size), positions % page_size)
-    return Placed(tokens.clamp(min=0), positions, slots)
-
-
-def shifted_entries(positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int) -> tuple[Tensor, Tensor]:
-    real = (slots >= page_size) & (positions >= by + shared)
-    earlier = (positions - by).clamp(min=0)
-    return earlier, torch.where(real, cache_slots(tables, earlier, page_size), earlier % page_size)
-
-
-def turned(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    found = positions[:, None, None].float() * frequencies
-    found = torch.cat([found, found], -1)
-    return found.cos().to(dtype), found.sin().to(dtype)
-
-
-def moved_masks(rows: Tensor, tags: Tensor, masks: Tensor, row_tags: Tensor, row_masks: Tensor) -> None:
-    row_masks.index_put_((rows, tags[:, 2]), masks)
-    row_tags.index_put_((rows, tags[:, 2]), tags)
-
-
-def place_tokens_reference(
-    tokens: Tensor,
-    wanted: Tensor,
-    length: Tensor,
-    end: Tensor,
-    tables: Tensor,
-    offset: int,
-    page_size: int,
-    max_length: int,
-    known: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-) -> None:
-    found = placed(tokens, wanted, length, end, tables, offset, page_size, max_length)
-    for to, each in zip((known, positions, slots), found, strict=True):
-        to.copy_(each)
-
-
-def shift_entries_reference(
-    positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int, earlier: Tensor, earlier_slots: Tensor
-) -> None:
-    found = shifted_entries(positions, slots, tables, page_size, by, shared)
-    earlier.copy_(found[0])
-    earlier_slots.copy_(found[1])
-
-
-def angles_reference(positions: Tensor, frequencies: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    found = turned(positions, frequencies, cosines.dtype)
-    cosines.copy_(found[0])
-    sines.copy_(found[1])
-
-
-place_tokens_operation = operation.operation(
-    "",
-    "place_tokens",
-    "(Tensor tokens, Tensor wanted, Tensor length, Tensor end, Tensor tables, int offset, int page_size, int max_length,"
-    " Tensor(a!) known, Tensor(b!) positions, Tensor(c!) slots) -> ()",
-    place_tokens_reference,
-    cpu_kernels.prepared(calls.place_tokens),
-)
-shift_entries_operation = operation.operation(
-    "",
-    "shift_entries",
-    "(Tensor positions, Tensor slots, Tensor tables, int page_size, int by, int shared, Tensor(a!) earlier,"
-    " Tensor(b!) earlier_slots) -> ()",
-    shift_entries_reference,
-    cpu_kernels.prepared(calls.shift_entries),
-)
-angles_operation = operation.operation(
-    "",
-    "angles",
-    "(Tensor positions, Tensor frequencies, Tensor(a!) cosines, Tensor(b!) sines) -> ()",
-    angles_reference,
-    cpu_kernels.prepared(calls.angles),
-)
-place_masks_operation = operation.operation(
-    "",
-    "place_masks",
-    "(Tensor rows, Tensor tags, Tensor masks, Tensor(a!) row_tags, Tensor(b!) row_masks) -> ()",
-    moved_masks,
-    cpu_kernels.prepared(calls.place_masks),
-)

@@ -102,7 +102,7 @@ def repeat(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], res
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
     if not fresh:  # it mutates its arguments, or only asserts something
-        return Repeat(kind, (None if kwargs else operation.settled(func, args)) or functools.partial(func, *args, **kwargs))
+        return Repeat(kind, (None if kwargs else operation.native_call(func, args)) or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
     call = None if mutable else _through_out(func, args, kwargs, result)

@@ -49,8 +49,7 @@ OPTIONAL = {
 # Parts in C, by the probe that checks them: their name, and what replaces them.
 NATIVE = {
     "native_link": ("grammars in C", "grammars are driven from Python, and host nodes take the GIL"),
-    "native_layers": ("layers in C", "on the CPU layers run as plain torch"),
-    "native_choices": ("choices in C", "on the CPU masked choices and acceptance run as plain torch"),
+    "native_library": ("operations in C", "on the CPU layers and token choices run in torch"),
 }
 SOURCES = Path(__file__).parents[2]
 PROGRAMS = {
@@ -126,7 +125,7 @@ def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    yield _threads(answers["torch_build"], answers["native_layers"])
+    yield _threads(answers["torch_build"], answers["native_library"])
     for name in ("attention", "filters"):
         answer = answers[name]
         choices = answer.get("answer", {})

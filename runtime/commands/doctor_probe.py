@@ -28,16 +28,9 @@ def native_link() -> str:
     return ""
 
 
-def native_layers() -> str:
-    """Why layers do not run in C on the CPU; empty if they do."""
-    from stepgraph.graphs.layers.cpu import why_not
-
-    return why_not()
-
-
-def native_choices() -> str:
-    """The same for masked choices and acceptance."""
-    from stepgraph.sampling.kernels.cpu import why_not
+def native_library() -> str:
+    """Why the C library cannot be used; empty if it can."""
+    from stepgraph.sampling.native import why_not
 
     return why_not()
 
@@ -101,8 +94,7 @@ def self_test() -> dict[str, Any]:
 PROBES: tuple[Callable[[], object], ...] = (
     torch_build,
     native_link,
-    native_layers,
-    native_choices,
+    native_library,
     triton_launch,
     attention,
     filters,

@@ -199,10 +199,10 @@ def set_default_threads(options: argparse.Namespace, model: object) -> None:
     """
     import torch
 
-    from stepgraph.graphs.layers import cpu as cpu_kernels
+    from stepgraph.sampling.kernels.operation import why_no_c
 
     if options.threads is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
         return
     weight = next((tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()), None)
-    if weight is not None and cpu_kernels.serves(weight):
+    if weight is not None and weight.device.type == "cpu" and not why_no_c(weight.dtype):
         torch.set_num_threads(1)

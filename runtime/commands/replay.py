@@ -18,7 +18,7 @@ from stepgraph.runtime.commands.terminal import (
 )
 
 if TYPE_CHECKING:
-    from stepgraph.runtime.extras.replay import Replayed, Run
+    from stepgraph.runtime.extras.replay import RecordedRun, ReplayReport
 
 SUMMARY = "submit the requests of a recording (record=FILE) again and compare the answers token by token"
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if options.toy and options.draft is not None:
         raise ValueError(f"--draft: got {options.draft} with --toy, expected it with --model: the toy pair has its own draft")
     load_libraries()
-    from stepgraph.runtime.extras.replay import other_versions, read_recording
+    from stepgraph.runtime.extras.replay import read_recording, version_differences
 
     recorded = read_recording(options.file)
     flags.set_threads(options)
@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
         print_json(_document(recorded, replayed))
     else:
         _print(recorded, replayed)
-        for note in other_versions(recorded) if replayed.differences else ():
+        for note in version_differences(recorded) if replayed.differences else ():
             print_error(f"stepgraph replay: {note}")
     return 0 if replayed.equal else FAILED
 
 
-def _replay(recorded: Run, options: argparse.Namespace) -> Replayed:
+def _replay(recorded: RecordedRun, options: argparse.Namespace) -> ReplayReport:
     from stepgraph.runtime.extras.replay import replay
 
     progress = shows_progress() and not options.json
@@ -77,27 +77,27 @@ def _replay(recorded: Run, options: argparse.Namespace) -> Replayed:
     return replay(recorded, loaded.target, draft, loaded.vocabulary, progress=progress)
 
 
-def _document(recorded: Run, replayed: Replayed) -> dict[str, Any]:
-    from stepgraph.runtime.extras.replay import other_versions
+def _document(recorded: RecordedRun, replayed: ReplayReport) -> dict[str, Any]:
+    from stepgraph.runtime.extras.replay import version_differences
 
     return {
         "equal": replayed.equal,
         "requests": replayed.requests,
-        "left_out": replayed.left_out,
+        "left_out": replayed.skipped,
         "tokens": replayed.tokens,
         "recorded_tokens": replayed.recorded_tokens,
         "rounds": replayed.rounds,
         "recorded_steps": recorded.steps,
         "ending": recorded.ending,
         "differences": [difference._asdict() for difference in replayed.differences],
-        "other_versions": other_versions(recorded),
+        "other_versions": version_differences(recorded),
     }
 
 
-def _print(recorded: Run, replayed: Replayed) -> None:
+def _print(recorded: RecordedRun, replayed: ReplayReport) -> None:
     compared = f"{replayed.tokens} of {replayed.recorded_tokens} tokens compared"
     print_text(f"{replayed.requests} requests, {compared}; end of the recording: {recorded.ending}")
-    if replayed.left_out:
-        print_text(f"{replayed.left_out} requests with prompt embeddings were skipped: a recording does not contain embeddings")
+    if replayed.skipped:
+        print_text(f"{replayed.skipped} requests with prompt embeddings were skipped: a recording does not contain embeddings")
     differences = replayed.differences
     print_text("equal" if replayed.equal else f"different: {len(differences)} requests; first {differences[0]}")

@@ -1,7 +1,7 @@
-"""The hidden states of live traffic: from the rounds and the prompts, over pinned rings, to a folder.
+"""Saves the target's hidden states of live traffic to a folder, through pinned rings.
 
-A round leaves its states in a static buffer, and a copy to a ring follows it as its results do. A state is kept where its token
-was emitted; what belongs to rejected drafts is never read.
+A round writes its states to a static buffer, which is copied to a ring slot like the results. Only the states of emitted tokens are
+kept; those of rejected drafts are never read.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from stepgraph.runtime.request import FinishReason, Job
 
 
 class PromptLines(NamedTuple):
-    """A chunk of a prompt on its way to the host."""
+    """States of a prompt chunk that are being copied to the host."""
 
     event: Event
     job_id: int
-    start: int  # in the ring
+    start: int  # line of the ring
     end: int
 
 
 class HiddenStates:
-    """Collects what the rounds say of each job, and hands whole texts to the writer. For the stepping thread alone.
+    """Collects the states of each job and passes complete texts to the writer. Used by the stepping thread only.
 
-    When the writer fails, requests go on: one warning tells why, and so does `error`.
+    If the writer fails, saving stops with one warning and `error` holds the reason. Requests are not affected.
     """
 
     def __init__(self, backend: Backend, buffers: StaticBuffers, layout: StatesLayout, writer: StatesWriter) -> None:
@@ -43,9 +43,9 @@ class HiddenStates:
         self._lines = buffers.prompt_states_ring_host
         self._next = 0
         self._sent: collections.deque[PromptLines] = collections.deque()
-        self._kept: dict[int, list[Tensor]] = {}  # per job: its states in order
+        self._states: dict[int, list[Tensor]] = {}  # by job id, in order: [n, layout.width]
         self._warned = False
-        weakref.finalize(self, writer.finish).atexit = False  # of an engine that nobody closed
+        weakref.finalize(self, writer.finish).atexit = False  # for an engine that is not closed
 
     @property
     def saved(self) -> int:
@@ -60,8 +60,8 @@ class HiddenStates:
         return self._writer.error
 
     def prompt_lines(self, job: Job, count: int) -> Tensor:
-        """Pinned lines for the states of a job's next `count` prompt tokens; waits only if the device is a whole ring behind."""
-        self._kept.setdefault(job.id, [])
+        """Pinned lines for the states of a job's next `count` prompt tokens. Waits only if the whole ring is being copied."""
+        self._states.setdefault(job.id, [])
         if self._next + count > len(self._lines):
             self._next = 0
         while any(lines.start < self._next + count and self._next < lines.end for lines in self._sent):
@@ -69,39 +69,40 @@ class HiddenStates:
         return self._lines[self._next : self._next + count]
 
     def prompt_sent(self, job: Job, count: int) -> None:
-        """The copy into the lines given last was issued."""
+        """Call after the copy into the last returned lines was issued."""
         if count:
             self._sent.append(PromptLines(self._backend.event(), job.id, self._next, self._next + count))
             self._next += count
 
     def launched(self, slot: int, size: int) -> None:
-        """Bring the states of the round just launched to the host, before its event."""
+        """Copy the states of the round just launched to the host. Call before its event is recorded."""
         buffers = self._buffers
         self._backend.run(lambda: buffers.states_ring_host[slot, :size].copy_(buffers.results_states[:size], non_blocking=True))
 
-    def emitted(self, job: Job, slot: int, place: int, count: int) -> None:
-        """Keep what a finished round left at one place of its batch: a state for every token that it emitted."""
+    def emitted(self, job: Job, slot: int, batch_index: int, count: int) -> None:
+        """Keep the states of the `count` tokens that a finished round emitted for one row."""
         while self._sent and self._sent[0].event.query():  # prompts of this job were sent before the round was
             self._take_oldest()
-        if job.id in self._kept and count:
-            self._kept[job.id].append(self._buffers.states_ring_host[slot, place, :count].clone())
+        if job.id in self._states and count:
+            self._states[job.id].append(self._buffers.states_ring_host[slot, batch_index, :count].clone())
 
     def ended(self, job: Job) -> None:
-        """Save a text whose states are all known and belong to its tokens.
+        """Save the text of a job if all its states are known.
 
-        An error's may not be finite, a cancelled prompt's are not whole, and embeddings in a prompt stand for no tokens.
+        Not saved: failed jobs, whose states may not be finite; jobs cancelled within the prompt; prompts with embeddings, which have no
+        token ids.
         """
-        kept = self._kept.pop(job.id, [])
+        states = self._states.pop(job.id, [])
         token_ids = torch.tensor([*job.prompt_ids, *job.tokens])
-        sound = job.finish_reason != FinishReason.ERROR and not job.embeddings
-        if sound and kept and sum(map(len, kept)) == len(token_ids) - 1:
-            parts = torch.cat(kept).split([size for _, size in self._layout.parts], 1)
+        valid = job.finish_reason != FinishReason.ERROR and not job.embeddings
+        if valid and states and sum(map(len, states)) == len(token_ids) - 1:
+            parts = torch.cat(states).split([size for _, size in self._layout.parts], 1)
             self._writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
         if self.error and not self._warned:
             self._warned = True
-            told = f"EngineConfig.save_hidden_states: {self.error}; nothing more is saved, requests go on"
-            with suppress(Warning):  # where warnings are errors
-                warnings.warn(told, RuntimeWarning, stacklevel=2)
+            message = f"EngineConfig.save_hidden_states: {self.error}; nothing more is saved, requests continue"
+            with suppress(Warning):  # raised if warnings are errors
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         self._writer.close()
@@ -110,12 +111,12 @@ class HiddenStates:
         lines = self._sent.popleft()
         if not lines.event.query():
             lines.event.wait()
-        if lines.job_id in self._kept:
-            self._kept[lines.job_id].append(self._lines[lines.start : lines.end].clone())
+        if lines.job_id in self._states:
+            self._states[lines.job_id].append(self._lines[lines.start : lines.end].clone())
 
 
 def open_states(config: EngineConfig, layout: StatesLayout | None, backend: Backend, buffers: StaticBuffers) -> HiddenStates | None:
-    """The collector of an engine whose buffers have room for these states; None where nothing is saved."""
+    """The collector of an engine; None without a layout. ValueError if the folder cannot be used."""
     if layout is None:
         return None
     assert config.save_hidden_states is not None
@@ -127,11 +128,11 @@ def open_states(config: EngineConfig, layout: StatesLayout | None, backend: Back
 
 
 def states_layout(target: TargetModel) -> StatesLayout:
-    """What would be saved of a target; ValueError where it does not tell its sizes."""
+    """The layout of a target's states. ValueError if it has no hidden_size."""
     hidden_size = getattr(target, "hidden_size", None)
     if not isinstance(hidden_size, int):
-        wanted = "the width of what its logits are taken from"
-        raise ValueError(f"EngineConfig.save_hidden_states: the target's hidden_size is {hidden_size!r}, want {wanted}")
+        expected = "the width of the hidden states that its logits are computed from"
+        raise ValueError(f"EngineConfig.save_hidden_states: got a target with hidden_size {hidden_size!r}, expected {expected}")
     layers = getattr(target, "feature_layers", None)
     return StatesLayout(
         model=getattr(target, "origin", "") or type(target).__name__,

@@ -1,7 +1,8 @@
-"""A recording: what an engine is asked and what it answers, written as it happens, so that `stepgraph replay` can ask the same again.
+"""Records the requests and results of an engine in a file that `stepgraph replay` can run again.
 
-Lines of JSON. The first tells the format, the engine's config, package versions, and fingerprints of the vocabulary and the models; no
-weights. Then one line for each thing that happens, with the number of steps begun before it. Prompts and texts are in it as they are.
+The file has one JSON object per line. The first line holds the format, the engine configuration, package versions, and fingerprints of
+the vocabulary and the models, but no weights. Each further line is one event with the number of steps begun before it. Prompts and
+output tokens are stored in full.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,54 +26,73 @@ from torch import Tensor, nn
 
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import only_looks_up
-from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.forks import leave_in_forks
-from stepgraph.runtime.grammar_queue import QueuedRequest
-from stepgraph.runtime.request import FinishReason, Job, StepEvent
-from stepgraph.runtime.scheduler import Scheduler, id_of
-from stepgraph.runtime.slots import ActiveRequest, Sharing
+from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
 FULL = b'{"kind":"full"}\n'
-FIRST_VALUES = 16  # of each tensor: enough to tell a model from another one of its shape
+FIRST_VALUES = 16  # of each tensor: enough to distinguish models of the same shape
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Where an engine writes what it is asked and what it answers: a file that is not there yet, and how long it may become."""
+    """A recording to write: a file that does not exist yet, and its maximum size."""
 
     path: str | Path
     max_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or self.path == "":
-            raise ValueError(f"Recording.path: got {clip_repr(self.path)}, want the path of a file")
+            raise ValueError(f"Recording.path: got {clip_repr(self.path)}, expected the path of a file")
         if not is_int(self.max_bytes) or self.max_bytes < 1:
-            raise ValueError(f"Recording.max_bytes: got {clip_repr(self.max_bytes)}, want a whole number >= 1")
+            raise ValueError(f"Recording.max_bytes: got {clip_repr(self.max_bytes)}, expected an integer >= 1")
 
 
 class Recorder:
-    """Writes lines, each at once and whole, so that a crash keeps those before it. For any thread.
+    """The `RequestObserver` that writes a recording. Thread-safe.
 
-    What goes wrong here is told once and ends the recording; no request waits or fails for it.
+    Each line is written at once and whole, so that a crash keeps the lines before it. A failure to write ends the recording with one
+    warning; it neither delays nor fails a request.
     """
 
     def __init__(self, recording: Recording, header: dict[str, Any]) -> None:
+        """ValueError if the file cannot be created."""
         self._path, self._left, self._lock = Path(recording.path), recording.max_bytes - len(FULL), threading.Lock()
+        self._steps = 0
         try:
-            # Unbuffered, and for its owner's eyes: a file of the same name is somebody's last recording.
+            # Unbuffered, readable by its owner only, and never over an existing file.
             self._file: io.FileIO | None = io.FileIO(str(self._path), "xb", opener=lambda path, flags: os.open(path, flags, 0o600))
         except OSError as error:
-            wanted = "want the path of a file that is not there yet and can be written"
-            raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {wanted}") from None
+            expected = "expected the path of a new file in a writable folder"
+            raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {expected}") from None
         leave_in_forks(self._leave)
         self.write("engine", **header)
+
+    def submitted(self, job: Job) -> None:
+        self.write("submit", step=self._steps, **request_fields(job))
+
+    def refused(self, job: Job) -> None:
+        self.write("refused", job=job.id)
+
+    def cancel_requested(self, job_id: int) -> None:
+        self.write("cancel", step=self._steps, job=job_id)
+
+    def step_begins(self) -> None:
+        self._steps += 1
+
+    def emitted(self, job: Job, tokens: Sequence[int]) -> None:
+        self.write("tokens", step=self._steps, job=job.id, tokens=list(tokens))
+
+    def finished(self, job: Job) -> None:
+        self.write("end", step=self._steps, job=job.id, reason=str(job.finish_reason), error=job.error)
+
+    def closed(self, why: str) -> None:
+        self.write("closed", step=self._steps, why=why)
+        self.close()
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._file is None:
@@ -88,12 +108,12 @@ class Recorder:
                         raise OSError("only a part of a line could be written")
                     return
                 self._file.write(FULL)
-            self._end("it is as long as Recording.max_bytes allows")
+            self._fail("its size reached Recording.max_bytes")
         except Exception as error:
-            self._end(str(error) or type(error).__name__)
+            self._fail(str(error) or type(error).__name__)
 
     def close(self) -> bool:
-        """Whether it was open."""
+        """Return whether the file was open."""
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
@@ -106,86 +126,25 @@ class Recorder:
         if file is not None:
             file.close()
 
-    def _end(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         if self.close():
-            with contextlib.suppress(Warning):  # where warnings are errors
+            with contextlib.suppress(Warning):  # raised if warnings are errors
                 warnings.warn(f"the recording {self._path} ends here: {why}", RuntimeWarning, stacklevel=4)
 
 
-class RecordedScheduler(Scheduler):
-    """A desk that tells a recorder of all that passes over it."""
-
-    def __init__(
-        self, recorder: Recorder, limits: Limits, sharing: Sharing, ended: Callable[[Job], None] | None, only_looks_up: bool
-    ) -> None:
-        super().__init__(limits, sharing, ended, only_looks_up)
-        self._recorder, self._steps = recorder, 0
-
-    def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
-        try:
-            # In front of the job's way in: a step on another thread may answer it as soon as it is there.
-            self._recorder.write("submit", step=self._steps, **request_fields(waiting.job))
-            super().enqueue(waiting, max_queued, still_open)
-        except BaseException:
-            if waiting.job.id not in self.jobs:
-                self._recorder.write("refused", job=waiting.job.id)
-            raise
-
-    def ask_cancel(self, asked: Job | int) -> bool:
-        running = super().ask_cancel(asked)
-        self._recorder.write("cancel", step=self._steps, job=id_of(asked), running=running)
-        return running
-
-    def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        self._steps += 1  # every step begins with this
-        return super().take_cancelled()
-
-    def record(self, seat: ActiveRequest, tokens: Sequence[int], *told: Any, **named: Any) -> StepEvent:
-        if tokens:  # in front of the job's end, which is told from within
-            self._recorder.write("tokens", step=self._steps, job=seat.job.id, tokens=list(tokens))
-        return super().record(seat, tokens, *told, **named)
-
-    def finish(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        event = super().finish(job, seat, reason, error)
-        self._recorder.write("end", step=self._steps, job=job.id, reason=reason.value, error=error)
-        return event
-
-    def finish_all(self, reason: FinishReason, error: str) -> None:
-        self._recorder.write("closed", step=self._steps, why=error)
-        super().finish_all(reason, error)
-        self._recorder.close()
-
-
-def make_scheduler(
-    record: Recording | str | Path | None,
-    config: EngineConfig,
-    models: ModelPair,
-    vocabulary: Vocabulary | None,
-    backend: Backend,
-    limits: Limits,
-    sharing: Sharing,
-    states: HiddenStates | None,
-) -> Scheduler:
-    """A desk, with a recorder behind it where one is wanted. ValueError where the file cannot be made."""
-    ended, looks_up = states.ended if states else None, only_looks_up(models)
-    if record is None:
-        return Scheduler(limits, sharing, ended, looks_up)
-    recording = record if isinstance(record, Recording) else Recording(record)
-    return RecordedScheduler(Recorder(recording, header(config, models, vocabulary, backend)), limits, sharing, ended, looks_up)
-
-
-def header(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend) -> dict[str, Any]:
-    """What has to be the same for the same tokens, or may explain others."""
-    fields = asdict(config)
-    fields["save_hidden_states"] = None  # the folder is the recorded engine's own
-    return {
+def open_recorder(
+    record: Recording | str | Path, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
+) -> Recorder:
+    """The recorder of an engine. ValueError if the file cannot be created."""
+    header = {
         "format": FORMAT,
         "versions": versions(),
         "backend": backend.name,
-        "config": fields,
-        "vocabulary": vocabulary_print(vocabulary),
-        "models": model_prints(models),
+        "config": asdict(config) | {"save_hidden_states": None},  # that folder belongs to the recorded engine
+        "vocabulary": vocabulary_fingerprint(vocabulary),
+        "models": model_fingerprints(models),
     }
+    return Recorder(record if isinstance(record, Recording) else Recording(record), header)
 
 
 def versions() -> dict[str, str]:
@@ -193,25 +152,24 @@ def versions() -> dict[str, str]:
     return found | {name: version for name in PACKAGES if (version := _version(name))}
 
 
-def vocabulary_print(vocabulary: Vocabulary | None) -> str:
+def vocabulary_fingerprint(vocabulary: Vocabulary | None) -> str:
     if vocabulary is None:
         return "none"
     digest = hashlib.sha256()
-    told = [vocabulary.logits_width, vocabulary.stop_token_ids, vocabulary.control_token_ids]
-    for piece in (repr(told).encode(), *vocabulary.tokens):
+    ids = [vocabulary.logits_width, vocabulary.stop_token_ids, vocabulary.control_token_ids]
+    for piece in (repr(ids).encode(), *vocabulary.tokens):
         digest.update(len(piece).to_bytes(4, "little") + piece)
     return digest.hexdigest()[:16]
 
 
-def model_prints(models: ModelPair) -> dict[str, dict[str, Any]]:
-    """Of each model: its class, the number of its tensors, and a fingerprint of its sizes, its tensors' names and shapes, and how they
-    begin."""
-    named = {"target": models.target, "draft": models.drafter, "look_up": models.look_up}
-    return {name: _model_print(model) for name, model in named.items() if model is not None}
+def model_fingerprints(models: ModelPair) -> dict[str, dict[str, Any]]:
+    """By role: class, number of tensors, and a hash of the sizes and of each tensor's name, shape, dtype and first values."""
+    by_role = {"target": models.target, "draft": models.drafter, "look_up": models.look_up}
+    return {role: _model_fingerprint(model) for role, model in by_role.items() if model is not None}
 
 
 def request_fields(job: Job) -> dict[str, Any]:
-    """All that is needed to ask the same again; of embeddings only what tells them apart."""
+    """The arguments of submit(); of prompt embeddings only position, length and hash."""
     sampling = asdict(job.sampling) | {"seed": job.seed, "logit_bias": list(job.sampling.logit_bias.items())}
     return {
         "job": job.id,
@@ -222,11 +180,11 @@ def request_fields(job: Job) -> dict[str, Any]:
         "num_speculative_tokens": job.num_speculative_tokens,
         "draft_ids": job.draft_ids,
         "cache_salt": job.cache_salt,
-        "embeddings": [[place, len(values), _values_print(values)] for place, values in job.embeddings],
+        "embeddings": [[position, len(values), _values_fingerprint(values)] for position, values in job.embeddings],
     }
 
 
-def _model_print(model: object) -> dict[str, Any]:
+def _model_fingerprint(model: object) -> dict[str, Any]:
     digest = hashlib.sha256()
     sizes = {name: value for name, value in sorted(getattr(model, "__dict__", {}).items()) if is_int(value) or isinstance(value, float)}
     digest.update(repr((type(model).__name__, sizes)).encode())
@@ -244,12 +202,11 @@ def _tensors(model: object) -> Iterator[tuple[str, Tensor]]:
         yield from model.named_buffers()
 
 
-def _values_print(values: Tensor) -> str:
+def _values_fingerprint(values: Tensor) -> str:
     return hashlib.sha256(repr(tuple(values.shape)).encode() + _bytes(values.reshape(-1))).hexdigest()[:16]
 
 
-def _bytes(values: Tensor) -> bytes:
-    """Of a row of values, as they lie in memory."""
+def _bytes(values: Tensor) -> bytes:  # values: [n]
     return values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 

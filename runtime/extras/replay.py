@@ -1,7 +1,7 @@
-"""Reads a recording, asks another engine the same at the same steps, and compares what it says, token for token.
+"""Reads a recording, submits its requests to another engine at the same steps, and compares tokens and finish reasons.
 
-Grammars are ready before the request that needs them, where the recorded engine may have waited for one: a request may then sit down
-sooner, in another row, in other company, and be cancelled further on in its text. That changes how many rounds there are, never a token.
+In a replay all grammars are compiled beforehand, while the recorded engine may have waited for one. So a request may start sooner, in
+another row and batch, and may have more tokens when it is cancelled. This changes the number of rounds but no token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepgraph.graphs.model import TargetModel
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.engine import Engine
-from stepgraph.runtime.extras.record import FORMAT, model_prints, versions, vocabulary_print
+from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.fields import clip_error, clip_name, clip_repr
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
@@ -28,36 +28,32 @@ from stepgraph.sampling.params import SamplingParams
 
 
 @dataclass
-class Told:
-    """A recorded request and what came of it."""
-
+class RecordedRequest:
     job_id: int
-    step: int  # steps begun before it came
-    options: dict[str, Any]  # of Engine.submit; empty for one that cannot be asked again
+    step: int  # steps begun before it was submitted
+    options: dict[str, Any]  # arguments of Engine.submit; empty if it cannot be replayed
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None  # None: it had not ended when the recording did
     error: str = ""
     end_step: int = 0
 
     @property
-    def open(self) -> bool:
-        """Whether something outside ended it, here or there: its text is compared as far as both go."""
+    def open_ended(self) -> bool:
+        """Whether it was cut off, so that only the tokens that both texts have are compared."""
         return self.reason in (None, FinishReason.CANCELLED)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A recording."""
-
+class RecordedRun:
     path: Path
     header: dict[str, Any]
-    requests: tuple[Told, ...]  # in the order in which they came
+    requests: tuple[RecordedRequest, ...]  # in the order of submission
     steps: int
-    ending: str  # why there is no more of it
+    ending: str  # why the recording ends
 
     @property
     def config(self) -> EngineConfig:
-        """The recorded one, for wherever the models are now."""
+        """The recorded configuration, on the device of the replaying models."""
         fields = dict(self.header["config"])
         try:
             limits = GrammarLimits(**fields.pop("grammar_limits"))
@@ -69,25 +65,23 @@ class Run:
 
 
 class Difference(NamedTuple):
-    """Where a text is another one: a token or, at its end, a finish reason."""
+    """The first position at which two texts differ, by a token or by the finish reason after the last token."""
 
     job_id: int
-    place: int
+    position: int
     got: int | str
-    wanted: int | str
-    error: str  # that came with a reason
+    expected: int | str
+    error: str  # of the finish reason
 
     def __str__(self) -> str:
-        told = f" ({self.error})" if self.error else ""
-        return f"job {self.job_id}, place {self.place}: got {self.got}, want {self.wanted}{told}"
+        error = f" ({self.error})" if self.error else ""
+        return f"job {self.job_id}, position {self.position}: got {self.got}, expected {self.expected}{error}"
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What a replay found."""
-
+class ReplayReport:
     requests: int
-    left_out: int  # with embeddings, of which a recording has none
+    skipped: int  # requests with prompt embeddings, whose values are not recorded
     tokens: int  # compared
     recorded_tokens: int
     rounds: int
@@ -98,154 +92,153 @@ class Replayed:
         return not self.differences
 
 
-def read_recording(path: str | Path) -> Run:
-    """ValueError names the file, and the line that is wrong. Half a line at the end is where a process ended."""
+def read_recording(path: str | Path) -> RecordedRun:
+    """ValueError names the file and the line. An incomplete last line is ignored: the process ended while writing it."""
     path = Path(path)
     try:
         with path.open("rb") as file:
             header = _header(path, file.readline())
             return _Reader(path).read(header, file)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}, want a file that Engine(record=...) wrote") from None
+        raise ValueError(f"{path}: {error.strerror}, expected a file written by Engine(record=...)") from None
 
 
 def replay(
-    run: Run, target: TargetModel, draft: Drafter | str | None, vocabulary: Vocabulary | None, *, progress: bool = False
-) -> Replayed:
-    """Ask an engine around these models what was asked then. ValueError where they are not those that were recorded."""
+    run: RecordedRun, target: TargetModel, draft: Drafter | str | None, vocabulary: Vocabulary | None, *, progress: bool = False
+) -> ReplayReport:
+    """Replay a run on a new engine for these models. ValueError if they are not the recorded ones."""
     models, config = take_drafter(target, draft, run.config)
-    _check_prints(run, model_prints(models), vocabulary_print(vocabulary))
+    _check_fingerprints(run, model_fingerprints(models), vocabulary_fingerprint(vocabulary))
     with Engine(target, draft, vocabulary=vocabulary, config=config) as engine:
         engine.capture(progress=progress)
-        return ask_again(run, engine)
+        return replay_on(engine, run)
 
 
-def ask_again(run: Run, engine: Engine) -> Replayed:
-    """Ask an engine that is idle and captured, whatever it is made of."""
+def replay_on(engine: Engine, run: RecordedRun) -> ReplayReport:
+    """Replay a run on an engine that is captured and has no jobs."""
     before = engine.stats().rounds
-    jobs = _Schedule(run).carried_out(engine)
-    return _compared(run, jobs, engine.stats().rounds - before)
+    jobs = _Schedule(run).execute(engine)
+    return _compare(run, jobs, engine.stats().rounds - before)
 
 
-def other_versions(run: Run) -> tuple[str, ...]:
-    """What may explain a difference."""
-    there, here = run.header["versions"], versions()
+def version_differences(run: RecordedRun) -> tuple[str, ...]:
+    """Packages whose version is not the recorded one."""
+    recorded, here = run.header["versions"], versions()
     return tuple(
-        f"{name}: {here.get(name, 'none')}, recorded with {there.get(name, 'none')}"
-        for name in sorted({*there, *here})
-        if there.get(name) != here.get(name)
+        f"{name}: {here.get(name, 'none')}, recorded with {recorded.get(name, 'none')}"
+        for name in sorted({*recorded, *here})
+        if recorded.get(name) != here.get(name)
     )
 
 
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._requests: dict[int, Told] = {}
+        self._requests: dict[int, RecordedRequest] = {}
         self._steps, self._ending, self._closed = 0, "the process ended", False
 
-    def read(self, header: dict[str, Any], lines: Iterator[bytes]) -> Run:
+    def read(self, header: dict[str, Any], lines: Iterator[bytes]) -> RecordedRun:
         for number, line in enumerate(lines, 2):
             if not line.endswith(b"\n"):
                 break
             try:
-                happened = json.loads(line)
-                self._take(happened)
+                self._add(json.loads(line))
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise ValueError(
-                    f"{self._path}:{number}: {type(error).__name__}: {clip_error(error)}, want a line that a recorder wrote"
-                ) from None
-        return Run(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
+                got = f"{type(error).__name__}: {clip_error(error)}"
+                raise ValueError(f"{self._path}:{number}: {got}, expected a line written by Engine(record=...)") from None
+        return RecordedRun(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
 
-    def _take(self, happened: Mapping[str, Any]) -> None:
-        kind = happened["kind"]
-        self._steps = max(self._steps, int(happened.get("step", 0)))
+    def _add(self, event: Mapping[str, Any]) -> None:
+        kind = event["kind"]
+        self._steps = max(self._steps, int(event.get("step", 0)))
         if kind == "submit":
-            job_id = int(happened["job"])
-            self._requests[job_id] = Told(job_id, int(happened["step"]), _options(happened))
+            job_id = int(event["job"])
+            self._requests[job_id] = RecordedRequest(job_id, int(event["step"]), _options(event))
         elif kind == "refused":
-            self._requests.pop(happened["job"], None)
+            self._requests.pop(event["job"], None)
         elif kind == "tokens":
-            self._requests[happened["job"]].tokens += map(int, happened["tokens"])
+            self._requests[event["job"]].tokens += map(int, event["tokens"])
         elif kind == "end" and not self._closed:
-            told = self._requests[happened["job"]]
-            told.reason, told.error, told.end_step = FinishReason(happened["reason"]), str(happened["error"]), int(happened["step"])
-        elif kind == "closed":  # the ends behind it are nobody's own
-            self._closed, self._ending = True, str(happened["why"])
+            request = self._requests[event["job"]]
+            request.reason, request.error, request.end_step = FinishReason(event["reason"]), str(event["error"]), int(event["step"])
+        elif kind == "closed":  # jobs that end later were cut off
+            self._closed, self._ending = True, str(event["why"])
         elif kind == "full":
-            self._ending = "it was as long as Recording.max_bytes allows"
+            self._ending = "its size reached Recording.max_bytes"
         elif kind not in ("end", "cancel"):
             raise ValueError(f"kind: got {clip_repr(kind)}")
 
 
 class _Schedule:
-    """What happens between two steps, by the number of steps before."""
+    """The submissions and cancellations between two steps, by the number of steps before them."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self._steps = run.steps
-        self._told = {told.job_id: told for told in run.requests if told.options}
-        self._submits, self._cancels = collections.defaultdict[int, list[Told]](list), collections.defaultdict[int, list[Told]](list)
-        for told in self._told.values():
-            self._submits[told.step].append(told)
-            if told.reason == FinishReason.CANCELLED:
-                self._cancels[max(told.end_step - 1, told.step)].append(told)
+        self._requests = {request.job_id: request for request in run.requests if request.options}
+        self._submits = collections.defaultdict[int, list[RecordedRequest]](list)
+        self._cancels = collections.defaultdict[int, list[RecordedRequest]](list)
+        for request in self._requests.values():
+            self._submits[request.step].append(request)
+            if request.reason == FinishReason.CANCELLED:
+                self._cancels[max(request.end_step - 1, request.step)].append(request)
         self._jobs: dict[int, Job] = {}
 
-    def carried_out(self, engine: Engine) -> dict[int, Job]:
-        moments = sorted({*self._submits, *self._cancels}, reverse=True)
+    def execute(self, engine: Engine) -> dict[int, Job]:
+        """The jobs by recorded job id."""
+        times = sorted({*self._submits, *self._cancels}, reverse=True)
         step = 0
-        while moments or engine.has_work:
-            if moments and (moments[-1] <= step or not engine.has_work):  # steps of an idle engine change nothing
-                step = max(step, moments[-1])
-                self._happen(moments.pop(), engine)
+        while times or engine.has_work:
+            if times and (times[-1] <= step or not engine.has_work):  # steps of an idle engine are skipped
+                step = max(step, times[-1])
+                self._apply(times.pop(), engine)
                 continue
             engine.step()
             step += 1
             if step >= self._steps:
-                self._cancel_unknown(engine)
+                self._cancel_unfinished(engine)
         return self._jobs
 
-    def _happen(self, moment: int, engine: Engine) -> None:
-        for told in self._submits[moment]:
-            if constraint := told.options["constraint"]:
-                with contextlib.suppress(ValueError):  # then that is what the request ends with
+    def _apply(self, time: int, engine: Engine) -> None:
+        for request in self._submits[time]:
+            if constraint := request.options["constraint"]:
+                with contextlib.suppress(ValueError):  # the request will end with this error
                     engine.compile(constraint)
-            options = dict(told.options)
-            self._jobs[told.job_id] = engine.submit(options.pop("prompt_ids"), **options)
-        for told in self._cancels[moment]:
-            engine.cancel(self._jobs[told.job_id])
+            options = dict(request.options)
+            self._jobs[request.job_id] = engine.submit(options.pop("prompt_ids"), **options)
+        for request in self._cancels[time]:
+            engine.cancel(self._jobs[request.job_id])
 
-    def _cancel_unknown(self, engine: Engine) -> None:
-        """Nothing is known of how these went on."""
+    def _cancel_unfinished(self, engine: Engine) -> None:
+        """Cancel the jobs that had not ended when the recording did, once all their recorded tokens are compared."""
         for job_id, job in self._jobs.items():
-            told = self._told[job_id]
-            if told.reason is None and not job.finished and len(job.tokens) >= len(told.tokens):
+            request = self._requests[job_id]
+            if request.reason is None and not job.finished and len(job.tokens) >= len(request.tokens):
                 engine.cancel(job)
 
 
-def _compared(run: Run, jobs: Mapping[int, Job], rounds: int) -> Replayed:
-    pairs = [(told, jobs[told.job_id]) for told in run.requests if told.job_id in jobs]
-    found = [difference for told, job in pairs if (difference := _difference(told, job))]
-    return Replayed(
+def _compare(run: RecordedRun, jobs: Mapping[int, Job], rounds: int) -> ReplayReport:
+    pairs = [(request, jobs[request.job_id]) for request in run.requests if request.job_id in jobs]
+    return ReplayReport(
         requests=len(run.requests),
-        left_out=len(run.requests) - len(pairs),
-        tokens=sum(min(len(told.tokens), len(job.tokens)) for told, job in pairs),
-        recorded_tokens=sum(len(told.tokens) for told in run.requests),
+        skipped=len(run.requests) - len(pairs),
+        tokens=sum(min(len(request.tokens), len(job.tokens)) for request, job in pairs),
+        recorded_tokens=sum(len(request.tokens) for request in run.requests),
         rounds=rounds,
-        differences=tuple(found),
+        differences=tuple(difference for request, job in pairs if (difference := _difference(request, job))),
     )
 
 
-def _difference(told: Told, job: Job) -> Difference | None:
-    said: tuple[int | str, ...] = (*job.tokens, str(job.finish_reason))
-    recorded: tuple[int | str, ...] = (*told.tokens, str(told.reason or "no end"))
-    last = min(len(said), len(recorded)) - 1
-    place = next((place for place in range(last) if said[place] != recorded[place]), last)
-    # An end from outside is no word against what the other one goes on with.
-    silent = (told.open and place == len(told.tokens)) or (job.finish_reason == FinishReason.CANCELLED and place == len(job.tokens))
-    if silent or said[place] == recorded[place]:
+def _difference(request: RecordedRequest, job: Job) -> Difference | None:
+    got: tuple[int | str, ...] = (*job.tokens, str(job.finish_reason))
+    recorded: tuple[int | str, ...] = (*request.tokens, str(request.reason or "no end"))
+    last = min(len(got), len(recorded)) - 1
+    position = next((position for position in range(last) if got[position] != recorded[position]), last)
+    recorded_ends, job_ends = position == len(request.tokens), position == len(job.tokens)
+    cut_off = (request.open_ended and recorded_ends) or (job.finish_reason == FinishReason.CANCELLED and job_ends)
+    if cut_off or got[position] == recorded[position]:
         return None
-    error = (told.error if place == len(told.tokens) else "") or (job.error if place == len(job.tokens) else "")
-    return Difference(told.job_id, place, said[place], recorded[place], error)
+    error = (request.error if recorded_ends else "") or (job.error if job_ends else "")
+    return Difference(request.job_id, position, got[position], recorded[position], error)
 
 
 def _header(path: Path, line: bytes) -> dict[str, Any]:
@@ -254,42 +247,43 @@ def _header(path: Path, line: bytes) -> dict[str, Any]:
         if header["kind"] != "engine":
             raise ValueError
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"{path}:1: got {line[:40]!r}, want the first line of a file that Engine(record=...) wrote") from None
+        raise ValueError(f"{path}:1: got {line[:40]!r}, expected the first line of a file written by Engine(record=...)") from None
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path}:1: got format {header.get('format')!r}, want {FORMAT}")
+        raise ValueError(f"{path}:1: format: got {clip_repr(header.get('format'))}, expected {FORMAT}")
     for name in ("versions", "config", "models"):
         if not isinstance(header.get(name), dict):
-            raise ValueError(f"{path}:1: {name}: got {type(header.get(name)).__name__}, want an object")
+            raise ValueError(f"{path}:1: {name}: got {type(header.get(name)).__name__}, expected an object")
     return dict(header)
 
 
-def _options(happened: Mapping[str, Any]) -> dict[str, Any]:
-    if happened["embeddings"]:
+def _options(event: Mapping[str, Any]) -> dict[str, Any]:
+    if event["embeddings"]:
         return {}
-    sampling, given = dict(happened["sampling"]), happened["constraint"]
+    sampling, constraint = dict(event["sampling"]), event["constraint"]
     sampling["logit_bias"] = dict(sampling["logit_bias"])
-    if given is not None:
-        given = {**given, "marker": tuple(given["marker"]) if isinstance(given["marker"], list) else given["marker"]}
+    if constraint is not None:
+        marker = constraint["marker"]
+        constraint = Constraint(**{**constraint, "marker": tuple(marker) if isinstance(marker, list) else marker})
     names = ("prompt_ids", "max_new_tokens", "num_speculative_tokens", "cache_salt")
-    return {name: happened[name] for name in names} | {
-        "draft_ids": happened["draft_ids"] or None,
+    return {name: event[name] for name in names} | {
+        "draft_ids": event["draft_ids"] or None,
         "sampling": SamplingParams(**sampling),
-        "constraint": None if given is None else Constraint(**given),
+        "constraint": constraint,
     }
 
 
-def _check_prints(run: Run, models: Mapping[str, Mapping[str, Any]], vocabulary: str) -> None:
-    wanted = run.header["models"]
-    for name in sorted({*wanted, *models}):
-        there, here = wanted.get(name), models.get(name)
-        if there != here:
-            raise ValueError(f"{run.path}: {name}: got {_named(here)}, want {_named(there)}, with which it was recorded")
+def _check_fingerprints(run: RecordedRun, models: Mapping[str, Mapping[str, Any]], vocabulary: str) -> None:
+    recorded = run.header["models"]
+    for role in sorted({*recorded, *models}):
+        if recorded.get(role) != models.get(role):
+            got, expected = _model_text(models.get(role)), _model_text(recorded.get(role))
+            raise ValueError(f"{run.path}: {role}: got {got}, expected the recorded {expected}")
     if run.header.get("vocabulary") != vocabulary:
-        there = clip_repr(run.header.get("vocabulary"))
-        raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, want {there}, with which it was recorded")
+        raise ValueError(f"{run.path}: vocabulary: got {vocabulary}, expected the recorded {clip_repr(run.header.get('vocabulary'))}")
 
 
-def _named(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _model_text(fingerprint: Mapping[str, Any] | None) -> str:
+    if fingerprint is None:
         return "none"
-    return f"{clip_name(found['class'])} of {clip_name(found['tensors'])} tensors, fingerprint {clip_name(found['fingerprint'])}"
+    name, tensors, digest = (clip_name(fingerprint[key]) for key in ("class", "tensors", "fingerprint"))
+    return f"{name} of {tensors} tensors, fingerprint {digest}"

@@ -1,24 +1,20 @@
-"""A timeline as a picture: a few rounds, and one of them close up. Needs matplotlib, which only this module imports."""
+"""Draws a timeline: some rounds, and below them one round in detail. Needs matplotlib, which no other module imports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, Span
-from stepgraph.sampling.fields import is_int
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.trace import Interval, Timeline
 
 DPI = 100
 SIZE = (16.0, 7.2)  # inches
-MARGIN = 140  # pixels, for the names of the streams
-HEIGHT = 0.62  # of a span, where lanes are one apart
-MOST_LEVELS = 3  # of labels over or under a lane
-LETTER = 6.4  # pixels that a letter of a label takes
+MARGIN = 140  # pixels for the stream names
+HEIGHT = 0.62  # of a bar; lanes are 1 apart
+MOST_LEVELS = 3  # of labels above or below a lane
+LETTER = 6.4  # pixels per letter of a label
 
 HOST, WAIT = "#d62728", "#ffffff"
 COLOURS = {  # by the first word of a stage's name
@@ -35,62 +31,42 @@ COLOURS = {  # by the first word of a stage's name
 }
 OTHER = "#b0b7bf"
 
+Interval = tuple[int, int]  # start and end in nanoseconds
 
-def draw(timeline: Timeline, path: Path, rounds: int, title: str) -> None:
+
+def draw(spans: Sequence[Span], streams: Sequence[str], extents: Mapping[int, Interval], path: Path, title: str) -> None:
+    """Write a PNG of the rounds in `extents`, which holds each round's interval on the main stream, in order."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("Timeline.save_picture(): matplotlib is missing; pip install 'stepgraph[pictures]' brings it") from error
+        raise RuntimeError("Timeline.save_picture(): matplotlib is not installed; pip install 'stepgraph[pictures]'") from error
 
-    if not is_int(rounds) or rounds < 1:
-        raise ValueError(f"Timeline.save_picture.rounds: got {rounds!r}, want a whole number >= 1")
-    extents = timeline.extents()
-    if not extents:
-        raise ValueError("Timeline.save_picture: got a timeline without rounds, want one with at least one")
-    shown = _middle(tuple(extents), rounds)
     figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1)
-    figure.suptitle(title or _title(timeline), fontsize=13)
+    overview, detail = figure.subplots(2, 1)
+    figure.suptitle(title, fontsize=13)
 
-    begin, end = extents[shown[0]][0], extents[shown[-1]][1]
-    _panel(above, timeline, (begin, end), begin)
-    for number in shown:
-        start, stop = extents[number]
-        above.axvline((start - begin) / 1e6, color="#777777", linewidth=0.8, linestyle=":")
-        above.text((start + stop - 2 * begin) / 2e6, -1.12, f"round {number}: {(stop - start) / 1e6:.2f} ms", ha="center", fontsize=10)
+    numbers = tuple(extents)
+    begin, end = extents[numbers[0]][0], extents[numbers[-1]][1]
+    _panel(overview, spans, streams, (begin, end), begin)
+    for number, (start, stop) in extents.items():
+        overview.axvline((start - begin) / 1e6, color="#777777", linewidth=0.8, linestyle=":")
+        overview.text((start + stop - 2 * begin) / 2e6, -1.12, f"round {number}: {(stop - start) / 1e6:.2f} ms", ha="center", fontsize=10)
 
-    middle = shown[len(shown) // 2]
-    window = _close_up(timeline, middle, extents[middle])
-    above.axvspan((window[0] - begin) / 1e6, (window[1] - begin) / 1e6, color="#fff3c4", zorder=0)
-    below.set_facecolor("#fffbec")
-    _panel(below, timeline, window, begin)
-    below.set_xlabel(f"ms; round {middle} close up, the yellow part of the picture above")
-    _legend(figure, timeline)
+    middle = numbers[len(numbers) // 2]
+    window = _detail_window(spans, middle, extents[middle])
+    overview.axvspan((window[0] - begin) / 1e6, (window[1] - begin) / 1e6, color="#fff3c4", zorder=0)
+    detail.set_facecolor("#fffbec")
+    _panel(detail, spans, streams, window, begin)
+    detail.set_xlabel(f"ms; detail of round {middle}, the yellow part of the upper panel")
+    _legend(figure, spans)
     figure.savefig(path, format="png")
 
 
-def _title(timeline: Timeline) -> str:
-    summary = timeline.summary()
-    told = f"{summary.rounds} rounds of {summary.round_ns / 1e6:.2f} ms on {timeline.backend}"
-    if summary.share_hidden is None:
-        return told
-    each = max(summary.rounds, 1) * 1e6
-    return (
-        f"{told}: host nodes {summary.host_ns / each:.2f} ms a round, {summary.share_hidden:.0%} of it hidden under the main stream, "
-        f"which waits {summary.exposed_wait_ns / each:.2f} ms a round"
-    )
-
-
-def _middle(numbers: Sequence[int], count: int) -> Sequence[int]:
-    first = max(0, (len(numbers) - count) // 2)
-    return numbers[first : first + count]
-
-
-def _close_up(timeline: Timeline, number: int, extent: Interval) -> Interval:
-    """What follows the longest stage, where that one is most of a round; else the whole round."""
-    stages = [span for span in timeline.spans if (span.round, span.stream, span.kind) == (number, MAIN, "stage")]
+def _detail_window(spans: Sequence[Span], number: int, extent: Interval) -> Interval:
+    """The part of a round after its longest stage, if that stage takes most of the round; otherwise the whole round."""
+    stages = [span for span in spans if (span.round, span.stream, span.kind) == (number, MAIN, "stage")]
     longest = max(stages, key=lambda span: span.end_ns - span.start_ns)
     rest = extent[1] - longest.end_ns
     if longest.end_ns - longest.start_ns < (extent[1] - extent[0]) // 2 or not rest:
@@ -98,9 +74,8 @@ def _close_up(timeline: Timeline, number: int, extent: Interval) -> Interval:
     return longest.end_ns - rest // 12, extent[1] + rest // 24
 
 
-def _panel(axes: Any, timeline: Timeline, window: Interval, begin: int) -> None:
-    """One lane per stream; what is too narrow for its name gets it over the main lane, or under the others."""
-    streams = timeline.streams
+def _panel(axes: Any, spans: Sequence[Span], streams: Sequence[str], window: Interval, begin: int) -> None:
+    """One lane per stream. A bar that is too narrow for its name is labelled above the main lane, or below the other lanes."""
     axes.set_xlim((window[0] - begin) / 1e6, (window[1] - begin) / 1e6)
     lanes = [number + (0.55 if stream == LAUNCHER else 0.0) for number, stream in enumerate(streams)]  # room for labels above it
     axes.set_ylim(lanes[-1] + (0.45 if streams[-1] == LAUNCHER else 1.0), -1.4)
@@ -111,17 +86,18 @@ def _panel(axes: Any, timeline: Timeline, window: Interval, begin: int) -> None:
     width = SIZE[0] * DPI - MARGIN
     pixels = width / (window[1] - window[0])  # per nanosecond
     for lane, stream in zip(lanes, streams, strict=True):
-        spans = [span for span in timeline.spans if span.stream == stream and span.end_ns > window[0] and span.start_ns < window[1]]
         narrow: list[tuple[float, str, str]] = []  # pixel, name, kind
         for span in spans:
+            if span.stream != stream or span.end_ns <= window[0] or span.start_ns >= window[1]:
+                continue
             start, end = max(span.start_ns, window[0]), min(span.end_ns, window[1])
             _bar(axes, span, lane, (start - begin) / 1e6, max(end - start, 1.5 / pixels) / 1e6)
             text = _text(span)
             if len(text) * LETTER < (end - start) * pixels:
                 colour = "white" if span.kind == "host" or _colour(span) == COLOURS["target_verify"] else "#222222"
-                behind = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.5} if span.kind == "wait" else None
+                box = {"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1.5} if span.kind == "wait" else None
                 x = (start + end - 2 * begin) / 2e6
-                axes.text(x, lane, text, ha="center", va="center", fontsize=9, color=colour, bbox=behind, zorder=4, clip_on=True)
+                axes.text(x, lane, text, ha="center", va="center", fontsize=9, color=colour, bbox=box, zorder=4, clip_on=True)
             elif span.kind == "host" or (span.kind == "stage" and stream == MAIN):
                 narrow.append((((start + end) / 2 - window[0]) * pixels, text, span.kind))
         _labels(axes, narrow, lane, -1 if stream == MAIN else 1, width)
@@ -129,7 +105,7 @@ def _panel(axes: Any, timeline: Timeline, window: Interval, begin: int) -> None:
 
 def _bar(axes: Any, span: Span, lane: float, start: float, width: float) -> None:
     if span.kind == "wait":
-        height = HEIGHT / 3 if span.stream == MAIN else 0.04  # of a side stream it is rest
+        height = HEIGHT / 3 if span.stream == MAIN else 0.04  # a side stream that waits is idle
         hatch = "////" if span.stream == MAIN else None
         axes.barh(lane, width, left=start, height=height, color=WAIT, edgecolor="#999999", hatch=hatch, linewidth=0.5)
     else:
@@ -138,23 +114,23 @@ def _bar(axes: Any, span: Span, lane: float, start: float, width: float) -> None
 
 
 def _labels(axes: Any, narrow: Sequence[tuple[float, str, str]], lane: float, side: int, width: float) -> None:
-    """Names with lines to what they name, on the first level with room for them; without room there is the legend."""
+    """Labels with lines to their bars, on the first level with room. A label without room is left to the legend."""
     free = [0.0] * MOST_LEVELS
     left, right = axes.get_xlim()
-    named = ("", 0.0)
+    last_word, last_pixel = "", 0.0
     for pixel, text, kind in narrow:
         half = len(text) * LETTER / 2 + 3
         middle = min(max(pixel, half), width - half)
         level = next((level for level in range(MOST_LEVELS) if free[level] <= middle - half), None)
         word = text.split()[0]
-        if level is None or (word == named[0] and pixel - named[1] < half):
+        if level is None or (word == last_word and pixel - last_pixel < half):
             continue
-        free[level], named = middle + half, (word, pixel)
-        edge, at = lane + side * HEIGHT / 2, lane + side * (HEIGHT / 2 + 0.14 + 0.21 * level)
-        x, place = (left + each / width * (right - left) for each in (pixel, middle))
-        axes.plot([x, x], [edge, at], color="#999999", linewidth=0.6, zorder=1)
+        free[level], last_word, last_pixel = middle + half, word, pixel
+        edge, y = lane + side * HEIGHT / 2, lane + side * (HEIGHT / 2 + 0.14 + 0.21 * level)
+        bar_x, text_x = (left + each / width * (right - left) for each in (pixel, middle))
+        axes.plot([bar_x, bar_x], [edge, y], color="#999999", linewidth=0.6, zorder=1)
         colour = HOST if kind == "host" else "#333333"
-        axes.text(place, at, text, ha="center", va="bottom" if side < 0 else "top", fontsize=8.5, color=colour)
+        axes.text(text_x, y, text, ha="center", va="bottom" if side < 0 else "top", fontsize=8.5, color=colour)
 
 
 def _text(span: Span) -> str:
@@ -167,16 +143,16 @@ def _colour(span: Span) -> str:
     return HOST if span.kind == "host" else COLOURS.get(span.name.split()[0], OTHER)
 
 
-def _legend(figure: Any, timeline: Timeline) -> None:
+def _legend(figure: Any, spans: Sequence[Span]) -> None:
     from matplotlib.patches import Patch
 
-    words = dict.fromkeys(span.name.split()[0] for span in timeline.spans if span.kind == "stage")
-    told = {"show": "show: state to the host", "place": "place: masks to the device", "between": BETWEEN}
-    patches = [Patch(color=COLOURS[word], label=told.get(word, word)) for word in words if word in COLOURS]
+    words = dict.fromkeys(span.name.split()[0] for span in spans if span.kind == "stage")
+    labels = {"show": "show: state to the host", "place": "place: masks to the device", "between": BETWEEN}
+    patches = [Patch(color=COLOURS[word], label=labels.get(word, word)) for word in words if word in COLOURS]
     others = [word for word in words if word not in COLOURS]
     if others:
         patches.append(Patch(color=OTHER, label=", ".join(others[:3]) + (", ..." if len(others) > 3 else "")))
-    if any(span.kind == "host" for span in timeline.spans):
+    if any(span.kind == "host" for span in spans):
         patches.append(Patch(color=HOST, label="host node"))
     patches.append(Patch(facecolor=WAIT, edgecolor="#999999", hatch="////", label="waits"))
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(patches), 11), fontsize=8.5, columnspacing=1.3, frameon=False)

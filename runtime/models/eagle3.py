@@ -17,7 +17,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
@@ -95,7 +95,7 @@ class Eagle3(nn.Module):
         if inputs.step == 1:
             states = product(states, self.fuse)
         embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
-        rotation = angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+        rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
         residual = normed if config.norm_before_residual else states

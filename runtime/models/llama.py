@@ -16,7 +16,7 @@ from stepgraph.graphs.attention.paged import AttentionShape, attention, cache_sp
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm, silu_and_mul
-from stepgraph.graphs.layers.slot_mapping import angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -75,7 +75,7 @@ class Llama(nn.Module):
         if inputs.embeddings is not None:
             embeddings = inputs.embeddings
             states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
-        rotation = angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
+        rotation = rope_angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
         layer_inputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:

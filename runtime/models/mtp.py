@@ -19,7 +19,7 @@ from torch.nn import functional
 from stepgraph.graphs.attention.paged import AttentionShape, by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import angles, shift_entries
+from stepgraph.graphs.layers.slot_mapping import rope_angles, shift_entries
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
@@ -74,7 +74,7 @@ class Mtp(nn.Module):
         for index in (0,) if single else range(inputs.step - 1, len(keys)):
             entries = shift_inputs(inputs, index + 1)
             previous = inputs.features if index == 0 else kept[index - 1][entries.slots]
-            rotation = angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+            rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
             module = self.depths[index]
             states = module(previous.flatten(0, 1), embedded, rotation, entries, keys[index], values[index]).view(*shape, -1)
             if index < len(kept):

@@ -1,18 +1,14 @@
-"""Kernels that a round calls on any device: one custom operation each, plain torch or C on the CPU, Triton on a GPU.
-
-These functions make the outputs, bring the inputs into the layout that the programs read, and check shapes.
-"""
+"""Sampling operations of a round on any device: torch or C on the CPU, Triton or FlashInfer on a GPU. docs/operations.md lists them."""
 
 import torch
 
-from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling import native
 from stepgraph.sampling.kernels import operation
 from stepgraph.sampling.kernels.chain import chain_accept
 from stepgraph.sampling.kernels.choice import masked_argmax, race
 from stepgraph.sampling.kernels.filter_choice import choose_filters
 from stepgraph.sampling.kernels.filters import distribution, draw
-from stepgraph.sampling.kernels.mask_rows import mask_status
-from stepgraph.sampling.kernels.processors import GrammarMask, Processed, process
+from stepgraph.sampling.kernels.masks import GrammarMask, Processed, mask_status, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [
@@ -20,9 +16,9 @@ __all__ = [
     "Processed",
     "chain_accept",
     "choose_filters",
+    "describe",
     "distribution",
     "draw",
-    "implementation",
     "mask_status",
     "masked_argmax",
     "process",
@@ -31,10 +27,10 @@ __all__ = [
 ]
 
 
-def implementation(device: torch.device | str) -> str:
-    """What the kernels run as on `device`, for people to read."""
+def describe(device: torch.device | str) -> str:
+    """What the operations run as on `device`, for reports."""
     if torch.device(device).type == "cuda":
         why = operation.why_no_triton(torch.device(device))
-        return f"torch reference ({why})" if why else "triton"
+        return f"torch ({why})" if why else "triton"
     why = native.why_not()
-    return f"torch reference (in C: {why})" if why else "C for masked choices, mask tags and acceptance, torch reference for the rest"
+    return f"torch (no C: {why})" if why else "C where an operation has it, else torch"

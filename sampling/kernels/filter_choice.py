@@ -1,4 +1,4 @@
-"""What the filters of kernels/filters.py run as on a device: chosen once, before anything is captured, and told with its reasons."""
+"""The implementation of the filters on a device: chosen once, before anything is captured, and reported with the reasons."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from stepgraph.sampling import sampler
 from stepgraph.sampling.cuda_graphs import replayed
 from stepgraph.sampling.kernels import operation
 
-WISHES = ("auto", "flashinfer", "triton", "torch")
-PROGRAMS = {"flashinfer": "flashinfer_filters", "triton": "filters", "torch": ""}  # a module of programs/; "": the reference
+FILTERS = ("auto", "flashinfer", "triton", "torch")
+FLASHINFER = "stepgraph.sampling.kernels.flashinfer"
+MODULES = {"flashinfer": FLASHINFER, "triton": "stepgraph.sampling.kernels.triton.filters", "torch": ""}  # "": the reference
 Filter = Callable[[Tensor, Tensor, Tensor], None]  # logits [B, Q, V], params [B, 4], probs [B, Q, V], written
 log = logging.getLogger(__name__)
 
 
 class FilterChoice(NamedTuple):
     name: str  # flashinfer, triton or torch
-    passed_over: tuple[str, ...]  # what would have been taken first, and why it was not
+    passed_over: tuple[str, ...]  # preferred implementations, and why they cannot be used
 
     def __str__(self) -> str:
         return "; ".join((self.name, *self.passed_over))
@@ -31,53 +32,54 @@ class FilterChoice(NamedTuple):
 _chosen: dict[torch.device, FilterChoice] = {}
 
 
-def choose_filters(device: torch.device | str, wanted: str = "auto") -> FilterChoice:
-    """Choose for `device` and remember it for what is captured from now on. May build flashinfer's kernels, which takes a minute.
+def choose_filters(device: torch.device | str, requested: str = "auto") -> FilterChoice:
+    """Choose for `device` and keep the choice for later captures. May build FlashInfer's kernels, which takes a minute.
 
-    auto takes flashinfer where a probe on the device finds it equal to the reference, else triton, else plain torch; on the CPU
-    plain torch. ValueError where another wish cannot be met.
+    auto: flashinfer where a probe on the device finds it equal to the reference, else triton, else torch; on the CPU torch.
+    ValueError if another implementation is requested and cannot run.
     """
-    if wanted not in WISHES:
-        raise ValueError(f"filters: got {wanted!r}, want one of {', '.join(map(repr, WISHES))}")
-    place = _indexed(torch.device(device))
+    if requested not in FILTERS:
+        raise ValueError(f"filters: got {requested!r}, expected one of {', '.join(map(repr, FILTERS))}")
+    indexed = _indexed(torch.device(device))
     passed_over: list[str] = []
-    for name in WISHES[1:] if wanted == "auto" else (wanted,):
-        why = why_not(name, place)
+    for name in FILTERS[1:] if requested == "auto" else (requested,):
+        why = why_not(name, indexed)
         if not why:
-            _chosen[place] = FilterChoice(name, tuple(passed_over))
-            return _chosen[place]
+            _chosen[indexed] = FilterChoice(name, tuple(passed_over))
+            return _chosen[indexed]
         passed_over.append(f"no {name}: {why}")
-    raise ValueError(f"filters: got {wanted!r}, want what runs on {place}, and it does not: {why}")
+    raise ValueError(f"filters: got {requested!r}, expected an implementation that runs on {indexed}: {why}")
 
 
 def chosen_filters(device: torch.device | str) -> FilterChoice:
-    """What was chosen for `device`; where nobody asked, triton if it is there."""
-    place = _indexed(torch.device(device))
-    return _chosen.get(place) or FilterChoice("triton" if not why_not("triton", place) else "torch", ())
+    """The choice for `device`; without one, triton if it can run."""
+    indexed = _indexed(torch.device(device))
+    return _chosen.get(indexed) or FilterChoice("triton" if not why_not("triton", indexed) else "torch", ())
 
 
-def programs_for(device: torch.device) -> str:
-    return PROGRAMS[chosen_filters(device).name]
+def filter_module(device: torch.device) -> str:
+    """The module whose functions run the filters on `device`; empty for the reference."""
+    return MODULES[chosen_filters(device).name]
 
 
 def why_not(name: str, device: torch.device) -> str:
-    """Why the filters cannot run as `name` on `device`; empty where they can."""
+    """Why the filters cannot run as `name` on `device`; empty if they can."""
     if name == "torch":
         return ""
     if device.type != "cuda":
-        return f"it is for CUDA devices, not for {device.type}"
+        return f"it runs on CUDA devices, not on {device.type}"
     if name == "triton":
         return operation.why_no_triton(device)
     try:
-        programs = importlib.import_module(f"stepgraph.sampling.kernels.triton.{PROGRAMS[name]}")
-        log.warning("flashinfer's sampling kernels are built or loaded for %s; the first time takes a minute or two", device)
-        return differs(programs.distribution, device) or breaks_in_a_graph(programs.distribution, device)
-    except Exception as error:  # whatever a compiler, a loader or a driver may raise
+        module = importlib.import_module(MODULES[name])
+        log.warning("building or loading FlashInfer's sampling kernels for %s; the first time takes a minute or two", device)
+        return differs(module.distribution, device) or breaks_in_a_graph(module.distribution, device)
+    except Exception as error:  # of a compiler, a loader or a driver
         return operation.reason(error)
 
 
 def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Logits and params at which filters go wrong: many ties, odd and large widths, dead rows, every setting alone and together."""
+    """Logits and params that expose faults of filters: many ties, odd and large widths, dead rows, every setting alone and together."""
     rows = [
         [1.0, 0, 1, 0],
         [0.7, 5, 1, 0],
@@ -88,8 +90,8 @@ def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
         [2.0, 2**24, 0.999, 1.0],
     ]
     found = []
-    for place, width in enumerate((33, 4_099, 131_071, 151_936)):
-        made = torch.Generator().manual_seed(place)
+    for seed, width in enumerate((33, 4_099, 131_071, 151_936)):
+        made = torch.Generator().manual_seed(seed)
         logits = torch.randn(len(rows), 2, width, generator=made) * 4
         logits[:, 0].round_()
         logits[:, 1, width // 3 :] = float("-inf")
@@ -99,7 +101,7 @@ def probes(device: torch.device) -> list[tuple[Tensor, Tensor]]:
 
 
 def differs(run: Filter, device: torch.device) -> str:
-    """Where `run` keeps other tokens than the reference, or gives them other probabilities; empty where it does not."""
+    """How the tokens that `run` keeps, or their probabilities, differ from the reference; empty if they do not."""
     for logits, params in probes(device):
         expected, probs = sampler.distribution(logits, params), torch.full(logits.shape, -1.0, device=device)
         run(logits, params, probs)
@@ -112,7 +114,7 @@ def differs(run: Filter, device: torch.device) -> str:
 
 
 def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
-    """Whether `run`, captured once, gives on replay what it gives outside, also for settings that changed since."""
+    """How replays of a captured `run` differ from the reference, also after settings changed; empty if they do not."""
     logits, params = probes(device)[-1]
     probs = torch.empty(logits.shape, device=device)
     replay = replayed(lambda: run(logits, params, probs), device)
@@ -125,5 +127,5 @@ def breaks_in_a_graph(run: Filter, device: torch.device) -> str:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """With a number, as tensors have it."""
+    """With an index, as in Tensor.device."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -1,31 +1,54 @@
-"""One torch.library.custom_op per kernel: plain torch on the CPU, a Triton program on a GPU, the same results.
+"""Device operations. Each is declared once: `operation` decorates its reference in plain torch and derives the rest from the signature.
 
-The operations write tensors that the caller gives them, so that a tape repeats them in place. Where Triton cannot launch, a GPU
-runs the plain torch version too. Some have a native version for the CPU.
+An operation runs as its reference on the CPU, as the kernel in C where it has one and the library was built, and as a Triton program
+on a GPU. All give the same results. It writes into tensors that the caller allocates, so a tape replays it in place.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
+import inspect
 import logging
-import re
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch import Tensor
 from torch._ops import OpOverload
 
+from stepgraph.sampling import native
+
+P = ParamSpec("P")
+R = TypeVar("R")
 Run = Callable[[], object]
-Prepare = Callable[..., Run | None]  # an operation's arguments in, a call that does it again and again in their memory out
-_natives: dict[str, Prepare] = {}
+C_FLOATS = (torch.float32, torch.bfloat16)
 log = logging.getLogger(__name__)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Elements of the last dimension next to each other."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+# How an operation takes an argument: the wrapper copies a tensor that lies otherwise. A plain Tensor may have any strides.
+Dense = Annotated[Tensor, dense]
+Contiguous = Annotated[Tensor, Tensor.contiguous]
+
+
+class CKernel(NamedTuple):
+    """A kernel in the C library, and which arguments it supports: others run as the reference."""
+
+    name: str  # without the prefix stepgraph_
+    supports: Callable[..., bool]  # of the inputs; outputs must be contiguous
 
 
 @functools.cache
 def why_no_triton(device: torch.device) -> str:
-    """Why Triton programs cannot run on `device`; empty where they can. One is launched to find out: Triton needs a C compiler too."""
+    """Why Triton programs cannot run on `device`; empty if they can. Decided by launching one: Triton needs a C compiler too."""
     try:
         importlib.import_module("stepgraph.sampling.kernels.triton.probe").launch(device)
     except Exception as error:  # of Triton, the C compiler, the loader or the driver
@@ -35,54 +58,188 @@ def why_no_triton(device: torch.device) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Type and first line, for a report."""
+    """Type and first line of an error, for a report."""
     lines = str(error).strip().splitlines() or ["no reason given"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def operation(
-    programs: str | Callable[[torch.device], str], name: str, schema: str, reference: Callable[..., None], native: Prepare | None = None
-) -> CustomOpDef:
-    """Register `reference`, and for CUDA the function `name` of programs/`programs`.py, which takes the same arguments.
+class Operation(Generic[P, R]):
+    """A device operation. Calling it allocates the outputs, runs `out` on inputs and outputs, and returns the outputs."""
 
-    The first argument is a tensor. What the schema marks as written is all that the operation gives: it returns nothing.
-    `programs` is "", or a function of the device that gives "", where the reference is meant. `native` gives None for what it
-    does not do on the CPU: that is the reference's.
-    """
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        outputs: Callable[..., R],
+        name: str,
+        writes: Sequence[str],
+        triton: bool | Callable[[torch.device], str],
+        c: CKernel | None,
+        flashinfer: str,
+    ) -> None:
+        functools.update_wrapper(self, reference)
+        parameters, hints = inspect.signature(reference).parameters, typing.get_type_hints(reference, include_extras=True)
+        package, _, module = reference.__module__.rpartition(".")
+        self.reference, self.c, self.flashinfer = reference, c, flashinfer
+        self.name = name or reference.__name__
+        self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
+        self._choose_module = triton if callable(triton) else None
+        self._outputs = outputs
+        self._names = tuple(parameters)
+        self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+        self._arrange = tuple(_arrangement(hints[name]) for name in parameters)
+        written = [f"out{index}" for index in range(_count_tensors(hints["return"]))]
+        types = [_schema_type(hints[name], name if name in writes else "") for name in parameters]
+        schema = [*map(" ".join, zip(types, parameters, strict=True)), *(f"Tensor({name}!) {name}" for name in written)]
+        made = torch.library.custom_op(
+            f"stepgraph::{self.name}",
+            self._on_cpu,
+            mutates_args=[*writes, *written],
+            device_types="cpu",
+            schema=f"({', '.join(schema)}) -> ()",
+        )
+        made.register_kernel("cuda")(self._on_cuda)
+        made.register_fake(lambda *_: None)  # the caller allocates the outputs
+        self.out: OpOverload = made._opoverload
+        OPERATIONS[f"stepgraph::{self.name}"] = self
 
-    def on_cpu(*arguments: Any) -> None:
-        run = native(*arguments) if native is not None else None
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given: tuple[Any, ...] = args if len(args) == len(self._names) else self._complete(args, kwargs)
+        in_c = self.c is not None and given[0].is_cpu and not native.why_not()
+        if not self.triton and not in_c:
+            return self.reference(*given)  # type: ignore[call-arg]
+        arranged = tuple(
+            arrange(value) if arrange is not None and value is not None else value
+            for arrange, value in zip(self._arrange, given, strict=True)
+        )
+        if not self.triton and not self._supported(arranged):
+            return self.reference(*given)  # type: ignore[call-arg]
+        outputs = self._outputs(*given)
+        self.out(*arranged, *_tensors(outputs))
+        return outputs
+
+    def prepare(self, *arguments: Any) -> Run | None:
+        """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
+        inputs, outputs = arguments[: len(self._names)], arguments[len(self._names) :]
+        if self.c is None or not inputs[0].is_cpu or not all(output.is_contiguous() for output in outputs):
+            return None
+        kernel = native.kernel(self.c.name)
+        if kernel is None or not self.c.supports(*inputs):
+            return None
+        block = native.argument_block(map(_c_argument, arguments))
+        run = functools.partial(kernel, ctypes.addressof(block))
+        run.__dict__["kept"] = block, arguments  # the kernel reads their memory
+        return run
+
+    def run_reference(self, *arguments: Any) -> None:
+        """`out`, by the reference."""
+        found = self.reference(*arguments[: len(self._names)])  # type: ignore[call-arg]
+        for output, result in zip(arguments[len(self._names) :], _tensors(found), strict=True):
+            if result is not None:
+                output.copy_(result)
+
+    def _complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        return tuple(values[name] for name in self._names)
+
+    def _supported(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether the kernel in C may replace the reference, whose gradient torch knows."""
+        learning = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        return self.c is not None and not learning and self.c.supports(*inputs)
+
+    def _on_cpu(self, *arguments: Any) -> None:
+        run = self.prepare(*arguments)
         if run is None:
-            return reference(*arguments)
+            return self.run_reference(*arguments)
         run()
 
-    def on_cuda(first: torch.Tensor, *others: Any) -> None:
-        module = programs(first.device) if callable(programs) else programs
-        if not module or (not callable(programs) and why_no_triton(first.device)):
-            return reference(first, *others)
-        program = getattr(importlib.import_module(module if "." in module else f"stepgraph.sampling.kernels.triton.{module}"), name)
+    def _on_cuda(self, first: Tensor, *others: Any) -> None:
+        if self._choose_module:
+            module = self._choose_module(first.device)
+        else:
+            module = "" if not self.triton or why_no_triton(first.device) else self.triton
+        if not module:
+            return self.run_reference(first, *others)
+        program = getattr(importlib.import_module(module), self.name)
         with torch.cuda.device(first.device):
             program(first, *others)
 
-    written = re.findall(r"\(\w!\) (\w+)", schema)
-    made = torch.library.custom_op(f"stepgraph::{name}", on_cpu, mutates_args=written, device_types="cpu", schema=schema)
-    made.register_kernel("cuda")(on_cuda)
-    made.register_fake(lambda *_: None)  # shapes are the caller's
-    if native is not None:
-        _natives[f"stepgraph::{name}"] = native
-    return made
+
+OPERATIONS: dict[str, Operation[Any, Any]] = {}  # by qualified name
 
 
-def settled(func: OpOverload, arguments: Sequence[Any]) -> Run | None:
-    """`func` over memory that stays where it is, past torch's dispatcher; None where it has no native version for these arguments."""
-    native = _natives.get(func._schema.name)
-    return None if native is None or arguments[0].device.type != "cpu" else native(*arguments)
+def operation(
+    outputs: Callable[..., R],
+    *,
+    name: str = "",
+    writes: Sequence[str] = (),
+    triton: bool | Callable[[torch.device], str] = False,
+    c: CKernel | None = None,
+    flashinfer: str = "",
+) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Declare an operation by its reference: a function of tensors and numbers in plain torch, the first argument a tensor.
+
+    outputs: checks the inputs and allocates what the reference returns. writes: inputs that it changes.
+    triton: there is a program of the same name in PACKAGE/triton/MODULE.py; or a function that gives, for a device, the module
+    of the program, empty for the reference. flashinfer: the module that uses FlashInfer instead, where it was chosen.
+    Without a program and without C for its arguments, a call is a call of the reference.
+    """
+    return lambda reference: Operation(reference, outputs, name, writes, triton, c, flashinfer)
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Neighbours of the last dimension side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def native_call(func: OpOverload, arguments: Sequence[Any]) -> Run | None:
+    """A call in C that repeats `func` in the memory of its arguments, without torch's dispatcher; None where there is none."""
+    found = OPERATIONS.get(func._schema.name)
+    return None if found is None else found.prepare(*arguments)
 
 
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _arrangement(hint: Any) -> Callable[[Tensor], Tensor] | None:
+    """The function in Annotated[Tensor, function], also in a union with None."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is Annotated:
+            arrange: Callable[[Tensor], Tensor] = typing.get_args(part)[1]
+            return arrange
+    return None
+
+
+def _schema_type(hint: Any, alias: str) -> str:
+    """As a schema writes it; `alias` names the memory of a tensor that is written."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    (plain,) = (part for part in parts if part is not type(None))
+    base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
+    kind = {Tensor: "Tensor", float: "float", torch.dtype: "ScalarType"}.get(base, "int")
+    return f"{kind}({alias}!)" if alias else kind + "?" * (type(None) in parts)
+
+
+def _count_tensors(returned: Any) -> int:
+    if returned is type(None):
+        return 0
+    return 1 if returned is Tensor else len(getattr(returned, "_fields", typing.get_args(returned)))
+
+
+def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
+    return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
+
+
+def _c_argument(value: Tensor | float | torch.dtype | None) -> native.Argument:
+    if value is None or isinstance(value, torch.dtype):
+        return native.Argument()
+    if not isinstance(value, Tensor):
+        return native.Argument(integer=int(value), real=float(value))
+    sizes = native.FourIntegers(*value.shape), native.FourIntegers(*value.stride())
+    return native.Argument(value.data_ptr(), *sizes, value.dtype is torch.bfloat16)
+
+
+def same_float_type(*tensors: Tensor) -> bool:
+    """Whether all are float32 or all bfloat16: what kernels in C compute with."""
+    return tensors[0].dtype in C_FLOATS and all(tensor.dtype is tensors[0].dtype for tensor in tensors)
+
+
+def is_contiguous(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether all are contiguous and of this type."""
+    return all(tensor.dtype is dtype and tensor.is_contiguous() for tensor in tensors)
+
+
+def why_no_c(*dtypes: torch.dtype) -> str:
+    """Why layers of these types do not run in C on the CPU; empty if they do."""
+    unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in C_FLOATS]
+    return native.why_not() or (f"it supports float32 and bfloat16, not {unknown[0]}" if unknown else "")

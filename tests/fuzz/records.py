@@ -12,7 +12,7 @@ import torch
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.replay import ask_again, other_versions, read_recording
+from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
 from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
@@ -61,11 +61,11 @@ class RecordingDoor(FolderDoor):
 
     def enter(self, given: Value) -> None:
         run = read_recording(self.folder / "run.jsonl")
-        assert all(isinstance(told, str) for told in other_versions(run))
+        assert all(isinstance(told, str) for told in version_differences(run))
         config = run.config
         assert config.max_queued >= len(run.requests)
         if chosen(given, self.share):
-            replayed = ask_again(run, self._engine)
+            replayed = replay_on(self._engine, run)
             assert replayed.requests == len(run.requests) and not self._engine.has_work
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Any, int]
 @pytest.mark.parametrize("setup", [*(replace(setup, eager=False) for setup in SETUPS), *MORE_SETUPS], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
-def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Any, int]]) -> None:
+def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Any, int]]) -> None:
     run_schedule(setup, batch)
 
 
@@ -82,8 +82,8 @@ def test_together_they_are_faster_than_either_alone() -> None:
     copied, _ = rounds("ngram", prompt, given_ids, expected)
     assert both < 0.8 * min(model, copied), (both, model, copied)
     stats = engine.stats()
-    assert 30 < stats.accepted_looked_up_drafts < stats.accepted_drafts, "both of them have a share"
-    assert stats.accepted_looked_up_drafts <= stats.looked_up_drafts
+    assert 30 < stats.drafts.accepted_looked_up < stats.drafts.accepted, "both of them have a share"
+    assert stats.drafts.accepted_looked_up <= stats.drafts.looked_up
 
 
 @pytest.mark.soak
@@ -232,7 +232,7 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
 def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
     engine = shared_engine(SAMPLED)
     alone = [ask(engine, place) for place in range(5)]
-    assert engine.stats().accepted_looked_up_drafts > 5
+    assert engine.stats().drafts.accepted_looked_up > 5
     expecting = [1, *[20, 21, 22] * 7]
     with make_engine(SAMPLED) as another:
         fresh = ask(another, 2, draft_ids=expecting)

@@ -65,7 +65,7 @@ def test_every_job_equals_plain_greedy(setup: Setup, batch: list[tuple[Ask, int]
 @pytest.mark.parametrize("setup", [*SETUPS, *MORE_SETUPS], ids=str)
 @settings(max_examples=1000, derandomize=False)
 @given(batch=batches)
-def test_every_job_equals_plain_greedy_at_length(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
+def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
     run_schedule(setup, batch)
 
 

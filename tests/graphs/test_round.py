@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepgraph.graphs import GraphKey, TapeBackend, drafting, run_eager, stages
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, ResultLayout
-from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.sampling import bitmask, processors, rng, sampler
+from stepgraph.sampling import native as c_library
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, advance
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
+from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import VOCABULARY, compiled
 from tools.gpu.checks.states import GRAMMAR, ROWS, RoundBench
 
@@ -102,9 +102,9 @@ def test_a_greedy_graph_is_spared_all_that_sampling_needs(
     backend: TapeBackend, native: bool, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr(cpu_kernels, "load", lambda: Unavailable("not now"))
-    elif cpu_kernels.why_not():
-        pytest.skip(cpu_kernels.why_not())
+        monkeypatch.setattr(c_library, "load", lambda: Unavailable("not now"))
+    elif c_library.why_not():
+        pytest.skip(c_library.why_not())
     for module, name in (
         (processors, "process"),
         (sampler, "distribution"),

@@ -12,13 +12,13 @@ def holds(stats: EngineStats) -> None:
     """What is true of every snapshot, whenever it was taken."""
     drafting = stats.drafting
     assert drafting.full + drafting.illegal + drafting.improbable + drafting.ended + drafting.undrafted == drafting.rounds
-    assert sum(drafting.accepted) == stats.accepted_drafts <= drafting.tokens <= min(stats.tokens, stats.accepted_drafts + drafting.rounds)
+    assert sum(drafting.accepted) == stats.drafts.accepted <= drafting.tokens <= min(stats.tokens, stats.drafts.accepted + drafting.rounds)
     for places in (drafting.offered, drafting.accepted):
         assert list(places) == sorted(places, reverse=True) and all(count <= drafting.rounds for count in places)
     assert all(accepted <= offered for accepted, offered in zip(drafting.accepted, drafting.offered, strict=True))
-    assert stats.accepted_forced_drafts <= stats.forced_drafts and stats.accepted_looked_up_drafts <= stats.looked_up_drafts
-    assert stats.forced_drafts + stats.looked_up_drafts <= sum(drafting.offered), "a draft has one origin"
-    assert stats.accepted_forced_drafts + stats.accepted_looked_up_drafts <= stats.accepted_drafts
+    assert stats.drafts.accepted_forced <= stats.drafts.forced and stats.drafts.accepted_looked_up <= stats.drafts.looked_up
+    assert stats.drafts.forced + stats.drafts.looked_up <= sum(drafting.offered), "a draft has one origin"
+    assert stats.drafts.accepted_forced + stats.drafts.accepted_looked_up <= stats.drafts.accepted
     assert sum(graph.rounds for graph in stats.graphs) == stats.rounds >= stats.eager_rounds
     assert all(graph.padded_rounds <= min(graph.rounds, graph.padded_rows) for graph in stats.graphs)
     ended = sum(count for _, count in stats.finished)

@@ -51,7 +51,7 @@ def held(engine: Engine) -> Iterator[None]:
 
     def hold() -> None:
         writer = engine._states._writer  # type: ignore[union-attr]
-        with engine._turn, engine._desk.lock, writer._lock, engine._desk._recorder._lock:  # type: ignore[attr-defined]
+        with engine._turn, engine._desk.lock, writer._lock, engine._desk._observer._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
 

@@ -61,7 +61,7 @@ def drafter(proposes: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.soak) for name in CALLS])
-def test_a_capture_in_which_a_model_raises_can_be_made_again(name: str, expected: list[Ending]) -> None:
+def test_capture_succeeds_after_a_model_raised_in_it(name: str, expected: list[Ending]) -> None:
     point, proposes = CALLS[name]
     made = make(greedy_only=True, draft=drafter(proposes))
     with Engine(made._models.target, made._models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)) as fresh:
@@ -79,7 +79,7 @@ def test_a_capture_in_which_a_model_raises_can_be_made_again(name: str, expected
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_model_that_raises_in_a_round_or_a_prompt_closes_the_engine_with_its_cause(name: str) -> None:
+def test_model_error_closes_the_engine_and_is_raised(name: str) -> None:
     point, proposes = CALLS[name]
     assert close_by("python", point, SAMPLE[name], eager=True, draft=drafter(proposes)).struck
 
@@ -114,13 +114,13 @@ def kill(isolated: Engine, expected: list[Ending], behind: bool, number: int) ->
 
 
 @pytest.mark.parametrize(("behind", "number"), [(False, 3), (True, 2)])
-def test_a_worker_that_is_killed_costs_one_request_or_none(isolated: Engine, expected: list[Ending], behind: bool, number: int) -> None:
+def test_killed_worker_fails_at_most_one_request(isolated: Engine, expected: list[Ending], behind: bool, number: int) -> None:
     assert kill(isolated, expected, behind, number).struck
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_worker_that_is_killed_anywhere(isolated: Engine, expected: list[Ending], behind: bool) -> None:
+def test_worker_killed_at_every_point(isolated: Engine, expected: list[Ending], behind: bool) -> None:
     assert sweep(lambda number: kill(isolated, expected, behind, number)) >= 8
 
 
@@ -137,13 +137,13 @@ def read_by_one_who_raises(engine: Engine, expected: list[Ending], number: int) 
     return fault
 
 
-def test_who_reads_events_and_raises_disturbs_nobody(engine: Engine, expected: list[Ending]) -> None:
+def test_exception_in_an_event_consumer_does_not_affect_other_jobs(engine: Engine, expected: list[Ending]) -> None:
     for number in (1, 9):
         assert read_by_one_who_raises(engine, expected, number).struck
     _check_nothing_is_held(engine)
 
 
-def test_a_task_that_raises_cancels_what_it_reads_and_no_more(engine: Engine, expected: list[Ending]) -> None:
+def test_failing_task_cancels_only_its_own_stream(engine: Engine, expected: list[Ending]) -> None:
     async def read(serving: AsyncEngine, place: int, fault: Fault) -> Job:
         prompt, constraint, sampling = ASKS[place]
         async with serving.generate(prompt, constraint=constraint, sampling=sampling, max_new_tokens=14) as stream:
@@ -173,7 +173,7 @@ def test_a_task_that_raises_cancels_what_it_reads_and_no_more(engine: Engine, ex
     _check_nothing_is_held(engine)
 
 
-def test_pages_that_run_out_in_the_midst_of_answers_keep_those_who_come_waiting(engine: Engine, expected: list[Ending]) -> None:
+def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Ending]) -> None:
     """An answer has the pages of its longest end from its beginning on."""
     first = submit(engine, [0, 4])
     engine.step()
@@ -195,7 +195,7 @@ def test_pages_that_run_out_in_the_midst_of_answers_keep_those_who_come_waiting(
     _check_nothing_is_held(engine)
 
 
-def test_saving_that_fails_where_warnings_are_errors_disturbs_nobody(
+def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
     tmp_path: Path, expected: list[Ending], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault, real = Fault(2), StatesWriter._write_shard
@@ -220,7 +220,7 @@ def test_saving_that_fails_where_warnings_are_errors_disturbs_nobody(
 
 
 @pytest.mark.parametrize("name", ["step", "close", "capture"])
-def test_a_draft_function_that_calls_what_called_it_is_told_so(name: str) -> None:
+def test_reentrant_call_from_a_draft_function_is_refused(name: str) -> None:
     kept: list[Engine] = []
 
     def draft(job: Job) -> list[int]:
@@ -237,7 +237,7 @@ def test_a_draft_function_that_calls_what_called_it_is_told_so(name: str) -> Non
         assert len(other.tokens) > 0 and not other.error
 
 
-def test_a_job_of_another_engine_is_not_cancelled(engine: Engine, expected: list[Ending]) -> None:
+def test_cancel_ignores_a_job_of_another_engine(engine: Engine, expected: list[Ending]) -> None:
     """Every engine counts its jobs from one."""
     (job,) = submit(engine, [0])
     other = Job(**{**{field.name: getattr(job, field.name) for field in fields(job) if field.init}, "max_new_tokens": 1})
@@ -249,7 +249,7 @@ def test_a_job_of_another_engine_is_not_cancelled(engine: Engine, expected: list
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(1, len(KEYS) + 1))
-def test_every_key_whose_capture_fails(number: int) -> None:
+def test_capture_failure_of_every_key(number: int) -> None:
     with make_refusing(Refusing(number), on_capture_failure="eager") as engine:
         (failed,) = engine.capture().failed
         assert failed.key == KEYS[number - 1]

@@ -242,14 +242,14 @@ def close_by(host_link: str, point: Point, number: int, **others: Any) -> Fault:
     return fault
 
 
-def test_a_fault_of_nobody_in_particular_closes_the_engine_with_its_cause() -> None:
+def test_engine_fault_closes_the_engine_and_is_raised() -> None:
     assert close_by("python", host_node_raises, 7).struck
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("host_link", LINKS)
 @pytest.mark.parametrize("name", CLOSES)
-def test_every_fault_of_nobody_in_particular(name: str, host_link: str) -> None:
+def test_every_engine_fault(name: str, host_link: str) -> None:
     assert sweep(lambda number: close_by(host_link, CLOSES[name], number)) > 0
 
 
@@ -267,7 +267,7 @@ def check_function(engine: Engine, fault: Fault, expected: list[Ending]) -> Faul
 
 
 @pytest.mark.parametrize("most", [9, pytest.param(1000, marks=pytest.mark.soak)])
-def test_a_draft_function_that_raises_ends_the_request_that_it_was_asked_for(most: int) -> None:
+def test_failing_draft_function_ends_only_its_request(most: int) -> None:
     fault, (_, expected) = Fault(0), shared("python")
     with make(draft=function_raises(fault), rounds_in_flight=1, greedy_only=True, eager=True) as engine:
 

@@ -59,14 +59,14 @@ def doors() -> Iterator[Callable[[str], Door]]:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_is_refused_by_name_or_works(doors: Callable[[str], Door], name: str) -> None:
+def test_sample_of_inputs_is_refused_or_works(doors: Callable[[str], Door], name: str) -> None:
     report = fuzz(doors(name), SAMPLE[name])
     assert report.finds == [], report.finds[0]
     assert report.accepted + report.refused == SAMPLE[name] and report.accepted and report.refused
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
-def test_what_was_found_once_is_refused_or_works(doors: Callable[[str], Door], case: Path) -> None:
+def test_kept_inputs_are_refused_or_work(doors: Callable[[str], Door], case: Path) -> None:
     told = json.loads(case.read_text(encoding="utf-8"))
     door = doors(told["door"])
     found = attempt(door, told["input"], Watch(door.allowed), Reached())
@@ -82,14 +82,14 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_a_guard_that_is_gone_is_missed(doors: Callable[[str], Door], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_detects_its_removed_guard(doors: Callable[[str], Door], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTED[case])
     told = json.loads((ROOT / "tests" / "data" / "fuzz" / f"{case}.json").read_text(encoding="utf-8"))
     door = doors(told["door"])
     assert isinstance(attempt(door, told["input"], Watch(door.allowed), Reached()), Find)
 
 
-def test_the_search_finds_a_guard_that_is_gone(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(params, "_in_range", lambda value, low, high: isinstance(value, (int, float)))
     report = fuzz(doors("sampling"), 1000)
     assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
@@ -115,7 +115,7 @@ class Careless(Door):
         raise ValueError("field: " * (1 if given != "long" else 1000) if given != self.seeds[0] else given)
 
 
-def test_what_a_door_may_not_do_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_effects_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUZZ_LEFT_BEHIND", "")
     monkeypatch.delenv("FUZZ_LEFT_BEHIND")
@@ -127,7 +127,7 @@ def test_what_a_door_may_not_do_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
         assert isinstance(told, Find) and sign in told.what, told
 
 
-def test_inputs_can_be_written_down_and_are_the_same_again() -> None:
+def test_inputs_survive_serialisation() -> None:
     assert bytes_of(blob(b"\0ab")) == b"\0ab" and built(form("tuple", [1, form("pairs", [[2, 3]])])) == (1, {2: 3})
     again = [fuzz(DOORS["sampling"](), 60, seed=5) for _ in range(2)]
     assert again[0].lines == again[1].lines and again[0].accepted == again[1].accepted
@@ -135,7 +135,7 @@ def test_inputs_can_be_written_down_and_are_the_same_again() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", DOORS)
-def test_fifty_thousand_inputs_are_refused_by_name_or_work(name: str, tmp_path: Path) -> None:
+def test_fifty_thousand_inputs_are_refused_or_work(name: str, tmp_path: Path) -> None:
     """In a process of its own, where a crash and a hang are finds too."""
     result = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.fuzz", "--door", name, "--inputs", "50000", "--json", str(result)]

@@ -84,14 +84,14 @@ def fate(engine: Engine, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FATES)
-def test_a_bomb_ends_by_name_or_is_served_and_nobody_else_feels_it(engine: Engine, name: str) -> None:
+def test_expensive_grammar_is_refused_or_served_without_affecting_others(engine: Engine, name: str) -> None:
     told = fate(engine, name)
     assert re.search(FATES[name] or SERVED, told), told
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("limits", [SMALL, GrammarLimits()], ids=["small", "default"])
-def test_every_bomb_ends_by_name_or_is_served(limits: GrammarLimits) -> None:
+def test_every_expensive_grammar_is_refused_or_served(limits: GrammarLimits) -> None:
     with make_engine(SETUP, grammar_limits=limits) as engine:
         for name in BOMBS:
             fate(engine, name)

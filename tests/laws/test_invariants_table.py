@@ -46,11 +46,11 @@ def wrong(laws: dict[int, tuple[str, list[str]]]) -> list[str]:
 TABLE = table((ROOT / "tests" / "INVARIANTS.md").read_text(encoding="utf-8"))
 
 
-def test_every_law_has_tests_and_each_is_there() -> None:
+def test_every_invariant_names_existing_tests() -> None:
     assert list(TABLE) == list(LAWS) and wrong(TABLE) == []
 
 
-def test_the_readme_says_where_the_table_is_and_its_own_has_no_other_laws() -> None:
+def test_readme_links_the_table() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "](tests/INVARIANTS.md)" in readme and list(table(readme)) in ([], list(LAWS))
 
@@ -66,5 +66,5 @@ def test_the_readme_says_where_the_table_is_and_its_own_has_no_other_laws() -> N
         (["laws/test_sampling_law.py::part"], "3: laws/test_sampling_law.py::part"),
     ],
 )
-def test_what_is_not_there_is_seen(names: list[str], told: str) -> None:
+def test_missing_test_name_is_reported(names: list[str], told: str) -> None:
     assert wrong({**TABLE, 3: ("a law", names)}) == [told]

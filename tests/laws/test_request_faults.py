@@ -30,7 +30,7 @@ def seat_of(engine: Engine, job: Job) -> ActiveRequest:
 
 
 @pytest.mark.parametrize("host_link", HOST_LINKS)
-def test_a_matcher_that_fails_is_one_requests_error(host_link: str) -> None:
+def test_matcher_fault_is_one_requests_error(host_link: str) -> None:
     engine = make_engine(Setup(k=3, drafter="perfect", host_link=host_link))
     asks = [([place], CONSTRAINTS[1]) for place in range(3)]
     jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
@@ -48,7 +48,7 @@ def test_a_matcher_that_fails_is_one_requests_error(host_link: str) -> None:
 
 
 @pytest.mark.parametrize("field", [0, 1, 2, 3])
-def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: int) -> None:
+def test_wrong_mask_tag_ends_only_that_request(field: int) -> None:
     """Spoil one field of a row's tags on the device between two rounds: nothing is sampled under that mask."""
     engine = make_engine(Setup(k=2, drafter="perfect", rounds_in_flight=1))
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=50) for place in range(2)]
@@ -67,7 +67,7 @@ def test_a_mask_that_arrives_under_a_wrong_tag_ends_that_request_alone(field: in
 
 @pytest.mark.parametrize("host_link", HOST_LINKS)
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_grammar_out_of_fuel_tells_so(k: int, host_link: str) -> None:
+def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
     engine = make_engine(Setup(k=k, host_link=host_link))
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
     row = seat_of(engine, job).matcher
@@ -121,7 +121,7 @@ def test_a_dead_end_is_one_requests_finish_reason() -> None:
         assert free.tokens == greedy(target, [0], 8, (2,), num_tokens=3).tokens
 
 
-def test_a_broken_device_ends_every_job_with_a_reason_and_closes_the_engine() -> None:
+def test_device_fault_ends_every_job_and_closes_the_engine() -> None:
     def explode(name: str) -> None:
         if armed.is_set() and name == "commit":
             raise OSError("the host is on fire")

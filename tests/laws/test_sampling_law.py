@@ -50,7 +50,7 @@ def check(law: Law) -> None:
     assert int(tally.accepted[good].sum()) > 1.5 * int(tally.accepted[~good].sum()), "drafters differ in what is accepted"
 
 
-def test_the_parts_hold_any_three_values_together_and_make_up_all() -> None:
+def test_parts_cover_all_triples_and_all_combinations() -> None:
     parts = [fraction(part) for part in range(8)]
     assert sorted(itertools.chain(*parts)) == list(range(128))
     for part in parts:
@@ -59,7 +59,7 @@ def test_the_parts_hold_any_three_values_together_and_make_up_all() -> None:
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_what_is_emitted_follows_the_target(part: int) -> None:
+def test_emitted_tokens_follow_the_target_distribution(part: int) -> None:
     """Each setting once, and with each number of drafts and kind of vocabulary any three values together."""
     k, d2t = SHAPES[part]
     check(Law(k, d2t, [EVERY_SETTING[place] for place in fraction(part)], seed=part))
@@ -67,7 +67,7 @@ def test_what_is_emitted_follows_the_target(part: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("k", "d2t"), SHAPES)
-def test_what_is_emitted_follows_the_target_in_every_combination(k: int, d2t: bool) -> None:
+def test_emitted_tokens_follow_the_target_distribution_in_every_combination(k: int, d2t: bool) -> None:
     check(Law(k, d2t, EVERY_SETTING, seed=10 * k + d2t))
 
 
@@ -81,11 +81,11 @@ MIXED = (
 )
 
 
-def test_drafts_that_ignore_the_masks_are_judged_by_the_same_law() -> None:
+def test_unmasked_drafts_keep_the_distribution() -> None:
     assert float(least_chance(Law(3, False, MIXED, draft_masks=False)).min()) > RARE
 
 
-def test_rows_with_fewer_drafts_than_places_or_none_at_all() -> None:
+def test_rows_with_fewer_drafts_than_positions_keep_the_distribution() -> None:
     law = Law(3, True, MIXED)
     law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
     assert float(least_chance(law).min()) > RARE
@@ -94,7 +94,7 @@ def test_rows_with_fewer_drafts_than_places_or_none_at_all() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 10, 40, 200])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
-def test_the_bound_is_one(size: int, share: float) -> None:
+def test_tail_bound_is_an_upper_bound(size: int, share: float) -> None:
     """Against every outcome of a coin, exactly; where Pearson's tail is off by orders of magnitude too."""
     heads = torch.arange(size + 1, dtype=torch.float64)
     chance = [math.comb(size, head) * share**head * (1 - share) ** (size - head) for head in range(size + 1)]
@@ -116,7 +116,7 @@ class TestControls:
         assert (least_chance(law) < RARE).tolist() == wrong
 
     @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "a position later"])
-    def test_one_noise_for_draft_and_target(self, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
+    def test_shared_noise_of_draft_and_target(self, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
         """The number that chose a draft also says whether it holds, or what replaces it, or what follows it."""
         real, draft, target = rng.uniform, rng.Purpose.DRAFT, rng.Purpose.TARGET
 
@@ -130,7 +130,7 @@ class TestControls:
         monkeypatch.setattr(rng, "uniform", uniform)
         self.finds(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
 
-    def test_q_of_the_unmasked_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_probabilities_without_the_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Drafts are drawn under the mask, and judged as if they had not been."""
         real = drafting.choose_draft
 
@@ -157,7 +157,7 @@ class TestControls:
         monkeypatch.setattr(sampler, "distribution", distribution)
         self.finds(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
 
-    def test_penalties_that_do_not_count_the_drafts_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_penalties_that_ignore_previous_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = processors.process
 
         def forgetful(logits: Tensor, rows: processors.RowSettings, before: Tensor, *others: Any) -> Tensor:
@@ -168,7 +168,7 @@ class TestControls:
         self.finds(Law(2, False, asked), [False, True, True, True])
 
     @pytest.mark.parametrize("places", ["first", "none"])
-    def test_q_that_is_not_translated(self, monkeypatch: pytest.MonkeyPatch, places: str) -> None:
+    def test_draft_probabilities_without_d2t(self, monkeypatch: pytest.MonkeyPatch, places: str) -> None:
         """What the draft's own tokens were drawn with is taken for that of the target's first ones, or is not kept."""
         real = drafting.choose_draft
 
@@ -184,7 +184,7 @@ class TestControls:
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)
         self.finds(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
 
-    def test_a_replacement_drawn_from_all_of_p(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replacement_drawn_from_the_full_target_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where a draft does not hold, what it offered is not taken away from what replaces it."""
         real: Callable[..., tuple[Tensor, Tensor]] = acceptance.reject_sample
 

@@ -46,7 +46,7 @@ class ForcedLaw(Law):
 
 
 @pytest.mark.parametrize(("k", "d2t"), [(1, False), (3, True)])
-def test_forced_drafts_keep_the_law(k: int, d2t: bool) -> None:
+def test_forced_drafts_keep_the_distribution(k: int, d2t: bool) -> None:
     law = ForcedLaw(k, d2t, SETTINGS)
     tally = law.tally(ROUNDS)
     assert float(law.chances(tally).min()) > RARE
@@ -55,7 +55,7 @@ def test_forced_drafts_keep_the_law(k: int, d2t: bool) -> None:
     assert not bool(law.buffers.row_forced[law.buffers.batch_rows[~masked]].any())
 
 
-def test_a_forced_draft_judged_as_if_it_were_drawn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_draft_judged_as_sampled_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the draft's own distribution says of it is no matter."""
     real = drafting.choose_draft
 
@@ -70,7 +70,7 @@ def test_a_forced_draft_judged_as_if_it_were_drawn_is_found(monkeypatch: pytest.
     assert found.tolist() == [True, True, True, False], "and where nothing is forced, nothing is wrong"
 
 
-def test_a_forced_token_under_a_wrong_tag_is_not_drafted() -> None:
+def test_forced_token_with_a_wrong_tag_is_not_drafted() -> None:
     """Its mask is another request's, history's or place's, and so is what it forces."""
     law = ForcedLaw(1, False, SETTINGS[:1])
     buffers, rows = law.buffers, law.limits.max_rows

@@ -71,14 +71,14 @@ class ProposedLaw(Law):
 
 
 @pytest.mark.parametrize("k", [1, 3, *(pytest.param(k, marks=pytest.mark.soak) for k in (2, 4, 5, 6))])
-def test_what_is_emitted_follows_the_target(k: int) -> None:
+def test_emitted_tokens_follow_the_target_distribution(k: int) -> None:
     law = ProposedLaw(k, MIXED, seed=k)
     tally = law.tally(20_000)
     assert float(law.chances(tally).min()) > RARE
     assert int(tally.accepted[:1].sum()) > 2_000, "the likeliest token of a place is often said"
 
 
-def test_rows_of_which_some_want_fewer_drafts_or_none() -> None:
+def test_rows_with_different_draft_limits_keep_the_distribution() -> None:
     law = ProposedLaw(3, MIXED)
     law.start[:, Column.DRAFT_LIMIT] = torch.arange(len(law.start)) // len(MIXED) % 4
     assert float(least_chance(law).min()) > RARE
@@ -96,19 +96,19 @@ class TestControls:
         monkeypatch.setattr(acceptance, "reject_sample", wrong(acceptance.reject_sample))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
-    def test_a_draft_that_is_judged_as_if_drawn_from_all_tokens_alike(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_judged_as_uniformly_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
 
         self.finds(monkeypatch, wrong)
 
-    def test_a_draft_that_is_judged_as_if_drawn_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_judged_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
 
         self.finds(monkeypatch, wrong)
 
-    def test_a_replacement_that_may_be_the_draft_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_replacement_that_may_equal_the_rejected_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             def judge(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
                 _, held = real(probs, draft_probs, finite, drafts, count, *others)

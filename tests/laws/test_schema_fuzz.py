@@ -96,20 +96,20 @@ def _valid(judge: jsonschema.Draft202012Validator, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_taken_is_enforced(backend: BackendChoice) -> None:
+def test_accepted_schemas_are_enforced(backend: BackendChoice) -> None:
     judged, found = faults(backend, 1, 1000)
     assert found == [] and judged > 200
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_taken_is_enforced_for_long(backend: BackendChoice) -> None:
+def test_accepted_schemas_are_enforced_long(backend: BackendChoice) -> None:
     judged, found = faults(backend, 2, 60_000)
     assert found == [] and judged > 10_000
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_judge_finds_what_a_guard_held_back(backend: BackendChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validator_detects_a_removed_guard(backend: BackendChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_schema, "_combines", lambda node: False)
     monkeypatch.setattr(schema, "_disjoint", lambda left, right: True)
     assert any(faults(backend, seed, 250)[1] for seed in range(18, 48))  # one seed in six finds it, 18 among them

@@ -39,7 +39,7 @@ ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOL
 PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
-    "JSON text of a schema as it is given, blanks and all": MAX_GIVEN_CHARS,
+    "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
     "levels of a schema": MAX_DEPTH,
     "repetitions in a pattern": MAX_REPEAT,
     "characters or ids of a marker": MAX_MARKER,
@@ -55,14 +55,14 @@ SMALL: dict[str, Any] = {"max_length": 24, "page_size": 4, "num_pages": 12, "max
 
 
 @pytest.mark.parametrize(("what", "name", "default"), ROWS, ids=[row[1] if "." in row[1] else row[0] for row in ROWS])
-def test_a_limit_is_what_the_table_says(what: str, name: str, default: str) -> None:
+def test_limit_equals_the_table(what: str, name: str, default: str) -> None:
     number, _, unit = default.replace(",", "").partition(" ")
     owner, _, field = name.strip("`").partition(".")
     found = FIXED[what] if name == "*fixed*" else getattr(OWNERS[owner], field)
     assert found == float(number) * UNITS.get(unit, 1)
 
 
-def test_the_table_is_whole() -> None:
+def test_table_lists_every_limit() -> None:
     named = {name.strip("`") for _, name, _ in ROWS}
     assert {f"GrammarLimits.{field.name}" for field in fields(GrammarLimits)} <= named
     assert FIXED.keys() == {what for what, name, _ in ROWS if name == "*fixed*"} and len(ROWS) == 32
@@ -105,7 +105,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
-def test_a_limit_of_grammars_is_refused_by_its_name(field: str) -> None:
+def test_exceeded_grammar_limit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
         TWICE[field]()
     assert len(str(caught.value)) < 1000
@@ -146,13 +146,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
+def test_exceeded_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
     call, wanted = REFUSED[name]
     with pytest.raises(ValueError, match=wanted):
         call(tmp_path)
 
 
-def test_blanks_in_a_row_are_few() -> None:
+def test_whitespace_runs_are_bounded() -> None:
     constraint = Constraint.json_object(any_whitespace=True)
     for blanks, taken in ((MAX_WHITESPACE, True), (MAX_WHITESPACE + 1, False)):
         assert accepts(constraint, b"{" + b" " * blanks + b"}") == taken
@@ -173,12 +173,12 @@ def engine() -> Iterator[Engine]:
         ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, want at most max_bias_ids=1"),
     ],
 )  # fmt: skip
-def test_an_engine_refuses_what_is_beyond_its_sizes(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
+def test_engine_sizes_are_enforced(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ValueError, match=wanted):
         engine.submit(**{"max_new_tokens": 2, **asked})
 
 
-def test_rows_and_the_queue_are_bounded(engine: Engine) -> None:
+def test_rows_and_queue_are_bounded(engine: Engine) -> None:
     ask: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
     jobs = []
     for _ in range(3):
@@ -193,7 +193,7 @@ def test_rows_and_the_queue_are_bounded(engine: Engine) -> None:
     assert not engine.has_work
 
 
-def test_compiles_and_the_cache_are_bounded() -> None:
+def test_compilations_and_cache_are_bounded() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, max_compiles=1, cache_bytes=1)
     claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
@@ -205,7 +205,7 @@ def test_compiles_and_the_cache_are_bounded() -> None:
     compiler.close()
 
 
-def test_a_body_is_bounded() -> None:
+def test_request_body_is_bounded() -> None:
     size = str(Bounds.body_bytes + 1).encode()
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-length", size)]})
     with pytest.raises(HttpError) as caught:

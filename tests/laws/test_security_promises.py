@@ -49,7 +49,7 @@ def test_promise_1_a_fault_is_one_requests_error(engine: Engine) -> None:
     check_undisturbed(jobs)
 
 
-def test_promise_2_a_refusal_is_a_sentence_and_changes_nothing(engine: Engine) -> None:
+def test_promise_2_refusal_is_one_sentence_and_changes_nothing(engine: Engine) -> None:
     """Swept by test_fuzz.py and test_validate.py."""
     before = engine.stats()
     for asked in (
@@ -133,7 +133,7 @@ def test_promise_7_a_folder_is_data(tmp_path: Path) -> None:
             open_checkpoint(folder)
 
 
-def test_promise_8_numbers_that_are_none_are_refused_or_that_requests_error(tmp_path: Path) -> None:
+def test_promise_8_non_finite_numbers_are_refused_or_end_the_request(tmp_path: Path) -> None:
     """Swept by test_checkpoint.py, test_request_faults.py and test_fault_sweep.py."""
     folder = Path(shutil.copytree(folder_of("smollm2"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
@@ -166,8 +166,8 @@ def test_promise_10_a_recording_is_its_owners(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for _ in range(3):
             engine.generate([1, 2], max_new_tokens=2)
-        with pytest.warns(RuntimeWarning, match=r"as long as Recording\.max_bytes allows"):
+        with pytest.warns(RuntimeWarning, match=r"its size reached Recording\.max_bytes"):
             engine.generate([1] * 40, max_new_tokens=2, cache_salt="x" * 2000)
     assert path.stat().st_size <= 5000 + 100
-    with pytest.raises(ValueError, match="not there yet"):
+    with pytest.raises(ValueError, match="File exists"):
         Engine(TARGET, vocabulary=VOCABULARY, config=PLAIN, record=path)

@@ -26,7 +26,7 @@ def test_a_sample_of_schedules() -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_a_schedule_that_found_something(seed: int) -> None:
+def test_schedules_that_once_failed(seed: int) -> None:
     run_seed(seed)
 
 
@@ -36,13 +36,13 @@ def test_ten_thousand_schedules(first: int) -> None:
     assert run_many(range(first, first + PART))["schedules"] == PART
 
 
-def test_a_seed_fixes_a_schedule() -> None:
+def test_seed_determines_the_schedule() -> None:
     assert plan(3) == plan(3) != plan(4)
     kinds = {action.kind for seed in range(50) for action in plan(seed)}
     assert kinds == {"submit", "refused", "cancel", "fault", "steps"}
 
 
-def test_a_seed_repeats_itself_whatever_ran_before_it() -> None:
+def test_seed_is_independent_of_previous_runs() -> None:
     def told(seed: int) -> list[list[tuple[tuple[int, ...], FinishReason | None]]]:
         return [[(event.tokens, event.finish_reason) for event in entry.events] for entry in run_seed(seed)]
 
@@ -85,7 +85,7 @@ def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> No
     raise AssertionError(f"{SEEDS_TO_FIND} schedules do not tell of it")
 
 
-def test_a_failure_tells_the_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_message_contains_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(World(0, eager=True))
     page_freed_twice(monkeypatch)
     with pytest.raises(Failure, match=r"AssertionError: .*\npython -m tests.helpers.simulation --seed 5$"):

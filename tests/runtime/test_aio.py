@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from stepgraph import AsyncEngine, Constraint, Engine, FinishReason, Job, SamplingParams, StepEvent
-from stepgraph.runtime.aio_thread import Reading
+from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason, Job, SamplingParams, StepEvent
+from stepgraph.runtime.aio_thread import StreamBuffer
 from tests.helpers.aio_runs import (
     ASKS,
     LONG,
@@ -95,7 +95,7 @@ def test_who_reads_late_gets_one_event_with_all_of_it_and_holds_up_nobody(engine
             late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
             job = await serving.generate([2], max_new_tokens=60, sampling=LONG).result()
             assert len(job.tokens) == 60 and late.job.finished
-            assert not [kept for kept in vars(late._reading).values() if isinstance(kept, list) and kept], "tokens are kept twice"
+            assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)
             assert len(events) == 1 and len(events[0].logprobs) == 40
             check_told(events, late.job)
@@ -119,7 +119,7 @@ def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, mo
         assert serving._stepper is not None
         serving._stepper.stop(drain=True)
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
-        assert sorted(calls) == ["_bring", "_bring", "_settle", "_settle"], "one call for six texts, and those of the end"
+        assert sorted(calls) == ["_resolve", "_resolve", "_wake_readers", "_wake_readers"], "one call for six texts, and those of the end"
         for stream in streams:
             check_told(await read(stream), stream.job)
         await serving.close()
@@ -132,22 +132,23 @@ def test_a_merged_event_adds_up_every_field() -> None:
     job = Job(7, (1,), None, LONG, 60, 2, (), 0)
     events = []
     for place in range(1, 4):
-        values: dict[str, Any] = {field.name: place * (position + 2) for position, field in enumerate(fields(StepEvent))}
+        values: dict[str, Any] = {"drafts": DraftCounts(*(place * (position + 2) for position in range(len(DraftCounts._fields))))}
         values |= {"job_id": 7, "finish_reason": FinishReason.ERROR if place == 3 else None, "error": "burnt" if place == 3 else ""}
         for name in PER_TOKEN:
             values[name] = tuple(f"{name} {place} {token}" for token in range(place))
             getattr(job, name).extend(values[name])
         events.append(StepEvent(**values))
     job.finish_reason, job.error = FinishReason.ERROR, "burnt"
-    reading = Reading(job)
+    buffer = StreamBuffer(job)
     for event in events:
-        reading.add(event)
+        buffer.add(event)
     wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
-    for name in {field.name for field in fields(StepEvent)} - wanted.keys():
-        several = [getattr(event, name) for event in events]
-        wanted[name] = sum(several, ()) if name in PER_TOKEN else sum(several)
-    assert reading.take() == StepEvent(**wanted)
-    assert reading.take() is None
+    wanted["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
+    for name in PER_TOKEN:
+        wanted[name] = sum((getattr(event, name) for event in events), ())
+    assert wanted.keys() == {field.name for field in fields(StepEvent)}
+    assert buffer.take() == StepEvent(**wanted)
+    assert buffer.take() is None
 
 
 def test_forced_drafts_are_added_up() -> None:
@@ -160,16 +161,16 @@ def test_forced_drafts_are_added_up() -> None:
                 late = serving.generate([1], constraint=CONSTRAINTS[1], max_new_tokens=40)
                 await serving.close()
                 (event,) = await read(late)
-                assert (event.num_forced_drafts, event.num_accepted_forced_drafts) == counted(job)
+                assert (event.drafts.forced, event.drafts.accepted_forced) == counted(job)
 
         def counted(job: Job) -> tuple[int, int]:
             again = engine.submit(job.prompt_ids, constraint=job.constraint, max_new_tokens=40)
             events = [event for event in engine.stream() if event.job_id == again.id]
             assert again.tokens == job.tokens
-            return sum(event.num_forced_drafts for event in events), sum(event.num_accepted_forced_drafts for event in events)
+            return sum(event.drafts.forced for event in events), sum(event.drafts.accepted_forced for event in events)
 
         run(main())
-        assert engine.stats().forced_drafts > 0
+        assert engine.stats().drafts.forced > 0
 
 
 def test_a_cancelled_task_cancels_its_job_and_no_other(engine: Engine) -> None:

@@ -215,7 +215,7 @@ def test_what_is_never_closed_ends_with_its_loop_or_when_it_is_dropped(engine: E
     assert not threads[0].is_alive()
     assert [job.finish_reason for job in jobs] == [FinishReason.CANCELLED]
     if kept:
-        with pytest.raises(RuntimeError, match="want a call in the event loop"):
+        with pytest.raises(RuntimeError, match="expected a call in the event loop"):
             kept[0].generate([1])
 
 

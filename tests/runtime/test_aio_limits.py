@@ -92,23 +92,23 @@ def test_what_waits_for_room_is_told_of_the_end() -> None:
 
 def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
     serving = AsyncEngine(engine)
-    with pytest.raises(RuntimeError, match=r"AsyncEngine.generate\(\): it is not open"):
+    with pytest.raises(RuntimeError, match=r"AsyncEngine.generate\(\): not open"):
         serving.generate([1])
 
     async def elsewhere(stream: JobStream) -> None:
-        with pytest.raises(RuntimeError, match="want a call in the event loop that it was opened in"):
+        with pytest.raises(RuntimeError, match="expected a call in the event loop that opened it"):
             serving.generate([1])
         for method in (lambda: serving.submit([1]), stream.__anext__, stream.aclose, serving.close):
-            with pytest.raises(RuntimeError, match="want a call in the event loop"):
+            with pytest.raises(RuntimeError, match="expected a call in the event loop"):
                 await method()
 
     async def main() -> None:
         async with serving:
             stream = serving.generate([1], max_new_tokens=5)
             await asyncio.to_thread(lambda: asyncio.run(elsewhere(stream)))
-            with pytest.raises(RuntimeError, match="want a call in the event loop"):
+            with pytest.raises(RuntimeError, match="expected a call in the event loop"):
                 await asyncio.to_thread(serving.generate, [1])
-            with pytest.raises(RuntimeError, match="open already"):
+            with pytest.raises(RuntimeError, match="already open"):
                 await serving.open()
             with pytest.raises(RuntimeError, match="another thread serves this engine"):
                 await AsyncEngine(engine).open()
@@ -154,7 +154,7 @@ def test_a_fork_is_refused_by_name(engine: Engine) -> None:
             assert os.waitpid(child, 0)[1] == 0
             calls = ("AsyncEngine.generate", "JobStream.__anext__", "AsyncEngine.close")
             assert said == [
-                f"{call}(): got a fork of the process that opened it, want that process: the thread that steps is there" for call in calls
+                f"{call}(): got a forked process, expected the process that opened it, where the stepping thread is" for call in calls
             ]
             assert (await stream.result()).tokens == plain([1], 30).tokens
 

@@ -82,7 +82,7 @@ def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
 
 def counts(made: Engine) -> tuple[int, int, int, int]:
     stats = made.stats()
-    return stats.forced_drafts, stats.accepted_forced_drafts, stats.forced_looks, stats.rounds
+    return stats.drafts.forced, stats.drafts.accepted_forced, stats.forced_looks, stats.rounds
 
 
 def check(jobs: list[tuple[Answer, Job]]) -> None:
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_plain_greedy(k: int, link: str, agreement: float) -
     jobs = run(made)
     check(jobs)
     after = made.stats()
-    assert after.accepted_forced_drafts > before.accepted_forced_drafts
+    assert after.drafts.accepted_forced > before.drafts.accepted_forced
     fills = after.mask_fills - before.mask_fills
     assert fills <= sum((k + 1) * job.rounds for _, job in jobs if job.constraint) + len(jobs) * (k + 1) * made.limits.rounds_in_flight
 
@@ -122,7 +122,7 @@ def test_both_links_propose_the_same() -> None:
     native, python = engine(link="native"), engine(link="python")
     check(run(native))
     check(run(python))
-    assert native.stats().forced_drafts > 0
+    assert native.stats().drafts.forced > 0
     assert counts(native)[:3] == counts(python)[:3]
 
 
@@ -135,25 +135,25 @@ def test_events_count_what_was_forced_and_what_of_it_held() -> None:
     many = made.submit([1, 2], constraint=ORDER, max_new_tokens=32)
     events = list(made.stream())
     after = made.stats()
-    assert sum(event.num_forced_drafts for event in events) == after.forced_drafts - before.forced_drafts
-    assert sum(event.num_accepted_forced_drafts for event in events) == after.accepted_forced_drafts - before.accepted_forced_drafts
-    most = {job.id: max(event.num_forced_drafts for event in events if event.job_id == job.id) for job in (plain, few, many)}
+    assert sum(event.drafts.forced for event in events) == after.drafts.forced - before.drafts.forced
+    assert sum(event.drafts.accepted_forced for event in events) == after.drafts.accepted_forced - before.drafts.accepted_forced
+    most = {job.id: max(event.drafts.forced for event in events if event.job_id == job.id) for job in (plain, few, many)}
     assert most == {plain.id: 0, few.id: 2, many.id: K}
-    assert all(event.num_accepted_forced_drafts <= min(event.num_forced_drafts, event.num_accepted_drafts) for event in events)
+    assert all(event.drafts.accepted_forced <= min(event.drafts.forced, event.num_accepted_drafts) for event in events)
     former = made.submit([1, 2], constraint=Constraint.choice(["total currency " * 6]), max_new_tokens=32)  # all of it forced
-    while not any(event.num_forced_drafts for event in made.step()):
+    while not any(event.drafts.forced for event in made.step()):
         pass
     made.cancel(former)
     alone = made.submit([1, 2], max_new_tokens=24)
     later = [event for event in made.stream() if event.job_id == alone.id]
-    assert alone.tokens == plain.tokens and not any(event.num_forced_drafts for event in later), "in the slot of a former one"
+    assert alone.tokens == plain.tokens and not any(event.drafts.forced for event in later), "in the slot of a former one"
 
 
 def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
     known = [index for index, token in enumerate(VOCABULARY.tokens) if len(token) == 1]
     made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True, forced_drafts=True)
     check(run(made))
-    assert made.stats().accepted_forced_drafts > 8
+    assert made.stats().drafts.accepted_forced > 8
     made.close()
 
 
@@ -178,7 +178,7 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
         for _ in made.stream():
             pass
         texts[-1].append(company[1].tokens)
-        assert made.stats().accepted_forced_drafts > 0
+        assert made.stats().drafts.accepted_forced > 0
     assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
 
 
@@ -189,10 +189,10 @@ def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
     for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
         asked = SamplingParams(temperature=0, bad_token_ids=tuple(names[token] for token in banned), min_new_tokens=8)
         expected = greedy(TARGET, [7, 1], 48, [STOP], COMPILER.compile(constraint), len(VOCABULARY.tokens), asked)
-        before = made.stats().forced_drafts
+        before = made.stats().drafts.forced
         job = made.generate([7, 1], constraint=constraint, sampling=asked, max_new_tokens=48)
         assert (job.tokens, job.finish_reason) == (expected.tokens, reason or expected.reason)
-        assert reason or made.stats().forced_drafts > before
+        assert reason or made.stats().drafts.forced > before
 
 
 def test_the_switch_is_told_and_checked() -> None:
@@ -233,7 +233,7 @@ def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str)
         check(foreseen)
         after, total = made.stats(), sum(job.rounds for _, job in foreseen if job.constraint)
         assert after.mask_fills - before.mask_fills <= (k + 1) * (total + len(jobs) * made.limits.rounds_in_flight)
-        assert (after.accepted_forced_drafts > 0) == forced
+        assert (after.drafts.accepted_forced > 0) == forced
         drawn = [made.generate([7, 1], constraint=ORDER, **sampled).tokens]
         company = [made.submit([7, 1], constraint=constraint, **sampled) for constraint in (None, ORDER, CHOICE)]
         for _ in made.stream():
@@ -252,7 +252,7 @@ def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
     jobs = run(made)
     check(jobs)
     stats = made.stats()
-    assert stats.accepted_drafts == stats.accepted_forced_drafts > 10
+    assert stats.drafts.accepted == stats.drafts.accepted_forced > 10
     assert all(job.rounds == len(job.tokens) for _, job in jobs if not job.constraint)
     assert all(job.rounds < 0.8 * len(job.tokens) for _, job in jobs if job.constraint == ORDER)
     sampled: dict[str, Any] = {"sampling": SamplingParams(temperature=0.9, seed=3), "max_new_tokens": 32}

@@ -59,10 +59,10 @@ def mapped(d2t: Tensor) -> Engine:
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_backend("gpu"), r"backend: got 'gpu', want 'auto', 'tape' or 'cuda'"),
-    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"),
+    (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"),
     (
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
-        r"attention: got 'fast', want one of 'auto', .*'reference'",
+        r"attention: got 'fast', expected one of 'auto', .*'reference'",
     ),
     (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, want at most 3600"),
@@ -78,7 +78,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
-    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, want a string"),  # type: ignore[arg-type]
+    (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), want a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
@@ -150,8 +150,8 @@ def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ({"kind": "submit"}, r"run\.jsonl:1: got .*want the first line of a file that Engine\(record=\.\.\.\) wrote"),
-        ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, want an object"),
+        ({"kind": "submit"}, r"run\.jsonl:1: got .*expected the first line of a file written by Engine\(record=\.\.\.\)"),
+        ({"kind": "engine", "format": 1, "versions": 5}, r"run\.jsonl:1: versions: got int, expected an object"),
     ],
 )
 def test_a_recording_begins_with_what_was_recorded(tmp_path: Path, header: dict[str, Any], told: str) -> None:

@@ -109,11 +109,11 @@ def test_values_are_the_figures() -> None:
         "running": stats.running,
         "waiting": stats.waiting,
         "most_waiting": stats.most_waiting,
-        "accepted_drafts_total": stats.accepted_drafts,
-        "forced_drafts_total": stats.forced_drafts,
-        "accepted_forced_drafts_total": stats.accepted_forced_drafts,
-        "looked_up_drafts_total": stats.looked_up_drafts,
-        "accepted_looked_up_drafts_total": stats.accepted_looked_up_drafts,
+        "accepted_drafts_total": stats.drafts.accepted,
+        "forced_drafts_total": stats.drafts.forced,
+        "accepted_forced_drafts_total": stats.drafts.accepted_forced,
+        "looked_up_drafts_total": stats.drafts.looked_up,
+        "accepted_looked_up_drafts_total": stats.drafts.accepted_looked_up,
         "drafting_rounds_total": drafting.rounds,
         "drafting_tokens_total": drafting.tokens,
         "full_chains_total": drafting.full,
@@ -147,7 +147,7 @@ def test_values_are_the_figures() -> None:
         "evicted_pages_total": stats.evicted_pages,
     }.items():
         assert value(read, name) == figure, name
-    assert stats.tokens > 0 and stats.accepted_drafts > 0 and stats.mask_fills > 0
+    assert stats.tokens > 0 and stats.drafts.accepted > 0 and stats.mask_fills > 0
     assert all(value(read, "finished_total", reason=reason) == count for reason, count in stats.finished)
     assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in Loss)
     for place in (1, 2, 3):

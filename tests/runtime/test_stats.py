@@ -12,8 +12,8 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.ledger import Counters
 from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.stats import Counters
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
@@ -83,8 +83,8 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
         def drafting(self) -> Any:
             return guarded("drafting", lambda: super(Guarded, self).drafting)()
 
-    desk.ledger.__class__ = Guarded
-    for owner, names in ((desk.rows, ("take", "begin", "share", "release")), (desk.ledger, ("drafted",))):
+    desk.counters.__class__ = Guarded
+    for owner, names in ((desk.rows, ("take", "begin", "share", "release")), (desk.counters, ("add_drafting_round",))):
         for name in names:
             vars(owner)[name] = guarded(name, getattr(owner, name))
     for stats in churn(engine):
@@ -95,10 +95,10 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
         "begin",
         "share",
         "release",
-        "drafted",
+        "add_drafting_round",
         "drafting",
         "tokens",
-        "accepted_drafts",
+        "drafts",
         "prompt_tokens",
         "submitted",
     }

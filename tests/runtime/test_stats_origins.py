@@ -90,9 +90,9 @@ def test_a_row_s_former_owner_looked_up_nothing_for_the_next_one() -> None:
             made.step()
         made.cancel(former)
         made.step()
-        before = made.stats().looked_up_drafts
+        before = made.stats().drafts.looked_up
         job = made.generate([3], max_new_tokens=1)
-        assert job.origins == [Origin.TARGET] and made.stats().looked_up_drafts == before > 0
+        assert job.origins == [Origin.TARGET] and made.stats().drafts.looked_up == before > 0
 
 
 def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -> None:
@@ -113,7 +113,7 @@ def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -
         for event in made.stream():
             said[event.job_id].append(event)
     assert Origin.FORCED in beside.origins and len(said[job.id]) > len(said[beside.id]), "they ran side by side"
-    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.num_forced_drafts for event in said[job.id])
+    assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced for event in said[job.id])
 
 
 @pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
@@ -133,7 +133,7 @@ def test_who_proposes_alone(draft: Any, origin: str) -> None:
         said, _ = rounds(made, job, beside)
         after = made.stats()
     assert said == [3 * origin + "T", 3 * origin + "T", origin]
-    assert (after.accepted_looked_up_drafts - before.accepted_looked_up_drafts > 0) == (origin == "L")
+    assert (after.drafts.accepted_looked_up - before.drafts.accepted_looked_up > 0) == (origin == "L")
 
 
 SETUPS = [
@@ -145,7 +145,7 @@ SETUPS = [
 
 def counts(made: Engine) -> list[int]:
     stats = made.stats()
-    return [stats.tokens, stats.accepted_drafts, stats.accepted_forced_drafts, stats.accepted_looked_up_drafts, stats.looked_up_drafts]
+    return [stats.tokens, stats.drafts.accepted, stats.drafts.accepted_forced, stats.drafts.accepted_looked_up, stats.drafts.looked_up]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -159,15 +159,15 @@ def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> N
         assert len(event.origins) == len(event.tokens) and held[Origin.TARGET] <= 1
         assert event.num_accepted_drafts == len(event.tokens) - held[Origin.TARGET]
         assert Origin.TARGET not in event.origins[: event.num_accepted_drafts]
-        assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.num_accepted_forced_drafts, event.num_accepted_looked_up_drafts)
-        assert event.num_looked_up_drafts + event.num_forced_drafts <= made.limits.num_speculative_tokens
+        assert (held[Origin.FORCED], held[Origin.LOOK_UP]) == (event.drafts.accepted_forced, event.drafts.accepted_looked_up)
+        assert event.drafts.looked_up + event.drafts.forced <= made.limits.num_speculative_tokens
         said.append(event)
     for job in jobs:
         assert [origin for event in said if event.job_id == job.id for origin in event.origins] == job.origins
     total = Counter(origin for event in said for origin in event.origins)
     drafted = total.total() - total[Origin.TARGET]
     found = [after - former for after, former in zip(counts(made), before, strict=True)]
-    offered = sum(event.num_looked_up_drafts for event in said)
+    offered = sum(event.drafts.looked_up for event in said)
     assert found == [total.total(), drafted, total[Origin.FORCED], total[Origin.LOOK_UP], offered]
 
 

@@ -77,7 +77,7 @@ def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "told"),
     [
-        (None, MESSAGES, "no chat template"),
+        (None, MESSAGES, "without chat template"),
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),
         ("{{ messages.append(1) }}", MESSAGES, "not callable|unsafe"),

@@ -232,20 +232,20 @@ def test_the_picture_is_a_png_as_wide_as_it_should_be(traced: Traced, tmp_path: 
     assert struct.unpack(">I", content[16:20]) == (1600,)
     with pytest.raises(ValueError, match="got a timeline without rounds"):
         Timeline(()).save_picture(tmp_path / "none.png")
-    with pytest.raises(ValueError, match=r"Timeline\.save_picture\.rounds: got 0, want a whole number >= 1"):
+    with pytest.raises(ValueError, match=r"Timeline\.save_picture\.rounds: got 0, expected an integer >= 1"):
         traced.timeline.save_picture(tmp_path / "none.png", rounds=0)
 
 
 def test_without_matplotlib_the_error_names_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match=r"matplotlib is missing; pip install 'stepgraph\[pictures\]' brings it"):
+    with pytest.raises(RuntimeError, match=r"matplotlib is not installed; pip install 'stepgraph\[pictures\]'"):
         planted(3).save_picture(tmp_path / "rounds.png")
 
 
 @pytest.mark.parametrize("rounds", [0, -1, True, 2.0, None])
 def test_rounds_that_are_no_count_are_refused(traced: Traced, rounds: Any) -> None:
-    with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, want a whole number >= 1"), traced.engine.trace(rounds):
+    with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, expected an integer >= 1"), traced.engine.trace(rounds):
         pass
 
 

@@ -61,9 +61,9 @@ def decode(
             after, tokens, rounds = engine.stats(), sum(len(job.tokens) for job in jobs), sum(job.rounds for job in jobs)
             found[name] = {
                 "rounds_per_token": round(rounds / tokens, 3),
-                "accepted_per_round": round((after.accepted_drafts - before.accepted_drafts) / rounds, 3),
-                "forced_per_round": round((after.forced_drafts - before.forced_drafts) / rounds, 3),
-                "accepted_forced_per_round": round((after.accepted_forced_drafts - before.accepted_forced_drafts) / rounds, 3),
+                "accepted_per_round": round((after.drafts.accepted - before.drafts.accepted) / rounds, 3),
+                "forced_per_round": round((after.drafts.forced - before.drafts.forced) / rounds, 3),
+                "accepted_forced_per_round": round((after.drafts.accepted_forced - before.drafts.accepted_forced) / rounds, 3),
                 "looks_per_round": round((after.forced_looks - before.forced_looks) / rounds, 3),
                 "fills_per_round": round((after.mask_fills - before.mask_fills) / rounds, 3),
             }

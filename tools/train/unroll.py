@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stepgraph.graphs.attention.rope_kv import rotate
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import LlamaLayer
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
@@ -106,7 +106,7 @@ def unroll(
         query, key, value = mixed.split(sizes, 1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = rms_norm(query, layer.query_norm, config.norm_epsilon), rms_norm(key, layer.key_norm, config.norm_epsilon)
-        turns = angles(positions + step, learner.frequencies, mixed.dtype)
+        turns = rope_angles(positions + step, learner.frequencies, mixed.dtype)
         entries = list(lengths) if step == 0 else counts
         chain.append((rotate(key, *turns).split(entries), value.split(entries)))
         query = rotate(query, *turns)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.machinery
-import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
@@ -22,12 +20,10 @@ from stepgraph.sampling.grammar.link.layout import (
     layout_of,
 )
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceBinding, llguidance_api
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.link.xgrammar_binding import XGrammarBinding
+from stepgraph.sampling.native import Unavailable, find_library
 
 __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
-
-FOLDER = Path(__file__).parent
 
 
 class NativeLibrary:
@@ -80,17 +76,7 @@ class NativeLibrary:
         return text.decode(errors="replace")
 
 
-def find_library(folder: Path = FOLDER) -> Path:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"_link{suffix}"
-        if path.exists():
-            return path
-    raise Unavailable("it was not built: there was no C compiler when stepgraph was installed")
-
-
 @functools.cache
 def load() -> NativeLibrary:
-    """The library of this installation; Unavailable, with the reason, where it cannot be used."""
-    if os.name != "posix":
-        raise Unavailable(f"not on {os.name}")
+    """The library of this installation; Unavailable, with the reason, if it cannot be used."""
     return NativeLibrary(find_library())

@@ -16,8 +16,8 @@ from types import ModuleType
 import numpy as np
 
 from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.native import Unavailable
 
 SYMBOLS = {  # what host nodes call
     "compute_mask_into": "llg_matcher_compute_mask_into",

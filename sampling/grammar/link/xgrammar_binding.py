@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from stepgraph.sampling.grammar.link.layout import XGrammarStruct
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.native import Unavailable
 
 MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
 SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments

@@ -16,11 +16,11 @@ from stepgraph.sampling.grammar.constraints.pattern import regex_of
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import refuse
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher, SharedStart
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.native import Unavailable
 
 # The library does not tell what a grammar takes. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two of this.
 # Nor what its lexer learns as masks are made, which is in no account: `GrammarLimits.lexer_states` alone bounds it.

@@ -43,7 +43,7 @@ def masked_candidates(
     logits,  # [B, Q, >= width]
     masks,  # [R, Q, words] int32
     rows,  # [B] int64; not read unless HAS_ROWS
-    ruled,  # [B] bool
+    constrained,  # [B] bool
     status,  # [B, Q] int64; not read unless HAS_STATUS
     bit_of,  # [width] int64, the mask bit of each logit; not read unless HAS_BITS
     candidates,  # [B * Q, tiles] int64
@@ -61,7 +61,7 @@ def masked_candidates(
     """The best legal token of one tile of WORDS mask words. Logits under a mask word without a bit are not even read."""
     line = tl.program_id(0)
     row, position = line // positions, line % positions
-    masked = tl.load(ruled + row).to(tl.int32) * width  # where the mask ends: at once, in a row that has none
+    masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: at once, in a row that has none
     shut = False
     if HAS_STATUS:
         shut = (masked > 0) & (tl.load(status + line) != _OK)
@@ -155,7 +155,7 @@ def masked_argmax(
     logits: Tensor,
     masks: Tensor,
     rows: Tensor | None,
-    ruled: Tensor,
+    constrained: Tensor,
     ids: Tensor | None,
     status: Tensor | None,
     best: Tensor,
@@ -168,10 +168,10 @@ def masked_argmax(
     masked_candidates[tuple(candidates.shape)](
         logits,
         masks,
-        ruled if rows is None else rows,
-        ruled,
-        ruled if status is None else status,
-        ruled if ids is None else ids,
+        constrained if rows is None else rows,
+        constrained,
+        constrained if status is None else status,
+        constrained if ids is None else ids,
         candidates,
         positions,
         width,

@@ -242,6 +242,7 @@ def draw(
     position: Tensor,
     purpose: int,
     ids: Tensor | None,
+    width: int | None,
     probs: Tensor,
     token: Tensor,
     *,

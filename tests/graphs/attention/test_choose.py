@@ -128,12 +128,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
     ("wanted", "shape", "machine", "told"),
     [
         ("triton", SHAPE, {"triton": False}, "planted for cuda"),
-        ("triton", SHAPE, {"capability": (7, 5)}, "it needs compute capability 8.0, and this GPU has 7.5"),
-        ("triton", SHAPE._replace(dtype=torch.float32), {}, "it is for bfloat16 and float16, not for float32"),
-        ("triton", SHAPE._replace(size=320), {}, "its heads are of up to 256 numbers, not of 320"),
+        ("triton", SHAPE, {"capability": (7, 5)}, "it needs compute capability 8.0, this GPU has 7.5"),
+        ("triton", SHAPE._replace(dtype=torch.float32), {}, "it supports bfloat16 and float16, not float32"),
+        ("triton", SHAPE._replace(size=320), {}, "it supports head sizes up to 256, not 320"),
         ("flashinfer", SHAPE, {"flashinfer": False}, "flashinfer is not installed: pip install 'stepgraph[cuda]'"),
-        ("flashinfer", SHAPE._replace(size=96), {}, "its heads are of 64, 128, 256 numbers, not of 96"),
-        ("flashinfer", None, {}, "no model of the engine says in `attends` what it asks of attention"),
+        ("flashinfer", SHAPE._replace(size=96), {}, "it supports head sizes 64, 128, 256, not 96"),
+        ("flashinfer", None, {}, "no model of the engine declares its attention in `attends`"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_with_its_reason(
 ) -> None:
     gpu(monkeypatch, **machine)
     shapes = () if shape is None else (SHAPE._replace(size=64), shape)
-    refusal = f"attention: got '{wanted}', want what runs on cuda, and it does not: {told}"
+    refusal = f"attention: got '{wanted}', expected an implementation that runs on cuda: {told}"
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}$"):
         choose_attention(CUDA, wanted, shapes, 16)
     chosen = choose_attention(CUDA, "auto", shapes, 16)
@@ -161,7 +161,7 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_attention(CUDA, "auto", (), 16) == choose_attention(CPU, "auto", (), 16) == AttentionChoice()
     assert str(choose_attention(CPU, "auto", (SHAPE,), 16)) == "native"
     half = choose_attention(CPU, "auto", (SHAPE, SHAPE._replace(dtype=torch.float16)), 16)
-    assert str(half) == "reference; no native: they are for float32 and bfloat16, not for float16"
+    assert str(half) == "reference; no native: it supports float32 and bfloat16, not float16"
     assert choose_attention(CPU, "reference", (SHAPE,), 16).round_call() is by_reference
 
 
@@ -170,7 +170,7 @@ def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
     gpu(monkeypatch)
     chosen = choose_attention(CUDA, "auto", (SHAPE,), 16)
     assert str(chosen) == "triton; no flashinfer: ModuleNotFoundError: No module named 'flashinfer'"
-    with pytest.raises(ValueError, match="and it does not: ModuleNotFoundError"):
+    with pytest.raises(ValueError, match="runs on cuda: ModuleNotFoundError"):
         choose_attention(CUDA, "flashinfer", (SHAPE,), 16)
 
 
@@ -180,7 +180,8 @@ def test_an_engine_refuses_what_it_cannot_have() -> None:
     target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
     for wanted in ("triton", "flashinfer"):
         config = EngineConfig(attention=wanted, num_speculative_tokens=0, max_length=32)
-        with pytest.raises(ValueError, match=rf"EngineConfig\.attention: got '{wanted}', want what runs on cpu, .* not for cpu"):
+        refusal = rf"EngineConfig\.attention: got '{wanted}', expected an implementation that runs on cpu: .* not on cpu"
+        with pytest.raises(ValueError, match=refusal):
             Engine(target, config=config)
     config = EngineConfig(attention="reference", num_speculative_tokens=0, max_length=32, max_rows=1, greedy_only=True)
     with Engine(target, config=config) as engine:

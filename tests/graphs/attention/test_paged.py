@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers, TapeBackend, run_eager
-from stepgraph.graphs.attention.paged import PART, attention, attention_operation, cache_specs, write_cache
+from stepgraph.graphs.attention.paged import PART, attention, cache_specs, paged_attention
 from stepgraph.graphs.model import ModelInput
 
 PAGE = 8
@@ -127,7 +127,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_the_operation_is_registered_as_torch_wants_it() -> None:
     query, keys, values, (_, positions, slots, tables, size, *_) = make_case([5, 30], 2)
-    opcheck(attention_operation, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
+    opcheck(paged_attention.out, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
 
 
 def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
@@ -145,7 +145,8 @@ def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
     def step(b: StaticBuffers) -> None:
         inputs = ModelInput(b.positions, b.positions, b.slots, b.tables, PAGE)
         for layer in range(2):
-            write_cache(b.a_keys[layer], b.a_values[layer], b.states[:, :, :2], b.states[:, :, 2:], b.slots)
+            b.a_keys[layer].index_put_((b.slots,), b.states[:, :, :2])
+            b.a_values[layer].index_put_((b.slots,), b.states[:, :, 2:])
             b.seen.add_(attention(b.states, b.a_keys[layer], b.a_values[layer], inputs))
 
     recorded = backend.capture(step, buffers)

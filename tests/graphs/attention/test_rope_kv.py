@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_operation, rotate
-from stepgraph.graphs.layers.slot_mapping import angles
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rotate
+from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.runtime.models.llama_config import RopeConfig
 
 TOKENS, HEADS, KV_HEADS, SIZE = 5, 4, 2, 12
@@ -15,7 +15,7 @@ POSITIONS = torch.tensor([0, 1, 30, 4000, 7])
 
 
 def turns(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return angles(POSITIONS, RopeConfig().frequencies(SIZE), dtype)
+    return rope_angles(POSITIONS, RopeConfig().frequencies(SIZE), dtype)
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def test_keys_and_values_lie_in_their_slots(dtype: torch.dtype) -> None:
 def test_the_operation_is_registered_as_torch_wants_it() -> None:
     keys = torch.zeros(9, KV_HEADS, SIZE)
     query = mixed()[0]
-    opcheck(rope_and_write_kv_operation, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), torch.empty(query.shape), keys, keys.clone()))
+    opcheck(rope_and_write_kv.out, (*mixed(), *turns(), torch.tensor([8, 3, 1, 5, 0]), keys, keys.clone(), torch.empty(query.shape)))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

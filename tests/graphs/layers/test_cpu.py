@@ -12,26 +12,19 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.attention.choose import choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape, attention_reference
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_reference
-from stepgraph.graphs.layers import cpu as cpu_kernels
-from stepgraph.graphs.layers.cpu import calls
+from stepgraph.graphs.attention.paged import AttentionShape, paged_attention
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.layers.dense import (
-    gated_operation,
-    linear,
-    normed,
-    opened,
     product,
-    product_operation,
     rms_norm,
-    rms_norm_operation,
     silu_and_mul,
 )
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling import native
+from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.native import Unavailable
 from tests.graphs.attention.test_paged import Case, make_case
 
-LIBRARY = cpu_kernels.load()
-pytestmark = pytest.mark.skipif(isinstance(LIBRARY, Unavailable), reason=str(LIBRARY))
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -53,8 +46,8 @@ def test_attention_is_the_reference_s(heads: int, kv_heads: int, size: int, dtyp
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
         for window in (0, 1, 50):
             wanted, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
-            attention_reference(*arguments(case, window, wanted))
-            run = cpu_kernels.prepared(calls.attention)(*arguments(case, window, found))
+            paged_attention.run_reference(*arguments(case, window, wanted))
+            run = paged_attention.prepare(*arguments(case, window, found))
             assert run is not None
             run()
             live, empty = case.inputs.slots >= case.inputs.page_size, torch.tensor(lengths) == 0
@@ -70,10 +63,10 @@ def test_what_nobody_vouches_for_is_not_read() -> None:
     tables[0, 2:] = 10**9
     assert torch.equal(case._replace(inputs=case.inputs._replace(block_tables=tables)).run(), before)
     tables[0, 1] = 10**9
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         case._replace(inputs=case.inputs._replace(block_tables=tables)).run()
     tables[0, 1] = -1
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         case._replace(inputs=case.inputs._replace(block_tables=tables)).run()
 
 
@@ -104,7 +97,7 @@ def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     wanted_cache = [each.clone() for each in cache]
     wanted = torch.empty(6, 3, size, dtype=dtype)
-    rope_and_write_kv_reference(*(*states, slots, wanted, *wanted_cache))
+    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, wanted))
     found = rope_and_write_kv(*(*states, slots, *cache))
     assert torch.equal(found, wanted)
     assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
@@ -114,7 +107,7 @@ def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
 def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_written(slot: int) -> None:
     states, slots, cache = turning(12, torch.float32)
     slots[-1] = slot
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         rope_and_write_kv(*(*states, slots, *cache))
     assert all(bool(each.isnan().all()) for each in cache)
 
@@ -126,7 +119,7 @@ def test_products_are_right_and_have_the_same_bits_in_any_company(inner: int, ou
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
     for bias in (None, random(outer, dtype=dtype, seed=2)):
         output = torch.full((73, outer), torch.nan, dtype=dtype)
-        run = cpu_kernels.prepared(calls.product)(states, weight, bias, None, output)
+        run = product.prepare(states, weight, bias, None, output)
         assert run is not None
         run()
         wanted = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
@@ -148,16 +141,16 @@ def test_a_product_is_added_as_torch_adds_it(dtype: torch.dtype) -> None:
 def test_several_threads_share_out_torch_s_products(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weight = random(3, 576), random(40, 576, seed=1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert torch.equal(product(states, weight), linear(states, weight))
+    assert torch.equal(product(states, weight), product.reference(states, weight))
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (7, 33), (4, 3, 64)])
 def test_a_norm_is_torch_s_but_for_the_order_of_its_sum(shape: tuple[int, ...]) -> None:
     weight = random(shape[-1], seed=1)
     for states in (random(*shape), random(*shape, seed=2) * 1e-4):
-        torch.testing.assert_close(rms_norm(states, weight, 1e-5), normed(states, weight, 1e-5), rtol=1e-6, atol=0)
+        torch.testing.assert_close(rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5), rtol=1e-6, atol=0)
     states, weight = random(512, shape[-1], dtype=torch.bfloat16), weight.bfloat16()
-    found, wanted = rms_norm(states, weight, 1e-5), normed(states, weight, 1e-5)
+    found, wanted = rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5)
     assert int((found != wanted).sum()) <= found.numel() // 1000, "rounded where torch rounds"
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
 
@@ -171,9 +164,9 @@ def test_heads_apart_are_normalised_where_they_lie(dtype: torch.dtype) -> None:
 
 def test_a_gate_is_torch_s() -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
-    torch.testing.assert_close(silu_and_mul(pairs), opened(pairs), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(silu_and_mul(pairs), silu_and_mul.reference(pairs), rtol=1e-6, atol=1e-30)
     narrow = random(64, 300, dtype=torch.bfloat16) * 4
-    found, wanted = silu_and_mul(narrow), opened(narrow)
+    found, wanted = silu_and_mul(narrow), silu_and_mul.reference(narrow)
     assert int((found != wanted).sum()) <= found.numel() // 1000
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
     assert bool(silu_and_mul(torch.tensor([[torch.nan, 1.0]])).isnan().all())
@@ -189,9 +182,9 @@ def test_a_token_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
-    opcheck(rms_norm_operation, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
-    opcheck(product_operation, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
-    opcheck(gated_operation, (random(3, 8), torch.empty(3, 4)))
+    opcheck(rms_norm.out, (random(3, 8), random(8), 1e-5, torch.empty(3, 8)))
+    opcheck(product.out, (random(3, 8), random(5, 8), None, None, torch.empty(3, 5)))
+    opcheck(silu_and_mul.out, (random(3, 8), torch.empty(3, 4)))
 
 
 def test_what_is_learned_goes_through_torch() -> None:
@@ -224,8 +217,7 @@ def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) ->
         wanted = buffers.output.clone()
         buffers.output.zero_()
         with monkeypatch.context() as patched:
-            patched.setattr(calls, "rms_norm", None)
-            patched.setattr(calls, "gate", None)
+            patched.setattr(operation.Operation, "prepare", None)
             recorded.replay()
         assert torch.equal(buffers.output, wanted)
     backend.close()
@@ -234,28 +226,28 @@ def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case, weight = make_case([5, 30], 3), random(24, seed=1)
     reason = Unavailable("they were not built")
-    monkeypatch.setattr(cpu_kernels, "load", lambda: reason)
+    monkeypatch.setattr(native, "load", lambda: reason)
     wanted = torch.empty_like(case.query)
-    attention_reference(*arguments(case, 0, wanted))
+    paged_attention.run_reference(*arguments(case, 0, wanted))
     assert torch.equal(case.run(), wanted)
-    assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), normed(random(3, 24), weight, 1e-5))
-    assert torch.equal(silu_and_mul(random(3, 24)), opened(random(3, 24)))
+    assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), rms_norm.reference(random(3, 24), weight, 1e-5))
+    assert torch.equal(silu_and_mul(random(3, 24)), silu_and_mul.reference(random(3, 24)))
     states, slots, cache = turning(12, torch.float32)
     wanted_turned, other = torch.empty(6, 3, 12), [each.clone() for each in cache]
-    rope_and_write_kv_reference(*(*states, slots, wanted_turned, *other))
+    rope_and_write_kv.run_reference(*(*states, slots, *other, wanted_turned))
     assert torch.equal(rope_and_write_kv(*(*states, slots, *cache)), wanted_turned)
     choice = choose_attention(torch.device("cpu"), "auto", (AttentionShape(torch.float32, 2, 1, 8),), 16)
     assert str(choice) == "reference; no native: they were not built"
 
 
 def test_a_library_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = cpu_kernels.find_library()
-    monkeypatch.setattr(calls, "OWN_LAYOUT", (0, *calls.OWN_LAYOUT[1:]))
+    path = native.find_library()
+    monkeypatch.setattr(native, "LAYOUT", (0, *native.LAYOUT[1:]))
     with pytest.raises(Unavailable, match="built from other sources; install stepgraph again"):
-        cpu_kernels.open_library(path)
+        native.open_library(path)
     with pytest.raises(Unavailable, match="not built: there was no C compiler"):
-        cpu_kernels.find_library(tmp_path)
+        native.find_library(tmp_path)
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     with pytest.raises(Unavailable, match=r"broken\.so cannot be loaded"):
-        cpu_kernels.open_library(broken)
+        native.open_library(broken)

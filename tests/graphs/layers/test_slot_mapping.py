@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.library import opcheck
 
 from stepgraph.graphs import drafting
-from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.graphs.layers import slot_mapping
+from stepgraph.sampling import native
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
 
-pytestmark = pytest.mark.skipif(isinstance(cpu_kernels.load(), Unavailable), reason=str(cpu_kernels.load()))
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 PAGE, PAGES = 4, 5
 SEEDS = st.integers(0, 2**31 - 1)
 
@@ -36,7 +35,7 @@ def test_tokens_are_placed_as_torch_places_them(seed: int, batch: int, count: in
     tokens, wanted = random(made, -2, 50, batch, count), random(made, 0, 2, batch, count).bool()
     tables = random(made, 1, 40, batch, PAGES)
     arguments = (tokens, wanted, state[:, 3], state[:, 5], tables, offset, PAGE, PAGE * PAGES)
-    for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.placed(*arguments), strict=True):
+    for found, expected in zip(slot_mapping.place_tokens(*arguments), slot_mapping.place_tokens.reference(*arguments), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -45,19 +44,19 @@ def test_entries_are_shifted_as_torch_shifts_them(seed: int, batch: int, count: 
     made = torch.Generator().manual_seed(seed)
     positions, slots = random(made, 0, PAGE * PAGES, batch, count), random(made, 0, 3 * PAGE, batch, count)
     arguments = (positions, slots, random(made, 1, 40, batch, PAGES), PAGE, by, shared)
-    for found, expected in zip(slot_mapping.shift_entries(*arguments), slot_mapping.shifted_entries(*arguments), strict=True):
+    for found, expected in zip(slot_mapping.shift_entries(*arguments), slot_mapping.shift_entries.reference(*arguments), strict=True):
         assert torch.equal(found, expected)
 
 
 def test_a_page_beyond_the_table_is_refused_where_it_is_wanted() -> None:
     tokens, length, end = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([PAGE * PAGES - 1]), torch.tensor([99])
     arguments = (length, end, torch.ones(1, PAGES, dtype=torch.int64), 0, PAGE, 99)
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         slot_mapping.place_tokens(tokens, torch.ones(1, 3, dtype=torch.bool), *arguments)
     inert = slot_mapping.place_tokens(tokens, torch.zeros(1, 3, dtype=torch.bool), *arguments)
     assert bool((inert.slots < PAGE).all())
     beyond = torch.tensor([[PAGE * PAGES + 3]])
-    with pytest.raises(IndexError, match="outside of the cache"):
+    with pytest.raises(IndexError, match="outside of its table"):
         slot_mapping.shift_entries(beyond, beyond, torch.ones(1, PAGES, dtype=torch.int64), PAGE, 1, 0)
 
 
@@ -66,7 +65,9 @@ def test_angles_are_torch_s(dtype: torch.dtype) -> None:
     """To a unit in the last place of float32; hardly ever another bfloat16."""
     positions, frequencies = torch.tensor([0, 1, 5, 777, 131_071]), 10_000.0 ** -(torch.arange(0, 64, 2) / 64)
     for found, expected in zip(
-        slot_mapping.angles(positions, frequencies, dtype), slot_mapping.turned(positions, frequencies, dtype), strict=True
+        slot_mapping.rope_angles(positions, frequencies, dtype),
+        slot_mapping.rope_angles.reference(positions, frequencies, dtype),
+        strict=True,
     ):
         assert found.shape == expected.shape == (5, 1, 64) and found.dtype is dtype
         torch.testing.assert_close(found, expected, rtol=2**-7 if dtype is torch.bfloat16 else 3e-7, atol=2e-7)
@@ -80,12 +81,12 @@ def test_masks_and_tags_go_to_the_place_that_the_tag_names(place: int) -> None:
     tags = random(made, 0, 9, 2, TAG_FIELDS)
     tags[:, 2] = place
     found, expected = ((torch.zeros(4, 3, TAG_FIELDS, dtype=torch.int64), torch.zeros(4, 3, 6, dtype=torch.int32)) for _ in range(2))
-    slot_mapping.place_masks(rows, tags, masks, *found)
-    slot_mapping.moved_masks(rows, tags, masks, *expected)
+    slot_mapping.scatter_masks(rows, tags, masks, *found)
+    slot_mapping.scatter_masks.reference(rows, tags, masks, *expected)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and bool(found[1].any())
     tags[1, 2] = 3
     with pytest.raises(IndexError):
-        slot_mapping.place_masks(rows, tags, masks, *found)
+        slot_mapping.scatter_masks(rows, tags, masks, *found)
 
 
 def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: bool) -> tuple[Any, ...]:
@@ -107,10 +108,18 @@ def settling_case(seed: int, batch: int, ruled: bool, looked_up: bool, forced: b
     )
 
 
+def reference_selection(*case: Any) -> drafting.SelectedDraft:
+    *given, mask = case
+    first = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
+    selected = drafting.select_draft_tensors.reference(*given, *first)
+    looked_up, forced = (None if asked is None else taken for asked, taken in zip(given[5:7], selected[1:], strict=True))
+    return drafting.SelectedDraft(selected.tokens, looked_up, forced)
+
+
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())
 def test_drafts_are_settled_as_torch_settles_them(seed: int, ruled: bool, looked_up: bool, forced: bool) -> None:
     case = settling_case(seed, 8, ruled, looked_up, forced)
-    found, expected = drafting.settle_draft(*case), drafting.settled(*case)
+    found, expected = drafting.select_draft(*case), reference_selection(*case)
     assert torch.equal(found.tokens, expected.tokens)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
         assert (mine is None) == (theirs is None) and (mine is None or theirs is None or torch.equal(mine, theirs))
@@ -119,21 +128,19 @@ def test_drafts_are_settled_as_torch_settles_them(seed: int, ruled: bool, looked
 def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
     case = list(settling_case(0, 8, True, True, False))
     case[5] = torch.full((8,), 10_000)
-    case[7] = case[7]._replace(ruled=torch.ones(8, dtype=torch.bool))
+    case[7] = case[7]._replace(constrained=torch.ones(8, dtype=torch.bool))
     with pytest.raises(IndexError):
-        drafting.settle_draft(*case)
+        drafting.select_draft(*case)
 
 
 def test_the_operations_are_registered_as_torch_wants_them() -> None:
     places = torch.ones(2, 3, dtype=torch.int64)
     column, flags = places[:, 0], places.bool()
-    opcheck(slot_mapping.place_tokens_operation, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
-    opcheck(slot_mapping.shift_entries_operation, (places, places, places, PAGE, 1, 0, places.clone(), places.clone()))
-    opcheck(slot_mapping.angles_operation, (torch.arange(3), torch.ones(2), torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
+    opcheck(slot_mapping.place_tokens.out, (places, flags, column, column, places, 0, PAGE, 9, *(places.clone() for _ in range(3))))
+    opcheck(slot_mapping.shift_entries.out, (places, places, places, PAGE, 1, 0, places.clone(), places.clone()))
+    opcheck(slot_mapping.rope_angles.out, (torch.arange(3), torch.ones(2), torch.float32, torch.empty(3, 1, 4), torch.empty(3, 1, 4)))
     tags, masks = torch.ones(2, TAG_FIELDS, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int32)
-    opcheck(
-        slot_mapping.place_masks_operation, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1))
-    )
+    opcheck(slot_mapping.scatter_masks.out, (torch.arange(2), tags, masks, tags[:, None].repeat(1, 3, 1), masks[:, None].repeat(1, 3, 1)))
     some = torch.arange(2)
     alone = (some, some.bool(), some.bool(), some, 1, None, None, None, None, None, some.clone(), some.bool(), some.bool())
-    opcheck(drafting.settle_draft_operation, alone)
+    opcheck(drafting.select_draft_tensors.out, alone)

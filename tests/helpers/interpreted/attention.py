@@ -8,20 +8,21 @@ import pytest
 import torch
 import triton
 
-from stepgraph.graphs.attention import paged_triton, rope_kv_triton
 from stepgraph.graphs.attention.paged import attention
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
+from stepgraph.graphs.attention.triton import paged as paged_programs
+from stepgraph.graphs.attention.triton import rope_kv as rope_programs
 from tests.graphs.attention.test_paged import Case, make_case
 from tools.bench_attention import Shape, figures
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"
 
 
-def run(case: Case, window: int = 0, least_part: int = paged_triton.LEAST_PART) -> torch.Tensor:
+def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART) -> torch.Tensor:
     """Into memory full of garbage."""
     query, keys, values, (_, positions, slots, tables, size, *_) = case
     output = torch.full_like(query, 7.5)
-    paged_triton.attention(
+    paged_programs.paged_attention(
         query, keys, values, positions, slots, tables, size, window, query.shape[3] ** -0.5, output, least_part=least_part
     )
     return output
@@ -30,7 +31,7 @@ def run(case: Case, window: int = 0, least_part: int = paged_triton.LEAST_PART) 
 def compare(case: Case, window: int = 0, tolerance: float = 2e-6) -> None:
     expected = attention(case.query, case.keys, case.values, case.inputs, window or None)
     live = case.inputs.slots >= case.inputs.page_size
-    for least_part in (paged_triton.LEAST_PART, 4096):  # several parts, and one
+    for least_part in (paged_programs.LEAST_PART, 4096):  # several parts, and one
         found = run(case, window, least_part)
         assert torch.isfinite(found).all(), "an inert query gives numbers too"
         torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=tolerance, atol=tolerance)
@@ -87,14 +88,14 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 def test_a_batch_without_a_live_position_reads_nothing() -> None:
     case = make_case([0, 0], 3, 2, 1, 64, page=16)
     assert bool(case.keys.isnan().all())
-    for least_part in (paged_triton.LEAST_PART, 4096):
+    for least_part in (paged_programs.LEAST_PART, 4096):
         assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
 
 
 def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
     """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
     case = make_case([300, 200], 2, 2, 1, 64, page=16)
-    for least_part in (paged_triton.LEAST_PART, 4096):
+    for least_part in (paged_programs.LEAST_PART, 4096):
         clean = run(case, least_part=least_part)
         case.query[0, 1, 0, 5] = torch.nan
         faulty = run(case, least_part=least_part)
@@ -131,8 +132,8 @@ def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, siz
         found, expected = (
             [torch.full(shape, 7.5, dtype=dtype) for shape in ((5, 3, size), (12, 2, size), (12, 2, size))] for _ in range(2)
         )
-        for run_it, outputs in ((rope_kv_triton.rope_and_write_kv, found), (rope_and_write_kv_reference, expected)):
-            arguments: list[Any] = [*parts, cosines, sines, slots, *outputs]
+        for run_it, outputs in ((rope_programs.rope_and_write_kv, found), (rope_and_write_kv.run_reference, expected)):
+            arguments: list[Any] = [*parts, cosines, sines, slots, *outputs[1:], outputs[0]]
             run_it(*arguments)
         near = 2**-6 if dtype is torch.bfloat16 else 0.0
         for one, other in zip(found, expected, strict=True):

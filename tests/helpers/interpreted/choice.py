@@ -46,7 +46,7 @@ def compare(
     """Kernel and reference on the same inputs, into memory full of garbage."""
     shape = logits.shape[:2]
     outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
-    choice.masked_argmax_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
+    choice.masked_argmax.run_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
     tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
     choice_programs.masked_argmax(logits, masks, rows, ruled, ids, status, *outputs[1], tile=tile)
     torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=0, atol=0, equal_nan=True)
@@ -188,7 +188,7 @@ def test_race_draws_the_reference_s_tokens(width: int) -> None:
     weights[5] = 0
     seed, position = torch.randint(0, 2**62, (rows,), generator=made), torch.arange(rows)
     expected, token = torch.full((2, rows), -9)
-    choice.race_reference(weights, seed, position, Purpose.TARGET, expected)
+    choice.race.run_reference(weights, seed, position, Purpose.TARGET, expected)
     choice_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
     assert torch.equal(token, expected), f"{int((token != expected).sum())} of {rows} differ"
     assert token[5].item() == 0
@@ -198,14 +198,14 @@ def test_race_over_many_tiles_and_a_view() -> None:
     weights = sampler.distribution(torch.randn(3, 5000, generator=torch.Generator().manual_seed(4)), torch.tensor([[1.0, 0, 1, 0]] * 3))
     wide = torch.cat([weights, torch.full((3, 100), INF)], 1)
     expected, token = torch.full((2, 3), -9)
-    choice.race_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
+    choice.race.run_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
     choice_programs.race(wide[:, :5000], torch.arange(3), torch.arange(3), Purpose.DRAFT, token, tile=256)
     assert torch.equal(token, expected)
 
 
 def compare_chains(*inputs: Any, known: Tensor | None = None) -> None:
     outputs: Any = [torch.full((2, len(inputs[0])), -9) for _ in range(3)]
-    for version, run in enumerate((chain.chain_accept_reference, chain_programs.chain_accept)):
+    for version, run in enumerate((chain.chain_accept.run_reference, chain_programs.chain_accept)):
         arguments: Any = (*inputs, known, *(output[version] for output in outputs))
         run(*arguments)
     for name, output in zip(("emitted", "accepted", "finish"), outputs, strict=True):

@@ -45,7 +45,7 @@ def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: 
     params = torch.tensor(rows)
     outputs = torch.full((2, *logits.shape), -7.5)
     expected, probs = outputs[0], outputs[1]
-    filters.distribution_reference(logits, params, expected)
+    filters.distribution.run_reference(logits, params, expected)
     programs.distribution(logits, params, probs, tile=tile or max(32, triton.next_power_of_2(logits.shape[2])), digit_bits=digit_bits)
     assert torch.equal(probs, expected), f"{int((probs != expected).sum())} of {probs.numel()} differ"
     return probs
@@ -116,8 +116,8 @@ def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target:
     seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
     expected, probs = torch.full((2, len(rows), target), -7.5)
     wanted, token = torch.full((2, len(rows)), -9)
-    filters.draw_reference(logits, params, seed, position, Purpose.DRAFT, ids, expected, wanted)
-    programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, probs, token, tile=tile, digit_bits=3)
+    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, wanted)
+    programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, target, probs, token, tile=tile, digit_bits=3)
     assert torch.equal(probs, expected) and torch.equal(token, wanted)
     assert token[3].item() == 0 and bool((probs.gather(1, token[:, None])[:3] > 0).all())
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, Processed, mask_rows, processors
-from stepgraph.sampling.kernels.triton import mask_rows as mask_programs
-from stepgraph.sampling.kernels.triton import processors as processor_programs
+from stepgraph.sampling.kernels import GrammarMask, Processed, masks
+from stepgraph.sampling.kernels.triton import masks as programs
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
 
@@ -32,9 +31,9 @@ def _quiet() -> None:
 def compare(case: Case, tile: int = 0) -> Processed:
     """Program and reference on the same inputs: equal bits, but that both zeros are one."""
     ours, expected = case.outputs(), case.outputs()
-    processors.process_reference(*case.arguments(expected))
+    masks.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
-    processor_programs.process(*case.arguments(ours), tile=tile)
+    programs.process_logits(*case.arguments(ours), tile=tile)
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
     return Processed(*ours)
@@ -121,11 +120,10 @@ def test_mask_status_equals_the_reference(places: int) -> None:
     tags, owner, generated, ruled, rows = tag_inputs(40, places, torch.device("cpu"))
     for first, chosen in ((2, rows), (0, rows), (2, None)):
         outputs = [torch.full((40, places), -9) for _ in range(2)]
-        arguments = (tags, chosen, owner, generated, ruled, first)
-        if chosen is None:
-            arguments = (tags[rows].transpose(0, 1).contiguous().transpose(0, 1), *arguments[1:])
-        mask_rows.mask_status_reference(*arguments, outputs[0])
-        mask_programs.mask_status(*arguments, outputs[1])
+        own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
+        arguments = (own, owner, generated, ruled, first, chosen)
+        masks.mask_status.run_reference(*arguments, outputs[0])
+        programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
         told = outputs[0][ruled]
         assert int((told == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((told != MaskStatus.NONE).sum()) > 0)

@@ -82,7 +82,7 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
     """Program and reference on the same inputs, into memory full of garbage."""
     batch, positions, width = case.target_probs.shape
     outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
-    rejection.reject_sample_reference(*case, *outputs[0])
+    rejection.reject_sample.run_reference(*case, *outputs[0])
     programs.reject_sample(*case, *outputs[1], tile=tile or min(65_536, triton.next_power_of_2(width)))
     assert torch.equal(outputs[1][1], outputs[0][1]), f"accepted {outputs[1][1]}, want {outputs[0][1]}"
     assert torch.equal(outputs[1][0], outputs[0][0]), f"tokens {outputs[1][0]}, want {outputs[0][0]}"

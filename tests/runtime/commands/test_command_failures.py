@@ -22,7 +22,7 @@ from stepgraph.runtime.commands import doctor, doctor_probe, generate
 from stepgraph.runtime.commands.options import set_threads
 from stepgraph.runtime.demo import pair
 from stepgraph.sampling.grammar.link import library as native
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling.native import Unavailable
 from tests.helpers.command_models import model_folder
 
 Captured = pytest.CaptureFixture[str]

@@ -211,11 +211,11 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
         ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
-        ("replay nowhere --toy", "nowhere: No such file or directory, want a file that Engine(record=...) wrote"),
+        ("replay nowhere --toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
         ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with --toy"),
         ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
-        ("replay run.jsonl --model model --draft none", "draft: got none, want NgramLookup"),
+        ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
         ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
     ],
 )
@@ -276,8 +276,8 @@ def test_a_replay_is_judged(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     code, out, errors = ask("replay toy.jsonl --toy", capsys)
     assert code == terminal.FAILED
     first = told["tokens"][0]
-    assert f"different: 1 requests; first job 1, place 0: got {first}, want {first + 1}" in out and "recorded with 2." in errors
+    assert f"different: 1 requests; first job 1, position 0: got {first}, expected {first + 1}" in out and "recorded with 2." in errors
     code, out, errors = ask("replay toy.jsonl --toy --json", capsys)
     document = json.loads(out)
     assert (code, errors, document["equal"], len(document["other_versions"])) == (terminal.FAILED, "", False, 1)
-    assert document["differences"] == [{"job_id": 1, "place": 0, "got": first, "wanted": first + 1, "error": ""}]
+    assert document["differences"] == [{"job_id": 1, "position": 0, "got": first, "expected": first + 1, "error": ""}]

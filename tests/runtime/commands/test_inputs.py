@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.graphs.layers import cpu as cpu_kernels
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import bench, capture_check, options, terminal
 from stepgraph.runtime.commands.options import MAX_THREADS, read_file, read_schema, set_default_threads, set_threads
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
+from stepgraph.sampling import native
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.command_models import model_folder
 
@@ -74,7 +74,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("dtype", "flag", "threads"), [(torch.bfloat16, None, 1), (torch.float16, None, 2), (torch.bfloat16, 2, 2)])
 def test_a_model_whose_layers_run_in_c_gets_one_thread(dtype: torch.dtype, flag: int | None, threads: int) -> None:
     model = torch.nn.Linear(2, 2, dtype=dtype)
-    if cpu_kernels.why_not():
+    if native.why_not():
         threads = 2
     set_default_threads(argparse.Namespace(threads=flag), model)
     assert torch.get_num_threads() == threads

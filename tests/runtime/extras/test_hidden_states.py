@@ -61,7 +61,7 @@ def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, 
         with guard:
             finish(engine, jobs)
         assert engine.stats().host_syncs == 0 and guard.pinned_reads > 10
-        assert k == 0 or engine.stats().accepted_drafts > 20
+        assert k == 0 or engine.stats().drafts.accepted > 20
     saved = SavedStates(tmp_path)
     assert saved.layout == StatesLayout(folder_of("smollm2").name, 160, FEATURE_LAYERS, 3 * 48, 48, "float32")
     texts = {tuple(text.token_ids.tolist()): text for text in saved}
@@ -106,12 +106,12 @@ def test_a_folder_is_continued_and_guarded(tmp_path: Path) -> None:
     for _ in range(2):
         with toy_engine(tmp_path, states_shard_bytes=4000) as engine:
             finish(engine, [engine.submit([place, 2], max_new_tokens=8) for place in range(4)])
-            with pytest.raises(ValueError, match="another writer is at work there"):
+            with pytest.raises(ValueError, match="got a folder that another writer uses"):
                 toy_engine(tmp_path)
     saved = SavedStates(tmp_path)
     assert len(saved) == 8 and len(list(tmp_path.glob("*.safetensors"))) == 2
     assert [text.token_ids.tolist() for text in saved][:4] == [text.token_ids.tolist() for text in saved][4:]
-    with pytest.raises(ValueError, match=r"holds states of StatesLayout.*want an empty folder, or states of"):
+    with pytest.raises(ValueError, match=r"got states of StatesLayout.*expected an empty folder or states of"):
         saving_engine(tmp_path, 0)
 
 
@@ -124,7 +124,7 @@ def test_a_target_that_does_not_tell_its_sizes_is_refused(tmp_path: Path) -> Non
     class Silent(type(TARGET)):  # type: ignore[misc]
         hidden_size = property(lambda self: None, lambda self, value: None)
 
-    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: the target's hidden_size is None, want the width"):
+    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got a target with hidden_size None, expected the width"):
         Engine(Silent(20), config=EngineConfig(num_speculative_tokens=0, save_hidden_states=tmp_path))
 
 
@@ -140,10 +140,10 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
     file = tmp_path / "file"
     file.write_text("")
     for folder in (file, file / "below", tmp_path / "no" / "such"):
-        with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: .*want a folder to write to"):
+        with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: .*expected a writable folder"):
             toy_engine(folder)
     (tmp_path / "states.json").write_text(json.dumps({"format": "another"}))
-    with pytest.raises(ValueError, match="want the format 'stepgraph hidden states 1'"):
+    with pytest.raises(ValueError, match="format: got 'another', expected 'stepgraph hidden states 1'"):
         toy_engine(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_when_the_folder_goes_away_requests_go_on(tmp_path: Path) -> None:
         jobs.append(engine.submit([1], max_new_tokens=8))
         finish(engine, jobs)
 
-    with pytest.warns(RuntimeWarning, match=r"EngineConfig.save_hidden_states: .*states.*; nothing more is saved, requests go on"):
+    with pytest.warns(RuntimeWarning, match=r"EngineConfig.save_hidden_states: .*states.*; nothing more is saved, requests continue"):
         decode_until_it_fails_and_then_once_more()
     engine.close()
     stats = engine.stats()
@@ -219,9 +219,9 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"shards": [{"file": "../x.safetensors", "texts": 1}]}, "want the plain name of a file"),
-        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "holds 4 tensors, want those of 9 texts"),
-        ({"feature_size": 7}, r"features of text 0 have shape \(9, 6\), want \(9, 7\)"),
+        ({"shards": [{"file": "../x.safetensors", "texts": 1}]}, "expected a file name without a folder"),
+        ({"shards": [{"file": "states-00000.safetensors", "texts": 9}]}, "got 4 tensors, expected 4 for each of 9 texts"),
+        ({"feature_size": 7}, r"features of text 0: got the shape \(9, 6\), expected \(9, 7\)"),
         ({"shards": 3}, "not iterable"),
         ({"hidden_sizes": 3}, "hidden_sizes"),
     ],

@@ -19,10 +19,9 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.extras.record import Recorder, Recording
-from stepgraph.runtime.extras.replay import Replayed, ask_again, read_recording, replay
+from stepgraph.runtime.extras.replay import ReplayReport, read_recording, replay, replay_on
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.scheduler import Scheduler
 from tests.helpers.command_models import model_folder
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY
 
@@ -84,8 +83,8 @@ def busy_run(engine: Engine, ready: bool) -> list[Job]:
     return jobs
 
 
-def again(path: Path) -> Replayed:
-    return ask_again(read_recording(path), other_engine())
+def again(path: Path) -> ReplayReport:
+    return replay_on(other_engine(), read_recording(path))
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -97,7 +96,7 @@ def test_a_replay_says_the_same(ready: bool, tmp_path: Path) -> None:
         rounds = engine.stats().rounds
         assert engine.stats().finished[list(FinishReason).index(FinishReason.CANCELLED)][1] > 0
     found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
-    assert found.equal and (found.requests, found.left_out) == (14, 0), found.differences
+    assert found.equal and (found.requests, found.skipped) == (14, 0), found.differences
     assert found.tokens > fixed == 50
     if ready:  # then also where a cancelled text ends, and when who sits down
         assert (found.tokens, found.rounds) == (found.recorded_tokens, rounds)
@@ -124,10 +123,10 @@ def altered(path: Path, kind: str, change: Callable[[dict[str, Any]], object]) -
 @pytest.mark.parametrize(
     ("kind", "change", "told"),
     [
-        ("tokens", lambda line: line["tokens"].__setitem__(0, 9999), (2, "want 9999")),
-        ("tokens", lambda line: line.update(tokens=line["tokens"] + [5]), (2, "got length, want 5")),
-        ("tokens", lambda line: line.update(tokens=line["tokens"][:-1]), (2, "want length")),
-        ("end", lambda line: line.update(reason="stop"), (2, "got length, want stop")),
+        ("tokens", lambda line: line["tokens"].__setitem__(0, 9999), (2, "expected 9999")),
+        ("tokens", lambda line: line.update(tokens=line["tokens"] + [5]), (2, "got length, expected 5")),
+        ("tokens", lambda line: line.update(tokens=line["tokens"][:-1]), (2, "expected length")),
+        ("end", lambda line: line.update(reason="stop"), (2, "got length, expected stop")),
         ("submit", lambda line: line["sampling"].update(seed=6), (2, "")),
         ("submit", lambda line: line["prompt_ids"].__setitem__(0, 50), (2, "")),
     ],
@@ -182,10 +181,10 @@ def test_a_recording_ends_at_its_limit_with_one_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path, record=Recording(path, 4000)) as engine:
         warnings.simplefilter("always")
         jobs = [engine.generate([place], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50) for place in range(6)]
-    assert [str(each.message) for each in caught] == [f"the recording {path} ends here: it is as long as Recording.max_bytes allows"]
+    assert [str(each.message) for each in caught] == [f"the recording {path} ends here: its size reached Recording.max_bytes"]
     assert all(job.finish_reason == FinishReason.LENGTH for job in jobs)
     assert 3000 < path.stat().st_size <= 4000
-    assert read_recording(path).ending.startswith("it was as long") and again(path).equal
+    assert read_recording(path).ending.startswith("its size reached") and again(path).equal
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -194,7 +193,8 @@ def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
         warnings.simplefilter("error" if strict else "always")
         engine.step()
-        recorder = engine._desk._recorder  # type: ignore[attr-defined]
+        recorder = engine._desk._observer
+        assert isinstance(recorder, Recorder) and recorder._file
         recorder._file.close()  # what is written from now on fails
         jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
         for _ in engine.stream():
@@ -216,9 +216,9 @@ def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         Recording(there, 0)
 
 
-def test_without_a_recording_nothing_is_called(tmp_path: Path) -> None:
+def test_engine_without_recording_has_no_observer() -> None:
     with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
-        assert type(engine._desk) is Scheduler
+        assert engine._desk._observer is None
 
 
 def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:
@@ -260,18 +260,16 @@ def test_another_model_is_named_by_its_fingerprint(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=told):
             replay(run, target, draft, vocabulary)
     pair = toy_pair()
-    with pytest.raises(
-        ValueError, match=r"fingerprint \w{16}, want ToyDraft of \d tensors, fingerprint \w{16}, with which it was recorded"
-    ):
+    with pytest.raises(ValueError, match=r"fingerprint \w{16}, expected the recorded ToyDraft of \d tensors, fingerprint \w{16}"):
         replay(run, pair.target, pair.draft, pair.vocabulary)
 
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     good = two_texts().splitlines(keepends=True)
     bad = {
-        ":1: got b'', want the first line": "",
+        ":1: got b'', expected the first line": "",
         ":1: got b'{}": "{}\n",
-        ":1: got format 2, want 1": good[0].replace('"format":1', '"format":2'),
+        ":1: format: got 2, expected 1": good[0].replace('"format":1', '"format":2'),
         ":1: config: ": good[0].replace('"max_rows":2', '"max_rows":0'),
         ":2: JSONDecodeError": good[0] + "nonsense\n",
         ":2: KeyError: 7": good[0] + '{"kind":"tokens","step":1,"job":7,"tokens":[1]}\n',
@@ -283,7 +281,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=re.escape(f"run.jsonl{told}")):
             read_recording(path).config  # noqa: B018
-    with pytest.raises(ValueError, match="Is a directory, want a file"):
+    with pytest.raises(ValueError, match="Is a directory, expected a file"):
         read_recording(tmp_path)
 
 
@@ -295,6 +293,6 @@ def test_embeddings_are_left_out(tmp_path: Path) -> None:
         engine.generate([1, 2, 3, 4], prompt_embeddings={1: torch.ones(2, 32)}, max_new_tokens=3)
         engine.generate([1, 2, 3, 4], max_new_tokens=3)
     found = replay(read_recording(path), loaded.target, None, loaded.vocabulary)
-    assert found.equal and (found.requests, found.left_out) == (2, 1)
+    assert found.equal and (found.requests, found.skipped) == (2, 1)
     (first, _) = [line["embeddings"] for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "submit"]
     assert first[0][:2] == [1, 2] and re.fullmatch(r"[0-9a-f]{16}", first[0][2])

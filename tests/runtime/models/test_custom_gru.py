@@ -79,7 +79,7 @@ def decode(target: Any, draft: Any, drafts: int, sampling: SamplingParams | None
         for _ in engine.stream():
             pass
         stats = engine.stats()
-        return jobs, stats.accepted_drafts / stats.rounds
+        return jobs, stats.drafts.accepted / stats.rounds
 
 
 @pytest.mark.parametrize(("drafts", "likeness"), [(0, 0.0), (3, 0.0), (3, 0.3)])

@@ -113,4 +113,4 @@ def test_it_drafts_from_what_the_target_keeps(k: int) -> None:
                 while len(history) < len(prompt) + NEW:
                     history.append(said(target, history))
                 assert shares or job.tokens == history[len(prompt) :]
-            assert engine.stats().reused_tokens == 4 and engine.stats().accepted_drafts > 0
+            assert engine.stats().reused_tokens == 4 and engine.stats().drafts.accepted > 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,26 +11,20 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.graphs.tape.replay_ops import same_bits
-from stepgraph.sampling import bitmask, kernels
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
-from stepgraph.sampling.kernels import cpu as native
-from stepgraph.sampling.kernels.chain import chain_accept_reference
-from stepgraph.sampling.kernels.choice import masked_argmax_reference
-from stepgraph.sampling.kernels.cpu import calls
-from stepgraph.sampling.kernels.cpu.loader import find_library, open_library
-from stepgraph.sampling.kernels.mask_rows import mask_status_reference
+from stepgraph.sampling import bitmask, kernels, native
+from stepgraph.sampling.kernels.operation import Operation
+from stepgraph.sampling.native import Unavailable
 
-LIBRARY = native.load()
-pytestmark = pytest.mark.skipif(isinstance(LIBRARY, Unavailable), reason=str(LIBRARY))
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 INFINITE = float("inf")
 
 
-def compare(prepare: Callable[..., Any], reference: Callable[..., None], inputs: list[Any], outputs: list[Tensor]) -> list[Tensor]:
+def compare(operation: Operation[..., Any], inputs: list[Any], outputs: list[Tensor]) -> list[Tensor]:
     """Both over memory full of what neither may leave there; gives what they agree on."""
     wanted = [torch.empty_like(each).fill_(-77) for each in outputs]
     found = [torch.empty_like(each).fill_(-99) for each in outputs]
-    reference(*inputs, *wanted)
-    run = native.prepared(prepare)(*inputs, *found)
+    operation.run_reference(*inputs, *wanted)
+    run = operation.prepare(*inputs, *found)
     assert run is not None
     run()
     assert all(same_bits(*pair) for pair in zip(found, wanted, strict=True)), (inputs, found, wanted)
@@ -44,7 +36,7 @@ def choice_outputs(batch: int, places: int) -> list[Tensor]:
 
 
 def choose(*inputs: Any) -> tuple[Tensor, Tensor]:
-    best, token = compare(calls.masked_argmax, masked_argmax_reference, list(inputs), choice_outputs(*inputs[0].shape[:2]))
+    best, token = compare(kernels.masked_argmax, list(inputs), choice_outputs(*inputs[0].shape[:2]))
     return best, token
 
 
@@ -105,7 +97,7 @@ def test_what_lies_outside_is_refused(wrong: int) -> None:
     """Memory that nobody vouches for is not read."""
     logits, masks, ruled = torch.zeros(1, 1, 40), torch.full((9, 1, 2), -1, dtype=torch.int32), torch.tensor([True])
     for rows, ids in ((torch.tensor([wrong]), None), (torch.tensor([0]), torch.full((40,), wrong * 64))):
-        run = native.prepared(calls.masked_argmax)(logits, masks, rows, ruled, ids, None, *choice_outputs(1, 1))
+        run = kernels.masked_argmax.prepare(logits, masks, rows, ruled, ids, None, *choice_outputs(1, 1))
         with pytest.raises(IndexError, match="outside of its table"):
             run and run()
     one = torch.tensor([1])
@@ -127,8 +119,8 @@ def test_a_mask_is_used_by_the_same_rows(batch: int) -> None:
         state = torch.randint(0, 2, (batch, 5), generator=made)
         constrained, rows = torch.rand(batch, generator=made) < 0.8, torch.randint(-9, 9, (batch,), generator=made)
         for chosen in (None, rows):
-            inputs = [tags[:batch] if chosen is None else tags, chosen, state[:, 1], state[:, 3], constrained, first]
-            (status,) = compare(calls.mask_status, mask_status_reference, inputs, [torch.empty(batch, places, dtype=torch.int64)])
+            inputs = [tags[:batch] if chosen is None else tags, state[:, 1], state[:, 3], constrained, first, chosen]
+            (status,) = compare(kernels.mask_status, inputs, [torch.empty(batch, places, dtype=torch.int64)])
             seen |= set(status.flatten().tolist())
     assert len(seen) == {0: 0, 1: len(seen), 8: 9}[batch], "every status came through"
 
@@ -147,7 +139,7 @@ def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> No
         stop_ids, room, known = number(-1, 9, batch, stops), number(-1, 9, batch), number(0, count + 1, batch)
         for held in (None, known):
             inputs = [sampled, finite, drafts, number(-1, count + 3, batch), status, stop_ids, room, held]
-            found = compare(calls.chain_accept, chain_accept_reference, inputs, [torch.empty(batch, dtype=torch.int64)] * 3)
+            found = compare(kernels.chain_accept, inputs, [torch.empty(batch, dtype=torch.int64)] * 3)
             finishes |= set(found[2].tolist())
             lengths |= set(found[0].tolist())
     if batch == 8:
@@ -158,8 +150,8 @@ def step(b: StaticBuffers) -> None:
     status = kernels.mask_status(b.tags, b.numbers, b.numbers, b.ruled)
     best, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled, status=status)
     finite, numbers = torch.isfinite(best), b.numbers
-    emission = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
-    b.output.copy_(torch.stack([emission.emitted, emission.accepted, emission.finish]))
+    outcome = kernels.chain_accept(token, finite, b.drafts, numbers, status, numbers[:, None], numbers)
+    b.output.copy_(torch.stack(outcome))
 
 
 def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
@@ -189,8 +181,7 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = buffers.output.clone()
         buffers.output.zero_()
         with monkeypatch.context() as patched:
-            for name in ("masked_argmax", "mask_status", "chain_accept"):
-                patched.setattr(calls, name, None)
+            patched.setattr(Operation, "prepare", None)
             recorded.replay()
         assert torch.equal(buffers.output, wanted)
         found |= {tuple(row) for row in wanted.tolist()}
@@ -200,7 +191,7 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_and_where_nothing_was_built_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, masks, ruled = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
-    prepare = native.prepared(calls.masked_argmax)
+    prepare = kernels.masked_argmax.prepare
     assert prepare(logits.half(), masks, None, ruled, None, None, *choice_outputs(2, 1)) is None
     assert prepare(logits, masks[..., :1], None, ruled, None, None, *choice_outputs(2, 1)) is None, "a mask narrower than the logits"
     assert prepare(logits, masks[:1], None, ruled, None, None, *choice_outputs(2, 1)) is None, "fewer masks than rows"
@@ -209,13 +200,3 @@ def test_what_does_not_fit_and_where_nothing_was_built_is_the_references(monkeyp
     monkeypatch.setattr(native, "load", lambda: reason)
     assert prepare(logits, masks, None, ruled, None, None, *choice_outputs(2, 1)) is None
     assert torch.equal(kernels.masked_argmax(logits, masks, None, ruled)[1], logits.argmax(-1))
-
-
-def test_a_library_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    path, layout = find_library(native.FOLDER, "_choices"), "stepgraph_choices_layout"
-    with pytest.raises(Unavailable, match="built from other sources; install stepgraph again"):
-        open_library(path, calls.FUNCTIONS, layout, (0, *calls.OWN_LAYOUT[1:]), "")
-    with pytest.raises(Unavailable, match="not built: there was no C compiler"):
-        find_library(tmp_path, "_choices")
-    with pytest.raises(Unavailable, match="cannot be loaded"):
-        open_library(path, calls.FUNCTIONS, "no_such_function", calls.OWN_LAYOUT, "")

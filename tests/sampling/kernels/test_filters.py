@@ -19,6 +19,7 @@ from stepgraph.sampling.kernels import filter_choice, filters, operation
 from stepgraph.sampling.rng import Purpose
 
 PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
+TRITON = "stepgraph.sampling.kernels.triton.filters"
 CPU = torch.device("cpu")
 
 
@@ -43,10 +44,10 @@ def test_functions_give_what_the_plain_ones_give() -> None:
 
 def test_operations_are_registered_as_torch_wants_them() -> None:
     logits, numbers = logits_of(3, 2, 33), torch.arange(3)
-    opcheck(filters.distribution_operation, (logits, PARAMS, torch.empty(3, 2, 33)))
+    opcheck(filters.distribution.out, (logits, PARAMS, torch.empty(3, 2, 33)))
     for ids, width in ((None, 33), (torch.arange(33) * 2, 80)):
         outputs = (torch.empty(3, width), torch.empty(3, dtype=torch.int64))
-        opcheck(filters.draw_operation, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, *outputs))
+        opcheck(filters.draw.out, (logits[:, 0], PARAMS, numbers, numbers, 1, ids, None if ids is None else width, *outputs))
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -100,19 +101,19 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestChoice:
     def test_the_cpu_takes_plain_torch_and_says_why(self) -> None:
         choice = kernels.choose_filters("cpu")
-        assert choice.name == "torch" and filter_choice.programs_for(CPU) == ""
-        assert str(choice) == "torch; no flashinfer: it is for CUDA devices, not for cpu; no triton: it is for CUDA devices, not for cpu"
+        assert choice.name == "torch" and filter_choice.filter_module(CPU) == ""
+        assert str(choice) == "torch; no flashinfer: it runs on CUDA devices, not on cpu; no triton: it runs on CUDA devices, not on cpu"
 
     def test_flashinfer_that_is_missing_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flashinfer", None)
-        monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer_filters", raising=False)
+        monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer", raising=False)
         choice = kernels.choose_filters("cuda:0")
         assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
-        assert filter_choice.programs_for(torch.device("cuda:0")) == "filters"
-        assert filter_choice.programs_for(torch.device("cuda:1")) == "filters", "where nobody asked"
+        assert filter_choice.filter_module(torch.device("cuda:0")) == TRITON
+        assert filter_choice.filter_module(torch.device("cuda:1")) == TRITON, "the default"
         monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
         assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
-        assert filter_choice.programs_for(torch.device("cuda:0")) == "", "the reference"
+        assert filter_choice.filter_module(torch.device("cuda:0")) == "", "the reference"
 
     def test_flashinfer_that_fails_its_probe_is_passed_over(self, stand_in: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         for failing, reason in (("differs", "it keeps other tokens"), ("breaks_in_a_graph", "its replay differs")):
@@ -131,13 +132,13 @@ class TestChoice:
         assert kernels.choose_filters("cuda:0").passed_over == ("no flashinfer: RuntimeError: nvcc: not found",)
 
     def test_a_wish_that_cannot_be_met_is_refused_by_name(self) -> None:
-        with pytest.raises(ValueError, match=r"filters: got 'triton', want what runs on cpu, and it does not: it is for CUDA devices"):
+        with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
             kernels.choose_filters("cpu", "triton")
         with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"):
             EngineConfig(filters="fast")
         target = ToyTarget(32)
         engine = Engine(target, ToyDraft(target), config=EngineConfig(filters="flashinfer", max_length=64))
-        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'flashinfer', want what runs on cpu"):
+        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'flashinfer', expected an implementation that runs on cpu"):
             engine.capture()
         engine.close()
 
@@ -148,7 +149,7 @@ class TestChoice:
             engine = Engine(target, ToyDraft(target), config=config)
             notes = engine.capture().notes
             engine.close()
-            assert f"kernels: {kernels.implementation('cpu')}" in notes
+            assert f"kernels: {kernels.describe('cpu')}" in notes
             assert any(note.startswith("filters: torch; no flashinfer: ") for note in notes) != greedy_only
 
 
@@ -173,19 +174,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.__dict__["sampling"] = module
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
-    monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer_filters", raising=False)
+    monkeypatch.delitem(sys.modules, "stepgraph.sampling.kernels.flashinfer", raising=False)
     return module
 
 
 def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> None:
     """With the stand-in: dead rows, greedy rows, every setting, normalisation and d2t are ours; its own kernels wait for a GPU."""
-    programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer_filters")
+    programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
     assert filter_choice.differs(programs.distribution, CPU) == ""
     ids, seed = torch.randperm(300)[:101], torch.arange(3)
     expected, probs = torch.full((2, 3, 300), -7.5)
     wanted, token = torch.full((2, 3), -9)
-    filters.draw_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, expected, wanted)
-    programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, probs, token)
+    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, wanted)
+    programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, probs, token)
     assert torch.equal(probs, expected) and torch.equal(token, wanted)
 
 

@@ -15,11 +15,10 @@ import torch
 from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
-from stepgraph.sampling import acceptance, bitmask, kernels, rng, sampler
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
+from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice, operation, rejection
-from stepgraph.sampling.kernels import cpu as native
+from stepgraph.sampling.native import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SUITES = sorted(path.name for path in (ROOT / "tests/helpers/interpreted").glob("*.py"))
@@ -95,14 +94,14 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
     logits, masks, rows, ruled = masked_argmax_inputs()
     best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
     for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
-        opcheck(choice.masked_argmax_operation, (logits, some, chosen, ruled, None, status, best, token))
-    opcheck(choice.masked_argmax_operation, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, None, best, token))
-    opcheck(choice.race_operation, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
+        opcheck(choice.masked_argmax.out, (logits, some, chosen, ruled, None, status, best, token))
+    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, None, best, token))
+    opcheck(choice.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
-        opcheck(chain.chain_accept_operation, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
+        opcheck(chain.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
     for k in (0, 2):
         outputs = (torch.empty(6, k + 1, dtype=torch.int64), torch.empty(6, dtype=torch.int64))
-        opcheck(rejection.reject_sample_operation, (*rejection_inputs(k), *outputs))
+        opcheck(rejection.reject_sample.out, (*rejection_inputs(k), *outputs))
 
 
 def test_functions_give_what_the_plain_ones_give() -> None:
@@ -116,10 +115,10 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     inputs = chain_inputs()
     sampled, finite, drafts, count, status, stops, room = inputs
     accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
-    emission = acceptance.emit(sampled, finite, accepted, status, stops, room)
-    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), emission, strict=True))
+    outcome = acceptance.emit(sampled, finite, accepted, status, stops, room)[1:]
+    assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), outcome, strict=True))
     none = torch.tensor([0, 0])
-    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none).emitted.tolist() == [1, 1]
+    assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none)[0].tolist() == [1, 1]
 
 
 def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one() -> None:
@@ -210,11 +209,11 @@ def test_a_tape_repeats_a_rejection_in_place() -> None:
 
 
 def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = any(native.FOLDER.glob("_choices*.so"))
-    assert kernels.implementation("cpu").startswith("C for masked choices" if built else "torch reference (in C: they were not built")
+    run = "C where" if not native.why_not() else "torch (no C: it was not built"
+    assert kernels.describe("cpu").startswith(run)
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
-    assert kernels.implementation("cpu") == "torch reference (in C: planted)"
+    assert kernels.describe("cpu") == "torch (no C: planted)"
     monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
-    assert kernels.implementation("cuda") == "torch reference (planted for cuda)"
+    assert kernels.describe("cuda") == "torch (planted for cuda)"
     monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
-    assert kernels.implementation("cuda:0") == "triton"
+    assert kernels.describe("cuda:0") == "triton"

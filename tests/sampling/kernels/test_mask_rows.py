@@ -16,8 +16,7 @@ from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, mask_rows
-from stepgraph.sampling.kernels import processors as kernel_processors
+from stepgraph.sampling.kernels import GrammarMask, masks
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
@@ -36,9 +35,9 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_are_registered_as_torch_wants_them() -> None:
     tags, owner, generated, ruled, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(mask_rows.mask_status_operation, (some, chosen, owner, generated, ruled, 1, torch.empty(5, 3, dtype=torch.int64)))
+        opcheck(masks.mask_status.out, (some, owner, generated, ruled, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, ruled=False, first=2)):
-        opcheck(kernel_processors.process_operation, case.arguments(case.outputs()))
+        opcheck(masks.process_logits.out, case.arguments(case.outputs()))
 
 
 def test_mask_status_reads_the_rows_it_is_told() -> None:
@@ -58,8 +57,8 @@ def test_process_gives_what_the_plain_functions_give(ruled: bool, own: int) -> N
         masked, status = case.logits, torch.full(case.logits.shape[:2], int(MaskStatus.OK))
         if case.ruling is not None:
             status = case.ruling.status
-            masked = bitmask.apply(masked, case.ruling.masks[case.ruling.rows], case.ruling.ruled, case.ids)
-            shut = case.ruling.ruled[:, None] & (status != MaskStatus.OK)
+            masked = bitmask.apply(masked, case.ruling.masks[case.ruling.rows], case.ruling.constrained, case.ids)
+            shut = case.ruling.constrained[:, None] & (status != MaskStatus.OK)
             masked[shut] = -math.inf
         settings = RowSettings._make([*(table[case.rows] for table in case.settings[:-1]), case.settings.generated])
         logits = processors.process(masked, settings, case.before, case.first, case.ids)
@@ -98,7 +97,7 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
     def step(b: StaticBuffers) -> None:
         status = kernels.mask_status(b.tags, b.owner, b.generated, b.ruled, 2, b.rows)
         ruling = GrammarMask(b.masks, None, b.ruled, status)
-        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], ruling=ruling)
+        found = kernels.process(b.logits, RowSettings(*(b[name] for name in tables)), b.rows, b.owner[:, None], mask=ruling)
         b.processed.copy_(found.logits)
         b.finite.copy_(found.finite)
         b.status.copy_(found.status)
@@ -125,7 +124,7 @@ def test_a_mask_that_does_not_count_allows_nothing_even_if_nobody_looks_at_the_s
     told = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
     ruling = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), told)
     case = case._replace(logits=torch.zeros(2, 2, 64), ruling=ruling)
-    best, _ = kernels.masked_argmax(case.logits, ruling.masks, None, ruling.ruled, status=told)
+    best, _ = kernels.masked_argmax(case.logits, ruling.masks, None, ruling.constrained, status=told)
     expected = [[True, status == MaskStatus.OK], [True, True]]
     assert best.isfinite().tolist() == kernels.process(*case).finite.tolist() == expected
     assert kernels.process(*case).logits.isfinite().any(-1).tolist() == expected

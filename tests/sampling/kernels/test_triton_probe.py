@@ -36,7 +36,7 @@ def _no_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def check_choices(why: str) -> None:
     """Kernels, filters and attention are the references, and each choice has the reason."""
-    assert kernels.implementation(CUDA) == f"torch reference ({why})"
+    assert kernels.describe(CUDA) == f"torch ({why})"
     filters = kernels.choose_filters(CUDA)
     assert filters.name == "torch" and filters.passed_over[-1] == f"no triton: {why}"
     with pytest.raises(ValueError, match="filters: got 'triton'") as refused:
@@ -71,9 +71,9 @@ from tests.stub_cuda.preload import preload_where_needed
 preload_where_needed()
 from triton.runtime.build import compile_module_from_src
 from stepgraph.sampling.kernels.triton import probe
-from tests.test_triton_probe import CUDA, check_choices, register
+from tests.sampling.kernels.test_triton_probe import CUDA, check_choices, operation
 probe.launch = lambda device: compile_module_from_src("int launcher;", "launcher")
-why = register.why_no_triton(CUDA)
+why = operation.why_no_triton(CUDA)
 check_choices(why)
 print(why)
 """
@@ -100,6 +100,6 @@ def test_one_launch_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[torch.device] = []
     monkeypatch.setattr(probe, "launch", launched.append)
     for _ in range(3):
-        assert kernels.implementation(CUDA) == kernels.implementation("cuda:1") == "triton"
+        assert kernels.describe(CUDA) == kernels.describe("cuda:1") == "triton"
         assert filter_choice.why_not("triton", CUDA) == ""
     assert launched == [CUDA, torch.device("cuda:1")]

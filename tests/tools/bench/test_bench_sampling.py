@@ -45,7 +45,11 @@ def test_every_operation_of_the_sampled_path_is_told(capsys: pytest.CaptureFixtu
     document = json.loads(printed[-1])
     assert [(shape["rows"], shape["drafts"]) for shape in document["shapes"]] == [(2, 0), (2, 2)]
     told = {entry["name"] for shape in document["shapes"] for entry in shape["operations"]}
-    assert {"whole stage", "reject_sample", "masked_argmax", "chain_accept"} <= told <= {"whole stage", "settle_draft", *kernels.__all__}
+    assert (
+        {"whole stage", "reject_sample", "masked_argmax", "chain_accept"}
+        <= told
+        <= {"whole stage", "select_draft", "process_logits", "scatter_masks", *kernels.__all__}
+    )
     for shape in document["shapes"]:
         assert shape["turns"] >= 3
         assert shape["accept_over_plain"]["p50"] > 0

@@ -62,7 +62,7 @@ def test_it_says_what_the_engine_says(backend: Backend, k: int, drafter: str) ->
         jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=14) for prompt, constraint in asked]
         for _ in engine.stream():
             pass
-        accepted = engine.stats().accepted_drafts
+        accepted = engine.stats().drafts.accepted
     assert found == [(job.tokens, job.finish_reason) for job in jobs]
     assert {reason for _, reason in found} >= {"constraint_complete", "length"}
     assert loop.accepted == accepted
@@ -81,7 +81,7 @@ def test_with_a_llama_and_an_eagle_head_it_says_what_the_engine_says(backend: Ba
         jobs = [engine.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]
         for _ in engine.stream():
             pass
-        accepted = engine.stats().accepted_drafts
+        accepted = engine.stats().drafts.accepted
     assert found == [(job.tokens, job.finish_reason) for job in jobs]
     assert loop.accepted == accepted > 0
 

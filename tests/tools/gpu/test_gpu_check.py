@@ -127,12 +127,12 @@ def test_the_host_link_is_compiled_where_it_was_not_built(tmp_path: Path, monkey
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     monkeypatch.setenv("CC", "false")
-    assert link.compile_link(tmp_path).endswith("/false: exit code 1") and not list(tmp_path.glob("_link*"))
+    assert link.compile_library(tmp_path).endswith("/false: exit code 1") and not list(tmp_path.glob("_native*"))
     monkeypatch.delenv("CC")
-    assert link.compile_link(tmp_path) == ""
-    assert NativeLibrary(tmp_path / "_link.so").node_address
-    before = (tmp_path / "_link.so").stat().st_mtime_ns
-    assert link.compile_link(tmp_path) == "" and (tmp_path / "_link.so").stat().st_mtime_ns == before, "once"
+    assert link.compile_library(tmp_path) == ""
+    assert NativeLibrary(tmp_path / "_native.so").node_address
+    before = (tmp_path / "_native.so").stat().st_mtime_ns
+    assert link.compile_library(tmp_path) == "" and (tmp_path / "_native.so").stat().st_mtime_ns == before, "once"
 
 
 def test_a_check_repeats_as_often_as_its_budget_allows() -> None:

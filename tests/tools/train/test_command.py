@@ -165,7 +165,7 @@ def test_wrong_data_is_told(flags: dict[str, Any], tmp_path: Path, capsys: pytes
         (
             (empty, "empty.jsonl: got 0 texts of at least 3 tokens, want some"),
             (strange, "data.csv: got the ending '.csv', want .txt, .jsonl, or a folder of saved hidden states"),
-            (tmp_path, "states.json: No such file or directory, want what save_hidden_states writes"),
+            (tmp_path, "states.json: No such file or directory, expected a folder written by EngineConfig.save_hidden_states"),
             (one, "texts to learn from and "),
         )
     ):

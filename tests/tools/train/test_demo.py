@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph import Constraint, StepEvent, Vocabulary
+from stepgraph import Constraint, DraftCounts, StepEvent, Vocabulary
 from stepgraph.sampling.grammar.compile.compiler import GrammarCompiler
 from tools import bench_demo, train_demo, train_head
 from tools.train.demo import words
@@ -60,7 +60,7 @@ def test_names_of_measured_prompts_occur_in_no_training_prompt() -> None:
 
 def test_how_often_drafts_held_is_counted_where_they_were_offered() -> None:
     def job(*accepted: int) -> list[StepEvent]:
-        return [StepEvent(1, tuple(range(number + 1)), number) for number in accepted]
+        return [StepEvent(1, tuple(range(number + 1)), DraftCounts(number)) for number in accepted]
 
     figures = held([job(0, 4, 1, 0), job(0, 2, 3)])
     assert figures["held"][:5] == [1.0, 0.667, 0.333, 0.333, 0.0], "the first round and the last of each do not count"

@@ -205,14 +205,15 @@ class ThreeGraphs:
         best, chosen = kernels.masked_argmax(b.logits, b.masks, None, ruled, status=status)
         room = b.told[:, -1] - b.told[:, -2]
         count = (b.told[:, places] - 1).clamp(min=0)
-        emission = kernels.chain_accept(chosen, torch.isfinite(best), b.told[:, 1:places].contiguous(), count, status, b.stops, room)
+        drafts, finite = b.told[:, 1:places].contiguous(), torch.isfinite(best)
+        emitted, accepted, finish = kernels.chain_accept(chosen, finite, drafts, count, status, b.stops, room)
         live = b.told[:, places] > 0
-        b.taken[:, :-1].copy_(emission.tokens)
-        b.taken[:, -1].copy_(torch.where(live, emission.emitted, 0))
-        self._take(torch.cat([b.taken, emission.finish[:, None], emission.accepted[:, None]], 1).tolist())
+        b.taken[:, :-1].copy_(chosen)
+        b.taken[:, -1].copy_(torch.where(live, emitted, 0))
+        self._take(torch.cat([b.taken, finish[:, None], accepted[:, None]], 1).tolist())
         if self._draft is None or not any(self.rows):
             return
-        b.taken[:, -1].mul_(emission.finish == FinishCode.RUNNING)  # rows that ended draft no more
+        b.taken[:, -1].mul_(finish == FinishCode.RUNNING)  # rows that ended draft no more
         self._graphs["draft"].replay()
         for number in range(1, self.sizes.drafts):
             b.draft_number.fill_(number)

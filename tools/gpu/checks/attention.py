@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from stepgraph.graphs.attention.choose import WISHES, AttentionChoice, choose_attention
+from stepgraph.graphs.attention.choose import ATTENTION, AttentionChoice, choose_attention
 from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionShape, attention
 from stepgraph.graphs.attention.probe import differs
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rope_and_write_kv_reference
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from tools.gpu.checks.context import Context, Figures, summary
 from tools.gpu.checks.kernels import device_us
 from tools.gpu.checks.llama import PAGE, attention_inputs
@@ -21,7 +21,7 @@ def attention_choices_equal_reference(context: Context) -> Figures:
     """Rounds recorded once and replayed with other lengths, prompts in chunks; FlashInfer, which is built here, at one size only."""
     found = context.found
     sizes = HEAD_SIZES[:1] if context.rehearsal else HEAD_SIZES
-    for name, dtype, size in itertools.product(WISHES[:0:-1], (torch.bfloat16, torch.float16), sizes):
+    for name, dtype, size in itertools.product(ATTENTION[:0:-1], (torch.bfloat16, torch.float16), sizes):
         windows = (None,) if name == "flashinfer" else (None, 70)
         shape, label = AttentionShape(dtype, 8, 2, size, windows), f"{name} {str(dtype)[6:]} size={size}"
         if (dtype, size) != (torch.bfloat16, 64) and (name == "flashinfer" or not context.fits(label)):
@@ -50,7 +50,7 @@ def _check_turning(context: Context, dtype: torch.dtype) -> None:
     cache = torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device)
     expected = torch.empty_like(query, memory_format=torch.contiguous_format)
     found = rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1])
-    rope_and_write_kv_reference(query, key, value, cosines, sines, slots, expected, cache[2], cache[3])
+    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, cache[2], cache[3], expected)
     assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} turned numbers differ"
     assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
 

@@ -97,7 +97,7 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
                 page = engine.limits.page_size
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
                 told.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
-                accepted = engine.stats().accepted_drafts
+                accepted = engine.stats().drafts.accepted
         (ours, kept), (theirs, wanted) = told
         assert ours == theirs, f"{name}: a captured engine says {ours}, an eager one {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"

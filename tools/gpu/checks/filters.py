@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.kernels import filters
-from stepgraph.sampling.kernels.filter_choice import WISHES
+from stepgraph.sampling.kernels.filter_choice import FILTERS
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.kernels import device_us
@@ -22,7 +22,7 @@ SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95,
 def filters_equal_references(context: Context) -> Figures:
     """Distributions bit for bit those of the CPU, draws but for near ties, for torch, triton and flashinfer; microseconds of each."""
     found = context.found
-    for name in WISHES[:0:-1]:  # flashinfer last: it may have to be built
+    for name in FILTERS[:0:-1]:  # flashinfer last: it may have to be built
         try:
             kernels.choose_filters(context.device, name)
         except ValueError as refusal:
@@ -50,7 +50,7 @@ def _wanted(batch: int, width: int) -> tuple[Tensor, Tensor]:
     """The CPU's distribution and draw: seconds at the largest sizes, and the same for everything that is compared with them."""
     logits, params = filter_inputs(batch, width)
     seed, probs, token = torch.arange(batch), torch.empty_like(logits), torch.empty(batch, dtype=torch.int64)
-    filters.draw_reference(logits, params, seed, seed, Purpose.DRAFT, None, probs, token)
+    filters.draw.run_reference(logits, params, seed, seed, Purpose.DRAFT, None, None, probs, token)
     return probs, token
 
 
@@ -65,7 +65,7 @@ def _check(context: Context, name: str, batch: int, width: int) -> Figures:
     draws = (token.cpu() != wanted) & ~rows
     assert name == "flashinfer" or not bool(rows.any()), f"V={width}: {int(rows.sum())} of {batch} rows differ from the CPU's"
     assert int(draws.sum()) <= batch // 50, f"V={width}: {int(draws.sum())} of {batch} draws differ"
-    distribution = partial(filters.distribution_operation, here[:, None], asked, probs[:, None])
-    draw = partial(filters.draw_operation, here, asked, seeds, seeds, int(Purpose.DRAFT), None, probs, token)
+    distribution = partial(filters.distribution.out, here[:, None], asked, probs[:, None])
+    draw = partial(filters.draw.out, here, asked, seeds, seeds, int(Purpose.DRAFT), None, None, probs, token)
     times = {"distribution_us": device_us(context, distribution)["median"], "draw_us": device_us(context, draw)["median"]}
     return {"different_rows": int(rows.sum()), "different_draws": int(draws.sum()), **times}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.graphs.attention.paged import attention_operation
+from stepgraph.graphs.attention.paged import paged_attention
 from tools import bench_kernels
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.kernels import device_us
@@ -60,4 +60,4 @@ def _attention(context: Context, batch: int, count: int, length: int, size: int)
     least = 2 * held * keys[0].nbytes + 2 * query.nbytes
     output = torch.empty_like(query)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, size**-0.5, output)
-    return least, device_us(context, partial(attention_operation, query, keys, values, *arguments))["median"]
+    return least, device_us(context, partial(paged_attention.out, query, keys, values, *arguments))["median"]

@@ -21,7 +21,7 @@ Call = Callable[[], object]
 
 def kernels_equal_references(context: Context) -> Figures:
     """Every kernel against plain torch on the same inputs: choices at odd widths, races, chains; microseconds of both."""
-    found: Figures = {"implementation": kernels.implementation(context.device)}
+    found: Figures = {"implementation": kernels.describe(context.device)}
     for batch, k in itertools.product((1, 64), (0, 4, 8)):
         found[f"chain_accept B={batch} K={k}"] = _check_chain(context, batch, k)
     for batch, width in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
@@ -72,12 +72,12 @@ def _check_choice(context: Context, batch: int, width: int, dtype: torch.dtype) 
     status[batch // 3] = int(MaskStatus.COMPLETE)
     best = torch.empty(batch, 2, device=context.device)
     token = torch.empty(batch, 2, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.masked_argmax_reference, logits, masks, rows, ruled, None, status, best, token)
+    reference: Call = partial(choice.masked_argmax.run_reference, logits, masks, rows, ruled, None, status, best, token)
     reference()
     found_best, found_token = kernels.masked_argmax(logits, masks, rows, ruled, status=status)
     torch.testing.assert_close(found_best, best, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found_token, token), f"V={width} {dtype}: {int((found_token != token).sum())} tokens differ"
-    return times_of(context, partial(choice.masked_argmax_operation, logits, masks, rows, ruled, None, status, best, token), reference)
+    return times_of(context, partial(choice.masked_argmax.out, logits, masks, rows, ruled, None, status, best, token), reference)
 
 
 def _check_race(context: Context, batch: int, width: int) -> Figures:
@@ -88,13 +88,13 @@ def _check_race(context: Context, batch: int, width: int) -> Figures:
     weights = sampler.distribution(scores.to(context.device), row.to(context.device))
     seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(context.device) for _ in range(2))
     token = torch.empty(batch, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.race_reference, weights, seed, position, Purpose.DRAFT, token)
+    reference: Call = partial(choice.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
-        choice.race_reference(weights, seed, position + step, Purpose.DRAFT, token)
+        choice.race.run_reference(weights, seed, position + step, Purpose.DRAFT, token)
         different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
     assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
-    times = times_of(context, partial(choice.race_operation, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    times = times_of(context, partial(choice.race.out, weights, seed, position, int(Purpose.DRAFT), token), reference)
     return {"draws": repeats * batch, "different": different, **times}
 
 
@@ -110,13 +110,13 @@ def _check_chain(context: Context, batch: int, k: int) -> Figures:
     on_cpu = (sampled, draw(10, k + 1) > 0, drafts, draw(k + 1), status, draw(7, 3, low=-1), draw(12, low=1))
     sampled, finite, drafts, count, status, stops, room = (tensor.to(context.device) for tensor in on_cpu)
     outputs = [torch.empty_like(room) for _ in range(3)]
-    reference: Call = partial(chain.chain_accept_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
+    reference: Call = partial(chain.chain_accept.run_reference, sampled, finite, drafts, count, status, stops, room, None, *outputs)
     reference()
-    emission = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
-    for name, expected in zip(("emitted", "accepted", "finish"), outputs, strict=True):
-        assert torch.equal(getattr(emission, name), expected), f"K={k}: {name} differs"
+    found = kernels.chain_accept(sampled, finite, drafts, count, status, stops, room)
+    for name, ours, expected in zip(("emitted", "accepted", "finish"), found, outputs, strict=True):
+        assert torch.equal(ours, expected), f"K={k}: {name} differs"
     return times_of(
-        context, partial(chain.chain_accept_operation, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
+        context, partial(chain.chain_accept.out, sampled, finite, drafts, count, status, stops, room, None, *outputs), reference
     )
 
 

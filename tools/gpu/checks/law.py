@@ -54,7 +54,7 @@ def sampled_texts_have_the_targets_law(context: Context) -> Figures:
     for draft_masks in (True,) if context.rehearsal else (True, False):
         with context.engine(3, draft_masks=draft_masks, agreement=0.5, rows=8) as engine:
             told = _told(engine, count)
-            accepted = engine.stats().accepted_drafts
+            accepted = engine.stats().drafts.accepted
         strange = set(told) - set(texts)
         assert not strange, f"texts of no probability: {strange}"
         assert accepted > 0, "no draft held: nothing was speculated about"

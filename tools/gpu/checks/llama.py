@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.attention.paged import HEAD_SIZES, attention, attention_operation, attention_reference
+from stepgraph.graphs.attention.paged import HEAD_SIZES, attention, paged_attention
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
@@ -60,14 +60,14 @@ def _check_attention(context: Context, batch: int, count: int, length: int, size
     found = attention(query, keys, values, inputs, window or None)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5)
     expected, output = torch.empty_like(query), torch.empty_like(query)
-    attention_reference(query.float(), keys.float(), values.float(), *arguments, expected)
+    paged_attention.run_reference(query.float(), keys.float(), values.float(), *arguments, expected)
     live = inputs.slots >= PAGE
     torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=0.02, atol=0.02)
     one = ModelInput(inputs.positions[-1:], inputs.positions[-1:], inputs.slots[-1:], inputs.block_tables[-1:], PAGE)
     alone = attention(query[-1:], keys, values, one, window or None)
     assert torch.equal(alone[0][live[-1]], found[-1][live[-1]]), "a row alone has other bits than in company"
-    kernel = partial(attention_operation, query, keys, values, *arguments, output)
-    reference = partial(attention_reference, query, keys, values, *arguments, output)
+    kernel = partial(paged_attention.out, query, keys, values, *arguments, output)
+    reference = partial(paged_attention.run_reference, query, keys, values, *arguments, output)
     return times_of(context, kernel, reference)
 
 

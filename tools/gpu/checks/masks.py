@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import mask_rows, processors
+from stepgraph.sampling.kernels import masks
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context, Figures
@@ -134,7 +134,7 @@ def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) 
 
 def masks_and_processors_equal_references(context: Context) -> Figures:
     """Tags, masks, penalties, biases and stop tokens, at every place, with and without a vocabulary of the draft's own."""
-    found: Figures = {"implementation": kernels.implementation(context.device)}
+    found: Figures = {"implementation": kernels.describe(context.device)}
     for batch, places in itertools.product((1, 64), (1, 5, 9)):
         found[f"mask_status B={batch} N={places}"] = _check_tags(context, batch, places)
     for batch, vocabulary in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
@@ -166,20 +166,20 @@ def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, T
 def _check_tags(context: Context, batch: int, places: int) -> Figures:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
     status = torch.empty(batch, places, dtype=torch.int64, device=context.device)
-    arguments = (tags, rows, owner, generated, ruled, 2, status)
-    mask_rows.mask_status_reference(*arguments)
+    arguments = (tags, owner, generated, ruled, 2, rows, status)
+    masks.mask_status.run_reference(*arguments)
     assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), status), f"N={places}: statuses differ"
-    return times_of(context, partial(mask_rows.mask_status_operation, *arguments), partial(mask_rows.mask_status_reference, *arguments))
+    return times_of(context, partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments))
 
 
 def _check_process(context: Context, case: Case) -> Figures:
     case = case.on(context.device)
     outputs = case.outputs()
     arguments = case.arguments(outputs)
-    reference = partial(processors.process_reference, *arguments)
+    reference = partial(masks.process_logits.run_reference, *arguments)
     reference()
     found = kernels.process(*case)
     for name, ours, expected in zip(kernels.Processed._fields, found, outputs, strict=True):
         same = (ours == expected) | (ours.isnan() & expected.isnan())
         assert bool(same.all()), f"{name} differs at {int((~same).sum())} places"
-    return times_of(context, partial(processors.process_operation, *arguments), reference)
+    return times_of(context, partial(masks.process_logits.out, *arguments), reference)

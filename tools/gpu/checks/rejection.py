@@ -33,7 +33,7 @@ class Judgement(NamedTuple):
 
 def rejection_equals_reference(context: Context) -> Figures:
     """Exact rejection against plain torch on the same inputs, at odd widths and every length of chain; microseconds of both."""
-    found: Figures = {"implementation": kernels.implementation(context.device)}
+    found: Figures = {"implementation": kernels.describe(context.device)}
     for batch, k, width in itertools.product((1, 8, 64), (0, 1, 4, 8), (1_000, 151_669)):
         if not context.rehearsal or batch * (k + 1) * width <= 160_000:
             name = f"B={batch} K={k} V={width}"
@@ -76,7 +76,7 @@ def _check(context: Context, batch: int, k: int, width: int) -> Figures:
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
         moved = inputs._replace(length=inputs.length + 10 * step)
-        rejection.reject_sample_reference(*moved, tokens, accepted)
+        rejection.reject_sample.run_reference(*moved, tokens, accepted)
         found, held = kernels.reject_sample(*moved)
         assert torch.equal(held, accepted), f"B={batch} K={k} V={width}: {held.tolist()} drafts hold, want {accepted.tolist()}"
         different += int((found != tokens).any(1).sum())
@@ -84,6 +84,6 @@ def _check(context: Context, batch: int, k: int, width: int) -> Figures:
     return {
         "rows": repeats * batch,
         "different": different,
-        "kernel_us": device_us(context, partial(rejection.reject_sample_operation, *inputs, tokens, accepted))["median"],
-        "reference_us": device_us(context, partial(rejection.reject_sample_reference, *inputs, tokens, accepted))["median"],
+        "kernel_us": device_us(context, partial(rejection.reject_sample.out, *inputs, tokens, accepted))["median"],
+        "reference_us": device_us(context, partial(rejection.reject_sample.run_reference, *inputs, tokens, accepted))["median"],
     }

@@ -171,7 +171,7 @@ def engine_matches_oracle(context: Context) -> Figures:
                     jobs += 1
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, engine.limits.num_pages)
-            tokens, drafts = tokens + stats.tokens, drafts + stats.accepted_drafts
+            tokens, drafts = tokens + stats.tokens, drafts + stats.drafts.accepted
     return {"jobs": jobs, "tokens": tokens, "accepted_drafts": drafts}
 
 

@@ -26,17 +26,17 @@ import torch
 import triton
 from torch import Tensor
 
-from stepgraph.graphs.attention import paged_triton, rope_kv_triton
-from stepgraph.graphs.attention.paged import attention_reference
-from stepgraph.graphs.attention.rope_kv import rope_and_write_kv_reference
+from stepgraph.graphs.attention.paged import paged_attention
+from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
+from stepgraph.graphs.attention.triton import paged as paged_programs
+from stepgraph.graphs.attention.triton import rope_kv as rope_programs
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain as chains
 from stepgraph.sampling.kernels import choice as choices
 from stepgraph.sampling.kernels import filters as filtering
-from stepgraph.sampling.kernels import mask_rows as tagging
-from stepgraph.sampling.kernels import processors as processing
+from stepgraph.sampling.kernels import masks as masking
 from stepgraph.sampling.kernels import rejection as rejecting
-from stepgraph.sampling.kernels.triton import chain, choice, filters, mask_rows, processors, rejection
+from stepgraph.sampling.kernels.triton import chain, choice, filters, masks, rejection
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import spin
 from tools.gpu.checks.filters import SETTINGS, filter_inputs
@@ -60,36 +60,40 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
     status = torch.full((3, 2), int(MaskStatus.OK), device=device)
     taken: Any = (logits, words, rows, ruled, None, status)
     outputs = [torch.full((3, 2), 7.5, device=device), _numbers(device, 3, 2)]
-    yield _case("masked_argmax", outputs, choice.masked_argmax, choices.masked_argmax_reference, taken)
+    yield _case("masked_argmax", outputs, choice.masked_argmax, choices.masked_argmax.run_reference, taken)
 
     weights, place = torch.rand(3, WIDTH, device=device), torch.arange(3, device=device)
-    yield _case("race", [_numbers(device, 3)], choice.race, choices.race_reference, (weights, place, place, Purpose.DRAFT))
+    yield _case("race", [_numbers(device, 3)], choice.race, choices.race.run_reference, (weights, place, place, Purpose.DRAFT))
 
     sampled = torch.tensor([[1, 2, 3], [4, 0, 2]], device=device)
     finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.tensor([[-1, 3], [0, -1]], device=device)
     two = torch.tensor([2, 2], device=device)
     taken = (sampled, finite, sampled[:, :2].contiguous(), two, torch.full_like(sampled, int(MaskStatus.OK)), stops, two + 7, None)
-    yield _case("chain_accept", [_numbers(device, 2) for _ in range(3)], chain.chain_accept, chains.chain_accept_reference, taken)
+    yield _case("chain_accept", [_numbers(device, 2) for _ in range(3)], chain.chain_accept, chains.chain_accept.run_reference, taken)
 
     tags, owner, generated, under, home = tag_inputs(5, 3, device)
-    taken = (tags, home, owner, generated, under, 2)
-    yield _case("mask_status", [_numbers(device, 5, 3)], mask_rows.mask_status, tagging.mask_status_reference, taken)
+    taken = (tags, owner, generated, under, 2, home)
+    yield _case("mask_status", [_numbers(device, 5, 3)], masks.mask_status, masking.mask_status.run_reference, taken)
 
     asked = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
     wanted = list(asked.outputs())
     taken = asked.arguments(())
-    yield _case("process", wanted, processors.process, processing.process_reference, taken)
+    yield _case("process_logits", wanted, masks.process_logits, masking.process_logits.run_reference, taken)
 
     scores, params = filter_inputs(3, WIDTH)[0].to(device), torch.tensor(SETTINGS[:3], device=device)
     outputs = [torch.full((3, 1, WIDTH), 7.5, device=device)]
-    yield _case("distribution", outputs, filters.distribution, filtering.distribution_reference, (scores[:, None], params))
+    yield _case("distribution", outputs, filters.distribution, filtering.distribution.run_reference, (scores[:, None], params))
     outputs = [torch.full((3, WIDTH), 7.5, device=device), _numbers(device, 3)]
-    taken = (scores, params, place, place, int(Purpose.DRAFT), None)
-    yield _case("draw", outputs, filters.draw, filtering.draw_reference, taken)
+    taken = (scores, params, place, place, int(Purpose.DRAFT), None, None)
+    yield _case("draw", outputs, filters.draw, filtering.draw.run_reference, taken)
 
     inputs = judgement(device, 3, 2, WIDTH)
     yield _case(
-        "reject_sample", [_numbers(device, 3, 3), _numbers(device, 3)], rejection.reject_sample, rejecting.reject_sample_reference, inputs
+        "reject_sample",
+        [_numbers(device, 3, 3), _numbers(device, 3)],
+        rejection.reject_sample,
+        rejecting.reject_sample.run_reference,
+        inputs,
     )
 
 
@@ -124,8 +128,8 @@ def _attention(device: torch.device) -> str:
     query, keys, values, inputs = attention_inputs(device, 2, 5, 60, 64)
     arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, 64**-0.5)
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
-    paged_triton.attention(query, keys, values, *arguments, ours)
-    attention_reference(query, keys, values, *arguments, theirs)
+    paged_programs.paged_attention(query, keys, values, *arguments, ours)
+    paged_attention.run_reference(query, keys, values, *arguments, theirs)
     live = inputs.slots >= PAGE
     return "equal" if torch.allclose(ours[live].float(), theirs[live].float(), rtol=0.02, atol=0.02) else "differs"
 
@@ -137,8 +141,8 @@ def _turning(device: torch.device) -> str:
     slots = torch.randperm(9, generator=made)[:6].to(device)
     cache = torch.zeros(4, 9, 2, 64, device=device)
     ours, theirs = (torch.empty(6, 8, 64, device=device) for _ in range(2))
-    rope_kv_triton.rope_and_write_kv(query, key, value, cosines, sines, slots, ours, cache[0], cache[1])
-    rope_and_write_kv_reference(query, key, value, cosines, sines, slots, theirs, cache[2], cache[3])
+    rope_programs.rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1], ours)
+    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, cache[2], cache[3], theirs)
     return "equal" if torch.equal(ours, theirs) and torch.equal(cache[:2], cache[2:]) else "differs"
 
 

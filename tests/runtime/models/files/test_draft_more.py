@@ -34,7 +34,7 @@ def test_a_draft_may_be_a_gguf_file(tmp_path: Path) -> None:
     with Engine.from_pretrained(path, path, config=config) as engine:
         job = engine.generate([5, 6, 7], max_new_tokens=9)
         stats = engine.stats()
-    assert len(job.tokens) == 9 and stats.accepted_drafts >= 5, "rounding may part them"
+    assert len(job.tokens) == 9 and stats.drafts.accepted >= 5, "rounding may part them"
 
 
 def test_without_the_gguf_package_the_error_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

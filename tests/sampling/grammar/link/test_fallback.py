@@ -74,14 +74,14 @@ def test_where_there_is_a_compiler_the_link_is_built_and_its_tests_are_not_skipp
 
 
 def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "_link.so"
+    path = tmp_path / "_native.so"
     path.write_bytes(b"not an object file")
-    with pytest.raises(Unavailable, match=r"_link\.so cannot be loaded: "):
+    with pytest.raises(Unavailable, match=r"_native\.so cannot be loaded: "):
         NativeLibrary(path)
 
 
 OTHERS: list[tuple[Any, str, Any, str]] = [
-    (native, "OWN_LAYOUT", (2,), r"_link.*so was built from other sources; install stepgraph again"),
+    (native, "OWN_LAYOUT", (2,), r"_native.*so was built from other sources; install stepgraph again"),
     (importlib.metadata, "version", lambda name: "0.3.0", "xgrammar is 0.3.0, want 0.2.8 or a later 0.2"),
     (importlib.metadata, "version", lambda name: "0.2.7", "xgrammar is 0.2.7, want 0.2.8 or a later 0.2"),
     (xgrammar_binding, "TVM_VERSION", (9, 9), r"tvm-ffi is 0\.1\.\d+, want 9\.9"),

@@ -26,9 +26,9 @@ from stepgraph.sampling.grammar.link.mask_row import classify
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
-from stepgraph.sampling.grammar.link.unavailable import Unavailable
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import OTHER_COMPILER, WALK, A, Memory, Twins, resident, running
 from tests.helpers.link_bench import native_link as open_link
 from tests.helpers.planted import SIGNATURES

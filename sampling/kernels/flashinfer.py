@@ -1,8 +1,8 @@
-"""FlashInfer behind the filters' operations: it says which weights stay, the normalisation is ours. Imported only where it was chosen.
+"""The filters by FlashInfer: it decides which weights stay, the normalisation is ours. Imported only where it was chosen.
 
-Whatever is given to it is a device tensor: a number would be baked into the graph. Rows without a finite logit reach it as
-zeros, since NaN makes its top-p search endless. Its top-k keeps a scratch buffer per device, made at the first call: the probe
-that precedes every choice makes it before anything is captured.
+Every argument passed to it is a device tensor: a number would be baked into the graph. Rows without a finite logit are passed as
+zeros, because NaN makes its top-p search endless. Its top-k keeps a scratch buffer per device, allocated at the first call: the probe
+before every choice makes that call before anything is captured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.choice import race_operation
+from stepgraph.sampling.kernels.choice import race
 
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
@@ -31,7 +31,15 @@ def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:
 
 
 def draw(
-    logits: Tensor, params: Tensor, seed: Tensor, position: Tensor, purpose: int, ids: Tensor | None, probs: Tensor, token: Tensor
+    logits: Tensor,
+    params: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    purpose: int,
+    ids: Tensor | None,
+    width: int | None,
+    probs: Tensor,
+    token: Tensor,
 ) -> None:
     if ids is None:
         distribution(logits[:, None], params, probs[:, None])
@@ -39,4 +47,4 @@ def draw(
         own = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         distribution(logits[:, None], params, own[:, None])
         probs.zero_().index_copy_(1, ids, own)
-    race_operation(probs, seed, position, purpose, token)
+    race.out(probs, seed, position, purpose, token)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.graphs.attention.paged import attention_reference
+from stepgraph.graphs.attention import paged
 
 MOST_PARTS = 64
 LEAST_PART = 128  # keys
@@ -167,7 +167,7 @@ def join_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SI
     tl.store(output + line * size + column, summed.to(output.dtype.element_ty), mask=column < size)
 
 
-def attention(
+def paged_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -182,7 +182,7 @@ def attention(
     least_part: int = LEAST_PART,
 ) -> None:
     if query.dtype is torch.float32 and query.is_cuda:  # its products are made without tensor cores, and spill
-        return attention_reference(query, keys, values, positions, slots, tables, page_size, window, scale, output)
+        return paged.paged_attention.run_reference(query, keys, values, positions, slots, tables, page_size, window, scale, output)
     batch, count, heads, size = query.shape
     if size > MOST_HEAD_SIZE:
         raise ValueError(f"attention: got heads of {size} numbers, want at most {MOST_HEAD_SIZE} for the compiled kernel")

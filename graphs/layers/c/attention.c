@@ -1,9 +1,17 @@
-/* Paged attention. Keys are taken in tiles that begin at the same positions for every query, so that a query's sums have one order,
-   whatever rows and queries come with it; what a query does not see is multiplied by nothing. */
+/* Paged attention. Keys are read in tiles that begin at the same positions for every query, so that a query's sums have one order in any
+   batch. Keys that a query does not see are not multiplied at all. */
 
 #include "lanes.h"
 
 enum { TILE = 64, BLOCK = 32 };
+
+typedef struct {
+    const void *query, *keys, *values;         /* [batch, count, heads, size]; [slots, kv_heads, size] of one layer */
+    const int64_t *positions, *slots, *tables; /* [batch, count] twice, [batch, pages] */
+    void *output;
+    int64_t batch, count, heads, kv_heads, size, page_size, pages, cache_slots, window, bfloat16;
+    float scale;
+} attention_call;
 
 /* Up to BLOCK queries over one tile of one head's entries, as float32, heads filled up with zeros to `width`. */
 typedef struct {
@@ -69,8 +77,8 @@ INLINED void weigh(block *held, int64_t one, int64_t tile, int64_t width) {
     for (int64_t i = 0; i < width / LANES; i++) *(lanes *)(kept + i * LANES) = *(lanes *)(kept + i * LANES) * shrink + (total[0][i] + total[1][i]);
 }
 
-INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t narrow) {
-    read_numbers(to, from, first, size, narrow);
+INLINED void pad_and_read(float *to, const void *from, int64_t first, int64_t size, int64_t width, int64_t bfloat16) {
+    read_numbers(to, from, first, size, bfloat16);
     for (int64_t i = size; i < width; i++) to[i] = 0.0f;
 }
 
@@ -85,8 +93,8 @@ INLINED int read_tile(const attention_call *call, block *held, const int64_t *ta
             left = call->page_size - inside;
         }
         int64_t first = (slot * call->kv_heads + head) * size;
-        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->narrow);
-        pad_and_read(held->values + key * width, call->values, first, size, width, call->narrow);
+        pad_and_read(held->keys + key * width, call->keys, first, size, width, call->bfloat16);
+        pad_and_read(held->values + key * width, call->values, first, size, width, call->bfloat16);
     }
     memset(held->keys + live * width, 0, (size_t)((TILE - live) * width) * sizeof(float));
     return 0;
@@ -104,7 +112,7 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
         begin = held->first[one] < begin ? held->first[one] : begin;
         end = held->end[one] > end ? held->end[one] : end;
         float *wide = held->query + one * width;
-        pad_and_read(wide, call->query, ((row * call->count + place) * call->heads + query) * size, size, width, call->narrow);
+        pad_and_read(wide, call->query, ((row * call->count + place) * call->heads + query) * size, size, width, call->bfloat16);
         for (int64_t i = 0; i < size; i++) wide[i] *= call->scale;
         held->highest[one] = -INFINITY;
         held->weight[one] = 0.0f;
@@ -118,7 +126,7 @@ INLINED int attend(const attention_call *call, block *held, int64_t row, int64_t
         int64_t place = (start + one) / groups, query = (start + one) % groups + head * groups;
         float *total = held->total + one * width, weight = held->weight[one] == 0.0f ? 1.0f : held->weight[one];
         for (int64_t i = 0; i < size; i++) total[i] /= weight;
-        write_numbers(call->output, ((row * call->count + place) * call->heads + query) * size, total, size, call->narrow);
+        write_numbers(call->output, ((row * call->count + place) * call->heads + query) * size, total, size, call->bfloat16);
     }
     return 0;
 }
@@ -139,17 +147,24 @@ INLINED int attend_all(const attention_call *call, block *held, int64_t width) {
     return 0;
 }
 
-EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const attention_call *call) {
+EXPORTED FOR_EACH_PROCESSOR int stepgraph_attention(const argument *given) {
+    const argument *query = given, *keys = given + 1, *tables = given + 5;
     block held;
-    attention_call known = *call; /* with its size known to the compiler: sums stay in registers */
-    if (call->size == 64 && call->narrow) {
-        known.size = 64, known.narrow = 1;
-        return attend_all(&known, &held, 64);
+    attention_call call = {
+        .query = query->data, .keys = keys->data, .values = given[2].data,
+        .positions = given[3].data, .slots = given[4].data, .tables = tables->data, .output = given[9].data,
+        .batch = query->size[0], .count = query->size[1], .heads = query->size[2], .kv_heads = keys->size[1], .size = query->size[3],
+        .page_size = given[6].integer, .pages = tables->size[1], .cache_slots = keys->size[0], .window = given[7].integer,
+        .bfloat16 = query->bfloat16, .scale = (float)given[8].real,
+    };
+    if (call.size == 64 && call.bfloat16) { /* with sizes that the compiler knows, sums stay in registers */
+        call.size = 64, call.bfloat16 = 1;
+        return attend_all(&call, &held, 64);
     }
-    if (call->size == 128 && call->narrow) {
-        known.size = 128, known.narrow = 1;
-        return attend_all(&known, &held, 128);
+    if (call.size == 128 && call.bfloat16) {
+        call.size = 128, call.bfloat16 = 1;
+        return attend_all(&call, &held, 128);
     }
-    if (call->size == 64) return attend_all(call, &held, 64);
-    return attend_all(call, &held, (call->size + LANES - 1) / LANES * LANES);
+    if (call.size == 64) return attend_all(&call, &held, 64);
+    return attend_all(&call, &held, (call.size + LANES - 1) / LANES * LANES);
 }

@@ -1,6 +1,6 @@
-"""Rotary positions and the way into the cache in Triton: one program per token and head, each number read and written once.
+"""The Triton program of rope_and_write_kv: one instance per token and head, each number is read and written once.
 
-Products and sums are rounded as plain torch rounds them, so that both give the same bits.
+Products and sums are rounded as torch rounds them, so that both give the same bits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @triton.jit
-def turn_pair(first, second, cosines, sines, half, column, inside):
-    """Both halves of a head, turned; each product is rounded before the sum."""
+def rotate_pair(first, second, cosines, sines, half, column, inside):
+    """Both halves of a head, rotated; each product is rounded before the sum."""
     cosine = tl.load(cosines + column, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + column, mask=inside, other=0.0).to(tl.float32)
     low = (first.to(tl.float32) * cosine).to(first.dtype).to(tl.float32) - (second.to(tl.float32) * sine).to(first.dtype).to(tl.float32)
@@ -23,7 +23,7 @@ def turn_pair(first, second, cosines, sines, half, column, inside):
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     query,  # [N, heads, size], tokens `query_stride` apart
     key,  # [N, kv_heads, size]
     value,
@@ -48,22 +48,22 @@ def turn_heads(
     cosines += token * half * 2
     sines += token * half * 2
     if head < heads:
-        place = query + token * query_stride + head * half * 2 + column
-        first, second = tl.load(place, mask=inside, other=0.0), tl.load(place + half, mask=inside, other=0.0)
-        low, high = turn_pair(first, second, cosines, sines, half, column, inside)
-        turned = output + (token * heads + head) * half * 2 + column
-        tl.store(turned, low, mask=inside)
-        tl.store(turned + half, high, mask=inside)
+        source = query + token * query_stride + head * half * 2 + column
+        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
+        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
+        rotated = output + (token * heads + head) * half * 2 + column
+        tl.store(rotated, low, mask=inside)
+        tl.store(rotated + half, high, mask=inside)
     else:
-        place = key + token * key_stride + (head - heads) * half * 2 + column
-        first, second = tl.load(place, mask=inside, other=0.0), tl.load(place + half, mask=inside, other=0.0)
-        low, high = turn_pair(first, second, cosines, sines, half, column, inside)
+        source = key + token * key_stride + (head - heads) * half * 2 + column
+        first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
+        low, high = rotate_pair(first, second, cosines, sines, half, column, inside)
         entry = tl.load(slots + token) * cache_stride + (head - heads) * half * 2
         tl.store(keys + entry + column, low, mask=inside)
         tl.store(keys + entry + half + column, high, mask=inside)
-        place = value + token * value_stride + (head - heads) * half * 2 + column
-        tl.store(values + entry + column, tl.load(place, mask=inside, other=0.0), mask=inside)
-        tl.store(values + entry + half + column, tl.load(place + half, mask=inside, other=0.0), mask=inside)
+        source = value + token * value_stride + (head - heads) * half * 2 + column
+        tl.store(values + entry + column, tl.load(source, mask=inside, other=0.0), mask=inside)
+        tl.store(values + entry + half + column, tl.load(source + half, mask=inside, other=0.0), mask=inside)
 
 
 def rope_and_write_kv(
@@ -73,13 +73,13 @@ def rope_and_write_kv(
     cosines: Tensor,
     sines: Tensor,
     slots: Tensor,
-    output: Tensor,
     keys: Tensor,
     values: Tensor,
+    output: Tensor,
 ) -> None:
     tokens, heads, size = query.shape
     assert size % 2 == 0 and keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}"
-    turn_heads[(tokens, heads + key.shape[1])](
+    rotate_heads[(tokens, heads + key.shape[1])](
         query,
         key,
         value,

@@ -8,9 +8,9 @@ enum { MOST_ROWS = 8 };
 typedef uint32_t words __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
 
 /* What lies at `from` as LANES numbers, or as twice as many: those of even places and those of odd ones. */
-INLINED void taken(const char *from, int64_t narrow, lanes parts[2]) {
+INLINED void taken(const char *from, int64_t bfloat16, lanes parts[2]) {
     words raw = *(const words *)from;
-    parts[0] = (lanes)(narrow ? raw << 16 : raw);
+    parts[0] = (lanes)(bfloat16 ? raw << 16 : raw);
     parts[1] = (lanes)(raw & 0xffff0000u);
 }
 
@@ -27,80 +27,80 @@ INLINED void add_pairs(lanes *sums, const char *states, int64_t row_bytes, const
 #endif
 
 INLINED void add_products(
-    lanes *sums, const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide, int64_t narrow) {
+    lanes *sums, const char *states, int64_t row_bytes, const char *weight, int64_t column_bytes, int tall, int wide, int64_t bfloat16) {
 #ifdef DOT_PRODUCTS
-    if (narrow) {
+    if (bfloat16) {
         add_pairs(sums, states, row_bytes, weight, column_bytes, tall, wide);
         return;
     }
 #endif
     lanes left[4][2], right[2];
-    for (int row = 0; row < tall; row++) taken(states + row * row_bytes, narrow, left[row]);
+    for (int row = 0; row < tall; row++) taken(states + row * row_bytes, bfloat16, left[row]);
     for (int column = 0; column < wide; column++) {
-        taken(weight + column * column_bytes, narrow, right);
+        taken(weight + column * column_bytes, bfloat16, right);
         for (int row = 0; row < tall; row++) {
             sums[row * wide + column] += left[row][0] * right[0];
-            if (narrow) sums[row * wide + column] += left[row][1] * right[1];
+            if (bfloat16) sums[row * wide + column] += left[row][1] * right[1];
         }
     }
 }
 
 /* Each step asks for `ahead` lines of memory, from `next` on: those of later columns, which take longer to come than this takes. */
-INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t narrow) {
-    int64_t bytes = narrow ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
+INLINED void tile(const product_call *call, int64_t row, int64_t column, int tall, int wide, const char *next, int ahead, int64_t bfloat16) {
+    int64_t bytes = bfloat16 ? 2 : 4, inner = call->inner, chunk = 64 / bytes, whole = inner / chunk * chunk;
     const char *states = (const char *)call->states + row * call->step * bytes, *weight = (const char *)call->weight + column * inner * bytes;
     lanes sums[LANES] = {0};
     for (int64_t i = 0; i < whole; i += chunk) {
         for (int line = 0; line < ahead; line++, next += 64) __builtin_prefetch(next);
-        add_products(sums, states + i * bytes, call->step * bytes, weight + i * bytes, inner * bytes, tall, wide, narrow);
+        add_products(sums, states + i * bytes, call->step * bytes, weight + i * bytes, inner * bytes, tall, wide, bfloat16);
     }
     if (whole < inner) {
         char left[4][64] = {{0}}, right[8][64] = {{0}};
         for (int one = 0; one < tall; one++) memcpy(left[one], states + (one * call->step + whole) * bytes, (size_t)((inner - whole) * bytes));
         for (int one = 0; one < wide; one++) memcpy(right[one], weight + (one * inner + whole) * bytes, (size_t)((inner - whole) * bytes));
-        add_products(sums, left[0], 64, right[0], 64, tall, wide, narrow);
+        add_products(sums, left[0], 64, right[0], 64, tall, wide, bfloat16);
     }
     summed_up(sums);
     float found[LANES];
     memcpy(found, sums, sizeof found);
     if (call->bias)
-        for (int one = 0; one < tall * wide; one++) found[one] += number(call->bias, column + one % wide, narrow);
+        for (int one = 0; one < tall * wide; one++) found[one] += number(call->bias, column + one % wide, bfloat16);
     for (int one = 0; call->onto && one < tall * wide; one++)
-        found[one] = rounded(found[one], narrow) + number(call->onto, (row + one / wide) * call->outer + column + one % wide, narrow);
+        found[one] = rounded(found[one], bfloat16) + number(call->onto, (row + one / wide) * call->outer + column + one % wide, bfloat16);
     uint16_t rounded_off[LANES];
     for (int one = 0; one < LANES; one++) rounded_off[one] = narrowed(found[one]);
     for (int one = 0; one < tall; one++) {
-        const void *from = narrow ? (const void *)(rounded_off + one * wide) : (const void *)(found + one * wide);
+        const void *from = bfloat16 ? (const void *)(rounded_off + one * wide) : (const void *)(found + one * wide);
         memcpy((char *)call->output + ((row + one) * call->outer + column) * bytes, from, (size_t)(wide * bytes));
     }
 }
 
 /* Up to eight rows take the same four columns in turn, while memory brings those that come two turns later. */
-INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t narrow) {
-    int64_t line = call->inner * (narrow ? 2 : 4), column = first;
+INLINED void few_rows(const product_call *call, int64_t row, int64_t rows, int64_t first, int64_t end, int64_t bfloat16) {
+    int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
     int share = row ? 0 : rows == 4 || rows == 2 ? 4 : 2;
     for (; column + 4 <= end; column += 4) {
         const char *next = (const char *)call->weight + (column + 8) * line;
         int64_t at = row, left = rows;
-        for (; left >= 4; left -= 4, at += 4, next += 2 * line) tile(call, at, column, 4, 4, next, share, narrow);
+        for (; left >= 4; left -= 4, at += 4, next += 2 * line) tile(call, at, column, 4, 4, next, share, bfloat16);
         if (left & 2) {
-            tile(call, at, column, 2, 4, next, share, narrow);
+            tile(call, at, column, 2, 4, next, share, bfloat16);
             at += 2, next += 2 * line;
         }
-        if (left & 1) tile(call, at, column, 1, 4, next, rows == 7 ? 0 : share, narrow);
+        if (left & 1) tile(call, at, column, 1, 4, next, rows == 7 ? 0 : share, bfloat16);
     }
     for (; column < end; column++)
-        for (int64_t at = row; at < row + rows; at++) tile(call, at, column, 1, 1, (const char *)0, 0, narrow);
+        for (int64_t at = row; at < row + rows; at++) tile(call, at, column, 1, 1, (const char *)0, 0, bfloat16);
 }
 
-INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64_t end, int64_t narrow) {
-    int64_t line = call->inner * (narrow ? 2 : 4), column = first;
-    for (; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, (const char *)call->weight + (column + 8) * line, row ? 0 : 8, narrow);
-    for (; column < end; column++) tile(call, row, column, 1, 1, (const char *)0, 0, narrow);
+INLINED void one_row(const product_call *call, int64_t row, int64_t first, int64_t end, int64_t bfloat16) {
+    int64_t line = call->inner * (bfloat16 ? 2 : 4), column = first;
+    for (; column + 8 <= end; column += 8) tile(call, row, column, 1, 8, (const char *)call->weight + (column + 8) * line, row ? 0 : 8, bfloat16);
+    for (; column < end; column++) tile(call, row, column, 1, 1, (const char *)0, 0, bfloat16);
 }
 
-INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t narrow) {
+INLINED void columns(const product_call *call, int64_t first, int64_t end, int64_t bfloat16) {
     int64_t row = 0;
-    for (; row + 1 < call->rows; row += MOST_ROWS) few_rows(call, row, call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS, first, end, narrow);
-    if (row < call->rows) one_row(call, row, first, end, narrow);
+    for (; row + 1 < call->rows; row += MOST_ROWS) few_rows(call, row, call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS, first, end, bfloat16);
+    if (row < call->rows) one_row(call, row, first, end, bfloat16);
 }

@@ -18,6 +18,7 @@ from stepgraph.sampling.sampler import Param
 PROCESS_TILE = 512  # tokens per program
 
 _OK = tl.constexpr(int(MaskStatus.OK))
+_NONE = tl.constexpr(int(MaskStatus.NONE))
 _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
 _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
@@ -110,7 +111,7 @@ def process_tile(
     logits,  # [B, Q, >= width]
     masks,  # [R, Q, words] int32; this and the next three are not read unless HAS_MASKS
     mask_rows,  # [B] int64; not read unless HAS_MASK_ROWS
-    ruled,  # [B] bool
+    constrained,  # [B] bool
     status,  # [B, Q] int64
     token_of,  # [width] int64, the target's token of each logit; not read unless HAS_IDS
     rows,  # [B] int64, where each row's settings are; not read unless HAS_ROWS
@@ -159,7 +160,7 @@ def process_tile(
     legal, marked = inside, (words >= 0)[:, None]
     if HAS_MASKS:
         mask = masks + _home(row, mask_rows, HAS_MASK_ROWS) * masks_row_step + position.to(tl.int64) * masks_position_step
-        rule = tl.load(ruled + row).to(tl.int32)
+        rule = tl.load(constrained + row).to(tl.int32)
         shut = (rule != 0) & (tl.load(status + line) != _OK)
         legal, marked = _allowed(mask, rule * width, shut, words, ids, tokens, inside, HAS_IDS)
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
@@ -200,11 +201,11 @@ def judge_places(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr,
     tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
 
 
-def process(
+def process_logits(
     logits: Tensor,
     masks: Tensor | None,
     mask_rows: Tensor | None,
-    ruled: Tensor | None,
+    constrained: Tensor | None,
     status: Tensor | None,
     ids: Tensor | None,
     rows: Tensor | None,
@@ -230,7 +231,7 @@ def process(
         logits,
         bias_ids if masks is None else masks,
         generated if mask_rows is None else mask_rows,
-        generated if ruled is None else ruled,
+        generated if constrained is None else constrained,
         generated if status is None else status,
         generated if ids is None else ids,
         generated if rows is None else rows,
@@ -273,5 +274,60 @@ def process(
         tiles,
         HAS_STATUS=status is not None,
         TILES=triton.next_power_of_2(tiles),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def check_tags(
+    tags,  # [R, N, 4] int64
+    rows,  # [B] int64; not read unless HAS_ROWS
+    owner,  # [B] int64
+    generated,  # [B] int64
+    constrained,  # [B] bool
+    status,  # [B, N] int64, written
+    positions,
+    first,
+    tags_row_step,
+    tags_position_step,
+    owner_step,
+    generated_step,
+    HAS_ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """acceptance.mask_status for one row. POSITIONS is a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    tag_row = row
+    if HAS_ROWS:
+        tag_row = tl.load(rows + row)
+    position = tl.arange(0, POSITIONS)
+    inside = position < positions
+    source = tags + tag_row * tags_row_step + position * tags_position_step
+    mine = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
+    mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
+    mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
+    tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
+    has_mask = tl.load(constrained + row).to(tl.int32) != 0
+    tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
+
+
+def mask_status(
+    tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None, status: Tensor
+) -> None:
+    batch, positions = status.shape
+    check_tags[(batch,)](
+        tags,
+        owner if rows is None else rows,
+        owner,
+        generated,
+        constrained,
+        status,
+        positions,
+        first,
+        *tags.stride()[:2],
+        owner.stride(0),
+        generated.stride(0),
+        HAS_ROWS=rows is not None,
+        POSITIONS=triton.next_power_of_2(positions),
         num_warps=1,
     )

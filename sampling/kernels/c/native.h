@@ -1,0 +1,54 @@
+/* What all kernels in C share. native.py holds the same struct, field by field, and compares version and size.
+
+   A kernel takes an array of arguments in the order of the operation's signature, inputs and then outputs, and returns 0, or 1 if an
+   index lies outside of its table. Whether a kernel supports types and layouts is checked in Python, before it is called. A kernel knows
+   neither torch nor the interpreter, allocates no memory and starts no thread. */
+
+#ifndef STEPGRAPH_NATIVE_H
+#define STEPGRAPH_NATIVE_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { KERNELS_VERSION = 1, WORD = 32, TAG_FIELDS = 4 };
+
+typedef struct {
+    void *data; /* NULL for None */
+    int64_t size[4], stride[4], bfloat16, integer;
+    double real;
+} argument;
+
+/* As status.py and acceptance.py number them. */
+enum { STATUS_NONE, STATUS_OK, STATUS_COMPLETE, STATUS_TERMINATED, STATUS_DEAD_END, STATUS_ILLEGAL };
+enum { FINISH_RUNNING = 1, FINISH_STOP, FINISH_LENGTH, FINISH_COMPLETE, FINISH_DEAD_END, FINISH_MASK_FAULT, FINISH_LOGITS_FAULT };
+
+/* One library for every processor: the dynamic loader selects the widest version that the processor supports. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAS_DOT_PRODUCTS
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+#define EXPORTED __attribute__((visibility("default")))
+#define INLINED static inline __attribute__((always_inline))
+
+/* A negative index counts from the end, as in torch; -1 if it lies outside of [0, size). */
+INLINED int64_t index_in(int64_t index, int64_t size) {
+    index += index < 0 ? size : 0;
+    return index < 0 || index >= size ? -1 : index;
+}
+
+INLINED float widened(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+INLINED float number(const void *from, int64_t at, int64_t bfloat16) {
+    return bfloat16 ? widened(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+}
+
+#endif

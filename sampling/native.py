@@ -1,0 +1,102 @@
+"""The C library of the package: built when the package is installed on a machine with a C compiler, loaded with ctypes.
+
+It holds the host link of the grammars (grammar/link/c), token choice (kernels/c) and model layers on the CPU (graphs/layers/c).
+Without it grammars are driven from Python, and the operations run in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from collections.abc import Iterable
+from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p, sizeof
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+VERSION = 1  # of the argument struct and of what the kernels do; native.h has the same number
+
+
+class Unavailable(Exception):
+    """Why the library, or a part of it, cannot be used here. Shown in warnings and in the capture report."""
+
+
+FourIntegers = c_int64 * 4
+
+
+class Argument(Structure):
+    """One argument of a kernel, as `argument` in kernels/c/native.h: a tensor or a number."""
+
+    _fields_ = (
+        ("data", c_void_p),  # NULL for None
+        ("size", FourIntegers),
+        ("stride", FourIntegers),  # in elements
+        ("bfloat16", c_int64),  # 1: elements are bfloat16
+        ("integer", c_int64),
+        ("real", c_double),
+    )
+
+
+LAYOUT = (VERSION, sizeof(Argument))
+
+
+def find_library(folder: Path = FOLDER) -> Path:
+    if os.name != "posix":
+        raise Unavailable(f"not supported on {os.name}")
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = folder / f"_native{suffix}"
+        if path.exists():
+            return path
+    raise Unavailable("it was not built: there was no C compiler when stepgraph was installed")
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library at `path`; Unavailable if it cannot be loaded or was built from other sources."""
+    try:
+        library = ctypes.CDLL(str(path))
+        library.stepgraph_kernel_layout.argtypes = (POINTER(c_int64),)
+        values = (c_int64 * len(LAYOUT))()
+        library.stepgraph_kernel_layout(values)
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"{path.name} cannot be loaded: {error}") from error
+    if tuple(values) != LAYOUT:
+        raise Unavailable(f"{path.name} was built from other sources; install stepgraph again")
+    return library
+
+
+@functools.cache
+def load() -> ctypes.CDLL | Unavailable:
+    """The library of this installation, or the reason why it cannot be used."""
+    try:
+        return open_library(find_library())
+    except Unavailable as error:
+        return error
+
+
+def why_not() -> str:
+    """Why the library cannot be used; empty if it can."""
+    library = load()
+    return str(library) if isinstance(library, Unavailable) else ""
+
+
+def kernel(name: str) -> ctypes._NamedFuncPointer | None:
+    """The function stepgraph_`name`, which takes the address of an array of Argument; IndexError for an index outside of its table."""
+    library = load()
+    if isinstance(library, Unavailable):
+        return None
+    function = library[f"stepgraph_{name}"]
+    function.argtypes, function.restype = (c_void_p,), c_int
+    function.errcheck = functools.partial(_check, name)  # type: ignore[assignment]
+    return function
+
+
+def argument_block(values: Iterable[Argument]) -> ctypes.Array[Argument]:
+    found = tuple(values)
+    return (Argument * len(found))(*found)
+
+
+def _check(name: str, code: int, function: object, given: object) -> int:
+    if code:
+        raise IndexError(f"{name}: an index lies outside of its table")
+    return code
