@@ -30,8 +30,7 @@ def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert {
         "C compiler",
         "grammars in C",
-        "layers in C",
-        "choices in C",
+        "operations in C",
         "threads",
         "auto attention",
         "auto filters",
