@@ -19,7 +19,7 @@ PROMPTS = [[7, 30, 5], [9], [40 + place for place in range(17)], [12, 12, 3, 90,
 
 @functools.cache
 def plain(family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int) -> tuple[list[int], str]:
-    """One token at a time over the whole text so far."""
+    """Greedy tokens, each from a pass over the whole text so far."""
     model, vocabulary = judge(family), open_checkpoint(folder_of(family)).vocabulary
     matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
     masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Every drafter from a folder, in the engine: what it drafts is what its paper says, and the texts are those without it."""
+"""Every kind of draft from a folder, in the engine: drafts equal a reference implementation, texts equal those without drafts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ two_drafters = pytest.mark.parametrize(  # the others in the soak
 
 
 @each_drafter
-def test_drafts_are_those_of_the_paper_however_many_held(drafter: Drafter) -> None:
-    """Drafts hold by coin, so that every number of them is accepted; each round drafts what a reading of the whole text would."""
+def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter) -> None:
+    """Acceptance is random, so that every number of drafts is accepted; each round drafts as if it had processed the whole text."""
     for k in range(1, drafter.most + 1):
         held = set[int]()
         with drafter.engine(k, forced_acceptance=(0.75,) * k) as engine:
@@ -62,8 +62,8 @@ def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling:
 
 
 @each_drafter
-def test_texts_are_those_of_plain_greedy_decoding(drafter: Drafter) -> None:
-    """With grammars, whether drafts are masked or walked. Among the few tokens that a grammar leaves, an untrained draft is often right."""
+def test_texts_equal_plain_greedy_decoding(drafter: Drafter) -> None:
+    """With grammars, with and without masked drafts. Under a grammar few tokens are legal, so an untrained draft is often right."""
     accepted = 0
     for k in range(1, drafter.most + 1):
         with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
@@ -86,8 +86,8 @@ def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
 
 
 @two_drafters
-def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
-    """Bit for bit: tokens, caches, results and distributions of sampled rounds and of greedy ones, under grammars and free."""
+def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
+    """Equal bits: tokens, caches, results and distributions, sampled and greedy, with and without grammars."""
     left = []
     for eager in (False, True):
         with drafter.engine(2, eager=eager, greedy_only=False) as engine:
@@ -105,7 +105,7 @@ def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
 
 
 class Counted(Eagle3):
-    """Random weights will do."""
+    """With random weights."""
 
     steps: ClassVar[list[int]] = []
 
@@ -128,7 +128,7 @@ def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
         assert draft.steps == [*range(1, k + 1)]
 
 
-def test_the_capture_report_says_what_drafts() -> None:
+def test_capture_report_describes_the_draft() -> None:
     said = []
     for drafter in DRAFTERS:
         with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:

@@ -1,4 +1,4 @@
-"""MTP modules against the paper written down once more, in files, and in the engine."""
+"""MTP modules compared with a reference implementation of the paper."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_logits_are_those_of_the_paper_at_every_step(count: int) -> None:
+def test_logits_equal_the_reference_at_every_step(count: int) -> None:
     model, (tokens, features) = modules(count), text()
     tensors = extract_tensors(model, dict(mtp_slices(model.config, 8)))
     drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_paper_at_every_step(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_chunks_tokens_and_company_change_no_bit(count: int) -> None:
+def test_bits_are_independent_of_chunking_and_batch(count: int) -> None:
     model, (tokens, features) = modules(count), text()
     drafting = Drafting(model, 32, k=3)
     whole, last = drafting.read(tokens, features, 41)

@@ -1,4 +1,4 @@
-"""A draft without a cache: it reads the target's, and stays where the text ends while it drafts on, as heads of queries alone do."""
+"""A draft without a cache that reads the target's, like heads that only have queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
 
 
 class Bag(nn.Module):
-    """A target whose entry for a token is the token's alone."""
+    """A target whose cache entries depend on their token only."""
 
     vocab_size, feature_size, feature_dtype = TOKENS, SIZE, torch.float32
 
@@ -42,7 +42,7 @@ class Bag(nn.Module):
 
 
 class Reader(nn.Module):
-    """Asks the target's cache with its token and the state before it; entries behind the text's end would be rejected drafts'."""
+    """Attends to the target's cache up to the end of the text; entries after it belong to rejected drafts."""
 
     vocab_size, d2t = TOKENS, None
 
@@ -84,8 +84,8 @@ def foreseen(target: Bag, draft: Reader, history: Sequence[int], count: int) -> 
 
 @pytest.mark.parametrize("k", [1, 3])
 @torch.no_grad()
-def test_it_drafts_from_what_the_target_keeps(k: int) -> None:
-    """Drafts hold by coin, so that rejected ones lie behind the text; the second and the third prompt begin in shared pages."""
+def test_a_draft_can_read_the_targets_cache(k: int) -> None:
+    """Acceptance is random, so that rejected drafts follow the text; the second and third prompt start with shared pages."""
     target = Bag()
     draft = Reader(target)
     for shares in (None, (0.6,) * k):
