@@ -80,8 +80,8 @@ def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
 def save_tokenizer(folder: Path, size: int) -> None:
     """A byte-level tokenizer: three control tokens, then single bytes."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD))][: size - 4]
-    vocabulary = {letter: 4 + place for place, letter in enumerate(letters)}
-    added = [{"id": place, "content": text, "special": place < 3} for place, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
+    vocabulary = {letter: 4 + index for index, letter in enumerate(letters)}
+    added = [{"id": index, "content": text, "special": index < 3} for index, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     written = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}}
     (folder / "tokenizer.json").write_text(json.dumps(written), encoding="utf-8")

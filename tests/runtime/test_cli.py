@@ -105,8 +105,8 @@ def test_ctrl_c_exits_cleanly() -> None:
     reader, writer = os.pipe()
     room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * (room - 100))
-    asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
-    command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
+    flags = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    command = [*COMMAND, "generate", str(model_folder()), "abc", *flags]
     process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=handle_sigint)
     os.close(writer)
     while waiting_bytes(reader) < room:

@@ -28,7 +28,7 @@ from tests.helpers.command_models import model_folder
 Captured = pytest.CaptureFixture[str]
 
 
-def asked(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
+def run(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     code = cli.main(list(arguments))
     printed = capsys.readouterr()
     return code, printed.out, printed.err
@@ -39,10 +39,10 @@ def test_invalid_files_and_standard_input_are_reported(tmp_path: Path, monkeypat
     (tmp_path / "latin").write_bytes("{é}".encode("latin-1"))
     model = str(model_folder())
     for name, message in (("list.json", "with a list, expected an object"), ("latin", "can't decode byte 0xe9")):
-        code, _, errors = asked(capsys, "generate", model, "hi", "--schema", str(tmp_path / name))
+        code, _, errors = run(capsys, "generate", model, "hi", "--schema", str(tmp_path / name))
         assert code == 2 and "--schema: got '" in errors and message in errors
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
-    code, _, errors = asked(capsys, "generate", model, "-")
+    code, _, errors = run(capsys, "generate", model, "-")
     assert code == 2 and "got bytes that are not UTF-8" in errors and "expected text" in errors
 
 
@@ -61,13 +61,13 @@ def test_generate_reports_failures_and_prints_a_summary_on_terminals(
     """The weights are finite, the logits are not."""
     monkeypatch.setattr(generate, "shows_progress", lambda: True)
     arguments = ("hi", "--max-new-tokens", "3", "-k", "0")
-    code, _, errors = asked(capsys, "generate", str(model_folder()), *arguments)
+    code, _, errors = run(capsys, "generate", str(model_folder()), *arguments)
     assert code == 0 and "3 tokens in 3 rounds, " in errors and errors.rstrip().endswith(", length")
     shutil.copytree(model_folder(), tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.norm.weight"].fill_(3e38)
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    code, _, errors = asked(capsys, "generate", str(tmp_path / "model"), *arguments)
+    code, _, errors = run(capsys, "generate", str(tmp_path / "model"), *arguments)
     assert code == 1 and "stepgraph generate: error: the target's best legal logit is not finite" in errors
 
 
@@ -75,10 +75,10 @@ def test_capture_check_refuses_objects_that_are_not_steps(tmp_path: Path, monkey
     (tmp_path / "odd_pair.py").write_text("def make():\n    return 5, 6\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    code, _, errors = asked(capsys, "capture-check", "odd_pair:make")
+    code, _, errors = run(capsys, "capture-check", "odd_pair:make")
     assert code == 2 and "odd_pair:make: got int as the step, expected a function of the buffers" in errors
     sys.modules.pop("odd_pair")
-    code, _, errors = asked(capsys, "capture-check", "builtins:dict")  # has no signature, so it is called
+    code, _, errors = run(capsys, "capture-check", "builtins:dict")  # has no signature, so it is called
     assert code == 2 and "builtins:dict: got dict as its result, expected a function without arguments" in errors
 
 
@@ -87,14 +87,14 @@ def test_replay_reports_skipped_prompt_embeddings(tmp_path: Path, capsys: Captur
     with Engine.from_pretrained(model_folder(), config=config, record=tmp_path / "run.jsonl") as engine:
         engine.generate([1, 2, 3, 4], max_new_tokens=3)
         engine.generate([1, 2, 3, 4], prompt_embeddings={1: torch.ones(2, 32)}, max_new_tokens=3)
-    code, out, _ = asked(capsys, "replay", str(tmp_path / "run.jsonl"), "--model", str(model_folder()))
+    code, out, _ = run(capsys, "replay", str(tmp_path / "run.jsonl"), "--model", str(model_folder()))
     assert code == 0 and "1 requests with prompt embeddings were skipped" in out
 
 
 def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: {"error": "no libc10.so"} for probe in doctor_probe.PROBES})
     monkeypatch.setattr(doctor, "shows_progress", lambda: True)
-    code, out, errors = asked(capsys, "doctor")
+    code, out, errors = run(capsys, "doctor")
     lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
     assert code == 1 and errors.startswith("loading torch and decoding a text")
     names = ("torch's CUDA", "threads", "auto attention", "auto filters", "self-test")

@@ -60,10 +60,10 @@ def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
 def test_every_long_step_shows_progress_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["demo", "--toy", "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
+    arguments = ["demo", "--toy", "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
     for module in (demo, terminal):
         monkeypatch.setattr(module, "shows_progress", lambda: True)
-    assert cli.main(asked) == 0
+    assert cli.main(arguments) == 0
     errors = capsys.readouterr().err
     waits = ["loading libraries", "opening the models", "prepare: ", "capture: ", "the other variants: ", "race: ", "timeline: "]
     positions = [errors.index(wait) for wait in waits]
@@ -74,8 +74,8 @@ def test_demo_without_grammar_and_matplotlib_reports_a_failure(tmp_path: Path, m
     """No variant with a grammar, no picture, and exit code 1."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(demo, "failure_of", lambda job, compiled: "error: planted")
-    asked = [*QUICK[:2], "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
-    assert cli.main(asked) == terminal.FAILED
+    arguments = [*QUICK[:2], "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
+    assert cli.main(arguments) == terminal.FAILED
     out, errors = capsys.readouterr()
     assert errors == "stepgraph demo: yours: error: planted\n"
     assert "speculative" in out and "grammar" not in out.split("tokens per second")[1]

@@ -98,8 +98,8 @@ def test_sampled_texts_are_legal_and_equal_eager_rounds() -> None:
     texts = [[job.tokens for job in decode(target, draft, 2, sampling, buckets=(3,), eager=eager)[0]] for eager in (False, True)]
     assert texts[0] == texts[1]
     compiler = GrammarCompiler(VOCABULARY)
-    for place, tokens in enumerate(texts[0]):
-        constraint = CONSTRAINTS[place % len(CONSTRAINTS)]
+    for index, tokens in enumerate(texts[0]):
+        constraint = CONSTRAINTS[index % len(CONSTRAINTS)]
         assert constraint is None or accepts(compiler.compile(constraint), tokens, finished=len(tokens) < 16)
 
 

@@ -50,9 +50,9 @@ class Decay(nn.Module):
 
 def plain(model: Decay, prompt: Sequence[int], count: int) -> list[int]:
     tokens, state = list(prompt), torch.zeros(1, 8, dtype=torch.bfloat16)
-    for place in range(len(prompt) + count - 1):
-        state = (state + model.embedding(torch.tensor([tokens[place]]))) / 2
-        if place + 1 >= len(tokens):
+    for index in range(len(prompt) + count - 1):
+        state = (state + model.embedding(torch.tensor([tokens[index]]))) / 2
+        if index + 1 >= len(tokens):
             tokens.append(int(model.logits(state)[0].argmax()))
         if tokens[-1] in VOCABULARY.stop_token_ids and len(tokens) > len(prompt):
             break

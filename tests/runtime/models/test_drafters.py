@@ -47,15 +47,15 @@ def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter) 
 def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
     useful = drafts[: TOKENS - len(job.tokens)]  # what lies beyond the end is drafted and never used
     assert min(useful) >= 0
-    told = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
-    for draft, logits in zip(useful, told, strict=True):
+    expected = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
+    for draft, logits in zip(useful, expected, strict=True):
         known = logits[:110][logits[:110].isfinite()]
         assert logits[draft] > known.max() - 1e-4 * known.abs().max(), (job.tokens, drafts)
 
 
 def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling: SamplingParams) -> list[Job]:
-    asked = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
-    jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in asked]
+    requests = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
+    jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in requests]
     for _ in engine.stream():
         pass
     return jobs
@@ -96,10 +96,10 @@ def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
             jobs = [job for sampling in settings for constraint in CONSTRAINTS[:2] for job in decode(engine, (constraint,), sampling)]
             engine.backend.synchronize()
             names = [name for name in engine.buffers if name.startswith(("draft_", "target_", "row_draft")) or name == "results"]
-            told = [(job.tokens, job.num_accepted_drafts, job.rounds) for job in jobs]
-            left.append((told, {name: engine.buffers[name].clone() for name in names}))
-    (told, buffers), (eager_told, eager_buffers) = left
-    assert told == eager_told and float(buffers["draft_keys"].abs().max()) > 0
+            results = [(job.tokens, job.num_accepted_drafts, job.rounds) for job in jobs]
+            left.append((results, {name: engine.buffers[name].clone() for name in names}))
+    (results, buffers), (eager_results, eager_buffers) = left
+    assert results == eager_results and float(buffers["draft_keys"].abs().max()) > 0
     assert buffers.keys() == eager_buffers.keys() >= {"draft_keys", "draft_values", "row_draft_probs", "results"}
     assert [name for name in buffers if not torch.equal(buffers[name], eager_buffers[name])] == []
 

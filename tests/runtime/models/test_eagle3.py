@@ -43,12 +43,12 @@ def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_re
     drafts = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
     drafting = Drafting(model, 60)
     logits, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, drafts, last)
+    reference = drafting.draft(41, drafts, last)
     for row in range(2):
         said, drafted = tokens[row].tolist(), drafts[row].tolist()
         whole, *chain = eagle3_logits(tensors, fields, features[row], said, drafted, tensors["embed_tokens.weight"])
         assert close(logits[row, 1:], whole)
-        assert all(close(ours[row], theirs) for ours, theirs in zip(behind, chain, strict=True)), row
+        assert all(close(ours[row], theirs) for ours, theirs in zip(reference, chain, strict=True)), row
 
 
 def test_bits_are_independent_of_chunking_and_batch() -> None:
@@ -56,9 +56,9 @@ def test_bits_are_independent_of_chunking_and_batch() -> None:
     drafts = torch.tensor([[5, 9, 0], [1, 1, 2]])
     drafting = Drafting(head(), 60)
     whole, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, drafts, last)
+    reference = drafting.draft(41, drafts, last)
     for size, rows in ((17, 2), (1, 2), (41, 1)):
         drafting.buffers.reset()
         logits, end = drafting.read(tokens[:rows], features[:rows], size)
         assert torch.equal(logits[:, 1:], whole[:rows, 1:])
-        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), behind, strict=True))
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), reference, strict=True))

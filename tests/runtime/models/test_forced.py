@@ -49,7 +49,7 @@ def test_forced_acceptance_is_the_acceptance_rate() -> None:
 def test_forced_acceptance_obeys_the_grammar(draft_masks: bool, sampling: SamplingParams) -> None:
     """Also by the token after the accepted drafts; no two consecutive positions allow the same tokens."""
     engine = shared_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
-    jobs = [engine.submit([place], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for place in range(8)]
+    jobs = [engine.submit([token], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for token in range(8)]
     for _ in engine.stream():
         pass
     for job in jobs:

@@ -82,9 +82,9 @@ def test_attention_window_limits_the_reach() -> None:
     """A token beyond the reach of all layers changes nothing, one inside does."""
     tokens, cached = texts()[:1, :100], Cached(load("mistral"))
     whole, _ = cached.run(tokens, 0, 100)
-    for place, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
+    for position, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
         changed = tokens.clone()
-        changed[0, place] = (changed[0, place] + 1) % VOCABULARY
+        changed[0, position] = (changed[0, position] + 1) % VOCABULARY
         assert torch.equal(cached.run(changed, 0, 100)[0][0, 99], whole[0, 99]) == same
 
 

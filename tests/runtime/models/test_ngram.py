@@ -25,11 +25,11 @@ def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[i
     start, width = given_from(LIMITS), text_specs(LIMITS)[0].shape[1]
     text = torch.full((len(rows), width), -1, dtype=torch.int32)
     text[:, : LIMITS.max_length] = torch.arange(LIMITS.max_length) % 3
-    for line, (history, prompt, told) in zip(text, rows, strict=True):
+    for line, (history, prompt, draft_ids) in zip(text, rows, strict=True):
         line[: len(history)] = torch.tensor(history)
-        if told:
+        if draft_ids:
             anchor = history[max(0, prompt - ANCHOR) : prompt]
-            line[start - len(anchor) : start + len(told)] = torch.tensor([*anchor, *told])
+            line[start - len(anchor) : start + len(draft_ids)] = torch.tensor([*anchor, *draft_ids])
     lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
     return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
 
@@ -40,9 +40,9 @@ def texts(draw: st.DrawFn) -> Row:
     token = st.integers(0, draw(st.sampled_from([1, 2, 3, 8])))
     history = draw(st.lists(token, min_size=1, max_size=LIMITS.max_length))
     prompt = draw(st.integers(1, len(history)))
-    told = draw(st.one_of(st.just([]), st.lists(token, max_size=LIMITS.max_length), st.just(history[prompt:])))
-    told = [*told[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=3)), *told[draw(st.integers(0, 40)) :]]
-    return history, prompt, told[: LIMITS.max_length]
+    draft_ids = draw(st.one_of(st.just([]), st.lists(token, max_size=LIMITS.max_length), st.just(history[prompt:])))
+    draft_ids = [*draft_ids[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=3)), *draft_ids[draw(st.integers(0, 40)) :]]
+    return history, prompt, draft_ids[: LIMITS.max_length]
 
 
 @settings(max_examples=150)

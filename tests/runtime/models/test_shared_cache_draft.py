@@ -65,19 +65,19 @@ class Reader(nn.Module):
         return hidden @ self.out.T
 
 
-def asked(query: Tensor, entries: Tensor) -> Tensor:
+def attended(query: Tensor, entries: Tensor) -> Tensor:
     return torch.softmax(entries @ query * SIZE**-0.5, 0) @ entries
 
 
-def said(target: Bag, history: Sequence[int]) -> int:
-    return int((target.out @ asked(target.queries[history[-1]], target.entries[list(history)])).argmax())
+def next_token(target: Bag, history: Sequence[int]) -> int:
+    return int((target.out @ attended(target.queries[history[-1]], target.entries[list(history)])).argmax())
 
 
-def foreseen(target: Bag, draft: Reader, history: Sequence[int], count: int) -> list[int]:
+def expected_drafts(target: Bag, draft: Reader, history: Sequence[int], count: int) -> list[int]:
     before = target.entries[list(history[:-1])]
-    state, chain = asked(target.queries[history[-2]], before), [history[-1]]
+    state, chain = attended(target.queries[history[-2]], before), [history[-1]]
     for _ in range(count):
-        state = asked(draft.queries[chain[-1]] + state, before)
+        state = attended(draft.queries[chain[-1]] + state, before)
         chain.append(int((draft.out @ state).argmax()))
     return chain[1:]
 
@@ -108,9 +108,9 @@ def test_a_draft_can_read_the_targets_cache(k: int) -> None:
                     if job.tokens and not job.finished:
                         useful = min(k, NEW - len(job.tokens))
                         drafts = engine.buffers.row_drafts[0, :useful].tolist()
-                        assert drafts == foreseen(target, draft, [*prompt, *job.tokens], useful)
+                        assert drafts == expected_drafts(target, draft, [*prompt, *job.tokens], useful)
                 history = list(prompt)
                 while len(history) < len(prompt) + NEW:
-                    history.append(said(target, history))
+                    history.append(next_token(target, history))
                 assert shares or job.tokens == history[len(prompt) :]
             assert engine.stats().reused_tokens == 4 and engine.stats().accepted_drafts > 0

@@ -18,7 +18,7 @@ from tests.runtime.models.test_llama_engine import DraftLlama
 
 pytestmark = pytest.mark.models
 NEW_TOKENS = 200
-ASKED = [
+QUESTIONS = [
     "What is the capital of France?",
     "Write a short story about a robot who learns to paint.",
     "Explain why the sky is blue.",
@@ -44,13 +44,13 @@ def gguf_path() -> Path:
 def judged() -> tuple[Any, list[list[int]]]:
     """The model as loaded by transformers, and prompts in its chat format."""
     path = gguf_path()
-    told = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **told)
-    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path.parent, **told)).eval()
+    options = {"gguf_file": path.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path.parent, **options)).eval()
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing = model.load_state_dict(read, strict=False).missing_keys
     assert missing == ["lm_head.weight"], "which is the embedding"
-    chats = [f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n" for asked in ASKED]
+    chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     return model, [tokenizer(chat)["input_ids"] for chat in chats]
 
 
@@ -97,8 +97,8 @@ def test_look_up_drafts_copied_code(judged: tuple[Any, list[list[int]]]) -> None
     model, _ = judged
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_path().parent, gguf_file=gguf_path().name, local_files_only=True)
-    asked = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
-    prompt = tokenizer(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    question = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
+    prompt = tokenizer(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     config = EngineConfig(max_rows=1, num_speculative_tokens=5, max_length=288, greedy_only=True)
     with Engine(checkpoint.load("cpu"), "ngram", vocabulary=checkpoint.vocabulary, config=config) as engine:
         engine.capture()

@@ -84,10 +84,10 @@ def test_vocabulary_of_a_folder(folder: Path) -> None:
 
 def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Engine.from_pretrained(folder, config=SMALL, progress=True).close()
-    told = capsys.readouterr().err
-    assert told.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and told.index(
+    errors = capsys.readouterr().err
+    assert errors.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and errors.index(
         "check: 100%"
-    ) < told.index("load: 100%")
+    ) < errors.index("load: 100%")
 
 
 def break_index(folder: Path, file: str) -> None:
@@ -184,7 +184,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """from_pretrained raises the expected error before it makes a model or a cache."""
     made: list[str] = []
 
@@ -195,7 +195,7 @@ def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(checkpoint, "Llama", Watched)
-    with pytest.raises(ValueError, match=wanted) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(path, config=SMALL)
     assert made == []
     assert len(str(caught.value)) < 700, "an error is a sentence, whatever the file held"
@@ -203,16 +203,16 @@ def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", SPOILED)
 def test_a_damaged_folder_is_refused(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil, wanted = SPOILED[fault]
+    spoil, message = SPOILED[fault]
     spoil(folder)
-    refuse(folder, wanted, monkeypatch)
+    refuse(folder, message, monkeypatch)
 
 
 @pytest.mark.parametrize("fault", CONFIGS)
 def test_a_bad_config_field_is_refused(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, wanted = CONFIGS[fault]
+    changes, message = CONFIGS[fault]
     change_json(folder / "config.json", **changes)
-    refuse(folder, wanted, monkeypatch)
+    refuse(folder, message, monkeypatch)
 
 
 HOSTILE: tuple[Any, ...] = (
@@ -239,14 +239,14 @@ FIELDS = "sliding_window layer_types head_dim rope_scaling rope_theta use_slidin
 
 def test_random_config_values_raise_value_errors_only() -> None:
     """Only ValueErrors, with messages of limited length."""
-    told = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
-    inner = told["rope_parameters"]
-    changes = [{field: value} for field in (*told, *FIELDS.split(), "quantization_config") for value in HOSTILE]
+    fields = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
+    inner = fields["rope_parameters"]
+    changes = [{field: value} for field in (*fields, *FIELDS.split(), "quantization_config") for value in HOSTILE]
     changes += [{"rope_parameters": {**inner, field: value}} for field in (*inner, "type", "high_freq_factor") for value in HOSTILE]
     refused: list[str] = []
     for change in changes:
         try:
-            read_config(told | change)
+            read_config(fields | change)
         except ValueError as error:
             refused.append(str(error))
     assert len(changes) / 3 < len(refused) < len(changes)

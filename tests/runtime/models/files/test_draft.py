@@ -82,8 +82,8 @@ def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -
     """It has the target's vocabulary, and no d2t."""
     checkpoint = open_checkpoint(EAGLE3.target)
     target = checkpoint.load("cpu")
-    told = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
-    fitting = Eagle3(read_eagle3(told, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
+    config_fields = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
+    fitting = Eagle3(read_eagle3(config_fields, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
     folder = save_eagle3(tmp_path / "bare", fitting, own_head=False)
     assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(load_file(folder / "model.safetensors"))
     opened = open_draft(folder, checkpoint)
@@ -103,23 +103,23 @@ def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -
 )
 def test_feature_layers_by_config_layout(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
     """Ids at the top of a config name layer inputs, ids in eagle_config layer outputs."""
-    told = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
-    assert read_eagle3(told, open_checkpoint(EAGLE3.target).config).feature_layers == layers
+    config_fields = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
+    assert read_eagle3(config_fields, open_checkpoint(EAGLE3.target).config).feature_layers == layers
 
 
 def test_a_config_of_speculators() -> None:
-    told = read_json(EAGLE3.folder / "config.json")
+    config_fields = read_json(EAGLE3.folder / "config.json")
     own = ("draft_vocab_size", "norm_before_residual", IDS)
-    inner = {name: value for name, value in told.items() if name not in own}
-    outer = {name: told[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    inner = {name: value for name, value in config_fields.items() if name not in own}
+    outer = {name: config_fields[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     target = open_checkpoint(EAGLE3.target).config
-    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(told, target)
-    assert read_eagle3(told, target).feature_layers == EAGLE_LAYERS
+    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(config_fields, target)
+    assert read_eagle3(config_fields, target).feature_layers == EAGLE_LAYERS
 
 
 def test_configs_as_they_are_published() -> None:
     """Sizes of heads for Llama 3.3 70B and Qwen3 32B; for the latter head_dim * heads is not hidden_size."""
-    asked = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
+    common = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -127,7 +127,7 @@ def test_configs_as_they_are_published() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    llama = asked | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    llama = common | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     llama |= {
         "vocab_size": 128256,
         "rope_theta": 500000.0,
@@ -139,7 +139,7 @@ def test_configs_as_they_are_published() -> None:
     head = read_eagle3(llama, target)
     assert head.feature_layers == (2, 40, 77) and head.layer.rope == RopeConfig(5e5, 8.0, 1.0, 4.0, 8192)
     assert (head.draft_vocab_size, head.layer.head_size, head.layer.dtype) == (32000, 128, torch.bfloat16)
-    qwen = asked | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
+    qwen = common | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
     qwen |= {"vocab_size": 151936, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 64}
     qwen |= {"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "rope_scaling": None, "rms_norm_eps": 1e-6}
     head = read_eagle3(qwen, LlamaConfig(151936, 5120, 25600, 64, 8, 128, (None,) * 64))
@@ -260,7 +260,7 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("fault", SPOILED)
 def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, spoil, wanted = SPOILED[fault]
+    drafter, spoil, message = SPOILED[fault]
     folder = shutil.copytree(drafter.folder, tmp_path / "head")
     spoil(folder)
     made: list[str] = []
@@ -272,7 +272,7 @@ def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pyt
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(pretrained, "Llama", Watched)
-    with pytest.raises(ValueError, match=wanted) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
     assert made == [] and len(str(caught.value)) < 700
 

@@ -55,18 +55,18 @@ def test_unsupported_layers_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_sliding_layers_default_to_the_rules_of_the_family() -> None:
-    told = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    stored = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     fields = layer_fields(LAYER) | {"num_hidden_layers": 3, "layer_types": None}
-    assert read_config(fields | told).windows == (None, 8, 8)
+    assert read_config(fields | stored).windows == (None, 8, 8)
 
 
 def test_a_shallow_target_needs_explicit_feature_layers() -> None:
-    told = json.loads((EAGLE3.folder / "config.json").read_text(encoding="utf-8"))
+    stored = json.loads((EAGLE3.folder / "config.json").read_text(encoding="utf-8"))
     target = replace(open_checkpoint(EAGLE3.target).config, windows=(None, None))
     name = "eagle_aux_hidden_state_layer_ids"
     with pytest.raises(ValueError, match=f"config.{name}: got none, expected a list of layers: a target of 2 layers"):
-        read_eagle3(told | {name: None}, target)
-    assert read_eagle3(told | {name: [0, 1, 2]}, target).feature_layers == (0, 1, 2)
+        read_eagle3(stored | {name: None}, target)
+    assert read_eagle3(stored | {name: [0, 1, 2]}, target).feature_layers == (0, 1, 2)
 
 
 def test_more_drafts_than_mtp_modules_are_refused() -> None:

@@ -32,7 +32,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{place}" for place in range(4, 159)), "\u0120a"]
+TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
 
 
 def stored_name(name: str) -> str:
@@ -46,7 +46,7 @@ def stored_name(name: str) -> str:
 def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
     """The halves of each head interleaved row by row, the layout of Llama models in GGUF."""
     size = len(weight) // heads
-    order = [head * size + half * (size // 2) + place for head in range(heads) for place in range(size // 2) for half in (0, 1)]
+    order = [head * size + half * (size // 2) + index for head in range(heads) for index in range(size // 2) for half in (0, 1)]
     return weight[order]
 
 
