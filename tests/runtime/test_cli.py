@@ -1,4 +1,4 @@
-"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C. What it answers is in test_commands.py."""
+"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C, terminals. test_commands.py tests its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """In a process group of its own, as a shell would: Ctrl-C goes to all of it."""
+    """In its own process group, like a shell: Ctrl-C signals the whole group."""
     command = [*COMMAND, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
 
@@ -46,7 +46,7 @@ def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subproc
         ((), "COMMAND"),
     ],
 )
-def test_bad_flags_exit_with_2_and_say_why(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_flags_exit_with_2_and_a_reason(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
@@ -65,7 +65,7 @@ def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     assert run("--version").stdout == f"stepgraph {stepgraph.__version__}\n"
 
 
-def test_a_closed_pipe_ends_any_work_quietly() -> None:
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
     script = """
 import sys
 from stepgraph.runtime.commands.terminal import run_command
@@ -79,8 +79,8 @@ sys.exit(run_command('x', lambda: [print(1) for _ in iter(int, 1)]))
 
 
 @pytest.mark.soak
-def test_a_reader_that_goes_away_ends_it_quietly() -> None:
-    """What is left of an answer is not computed, and nobody is told of a broken pipe."""
+def test_closing_the_output_ends_generate_quietly() -> None:
+    """The rest of the answer is not computed, and there is no broken-pipe message."""
     process = start("generate", str(model_folder()), "abc", "-k", "0", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
     assert process.stdout is not None
     assert len(process.stdout.read(10)) == 10
@@ -89,7 +89,7 @@ def test_a_reader_that_goes_away_ends_it_quietly() -> None:
     assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
-def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
+def test_closing_the_output_of_help_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
@@ -97,7 +97,7 @@ def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
     assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse swallow it"
 
 
-def test_ctrl_c_leaves_cleanly() -> None:
+def test_ctrl_c_exits_cleanly() -> None:
     """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them.
 
     Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
@@ -105,9 +105,9 @@ def test_ctrl_c_leaves_cleanly() -> None:
     reader, writer = os.pipe()
     room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * (room - 100))
-    asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
-    command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
-    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heeds_ctrl_c)
+    flags = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    command = [*COMMAND, "generate", str(model_folder()), "abc", *flags]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=handle_sigint)
     os.close(writer)
     while waiting_bytes(reader) < room:
         assert process.poll() is None, process.communicate()
@@ -121,17 +121,17 @@ def test_ctrl_c_leaves_cleanly() -> None:
         os.killpg(process.pid, 0)
 
 
-def heeds_ctrl_c() -> None:
-    """What a shell starts in the background ignores it, and so do its children, these tests among them."""
+def handle_sigint() -> None:
+    """A shell's background processes ignore SIGINT, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def waiting_bytes(reader: int) -> int:
-    """In a pipe, to be read."""
+    """Bytes in a pipe that were not read yet."""
     return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> int:
         raise AssertionError("a bug")
 

@@ -13,6 +13,7 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.pages import PagePool
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
 
@@ -198,3 +199,10 @@ def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
             jobs.append(ask(engine, [token % 7 for token in SYSTEM], 16, sampling=SamplingParams(temperature=0, logprobs=True)))
             finish(engine)
         assert (jobs[0].tokens, jobs[0].logprobs) == (jobs[1].tokens, jobs[1].logprobs) and jobs[1].num_cached_tokens == 16
+
+
+def test_page_pool_gives_all_requested_pages_or_none() -> None:
+    pool = PagePool(3)
+    assert pool.take(4) is None and pool.free == 3
+    pages = pool.take(3)
+    assert pages is not None and sorted(pages) == [1, 2, 3] and pool.take(1) is None

@@ -296,3 +296,11 @@ def test_embeddings_are_left_out(tmp_path: Path) -> None:
     assert found.equal and (found.requests, found.skipped) == (2, 1)
     (first, _) = [line["embeddings"] for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "submit"]
     assert first[0][:2] == [1, 2] and re.fullmatch(r"[0-9a-f]{16}", first[0][2])
+
+
+def test_a_recording_without_a_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=16, greedy_only=True, eager=True)
+    with Engine(ToyTarget(40), config=config, record=path) as engine:
+        engine.generate([1, 2], max_new_tokens=2)
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[0])["vocabulary"] == "none"

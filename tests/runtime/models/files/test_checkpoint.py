@@ -1,4 +1,4 @@
-"""Folders and files as sources of models: what they hold arrives, and what is wrong with them is named before memory is taken."""
+"""Models from folders: contents are loaded correctly, and errors are raised before memory is allocated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_shards_hold_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(logits_of(sharded), logits_of(folder_of(FAMILY)))
 
 
-def test_the_type_of_the_folder_or_another() -> None:
+def test_dtype_is_the_folders_or_the_requested_one() -> None:
     half = folder_of(FAMILY, torch.bfloat16)
     assert open_checkpoint(half).load("cpu").embedding.dtype == torch.bfloat16
     wide = open_checkpoint(half, torch.float32).load("cpu")
@@ -64,7 +64,7 @@ def test_the_type_of_the_folder_or_another() -> None:
             open_checkpoint(half, dtype)  # type: ignore[arg-type]
 
 
-def test_what_is_no_path_and_what_is_no_config() -> None:
+def test_bad_path_and_config_types_are_refused() -> None:
     with pytest.raises(ValueError, match=r"path: got NoneType, expected the path of a model folder or \.gguf file"):
         Engine.from_pretrained(None)  # type: ignore[arg-type]
     for config in ({}, {"max_rows": 2}):
@@ -72,7 +72,7 @@ def test_what_is_no_path_and_what_is_no_config() -> None:
             Engine.from_pretrained("nowhere", config=config)  # type: ignore[arg-type]
 
 
-def test_the_token_table(folder: Path) -> None:
+def test_vocabulary_of_a_folder(folder: Path) -> None:
     vocabulary = open_checkpoint(folder).vocabulary
     assert vocabulary.tokens[:5] == (b"<s>", b"<|im_start|>", b"</s>", b"<call>", b"!") and vocabulary.logits_width == 160
     assert vocabulary.stop_token_ids == (2,) and set(vocabulary.control_token_ids) == {0, 1}, "<call> is text: it is not special"
@@ -82,12 +82,12 @@ def test_the_token_table(folder: Path) -> None:
     assert by_pieces("\u2581caf\u00e9") == " caf\u00e9".encode() and by_pieces("<0x0A>") == b"\n"
 
 
-def test_what_loading_takes_is_told_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Engine.from_pretrained(folder, config=SMALL, progress=True).close()
-    told = capsys.readouterr().err
-    assert told.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and told.index(
+    errors = capsys.readouterr().err
+    assert errors.startswith("model: 0.1M weights of float32, 0.00 GiB; cache for 144 tokens, 0.00 GiB\n") and errors.index(
         "check: 100%"
-    ) < told.index("load: 100%")
+    ) < errors.index("load: 100%")
 
 
 def break_index(folder: Path, file: str) -> None:
@@ -184,8 +184,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """from_pretrained fails as wanted, and has made no model and no cache by then."""
+def refuse(path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """from_pretrained raises the expected error before it makes a model or a cache."""
     made: list[str] = []
 
     class Watched(Llama):
@@ -195,24 +195,24 @@ def refuse(path: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(checkpoint, "Llama", Watched)
-    with pytest.raises(ValueError, match=wanted) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(path, config=SMALL)
     assert made == []
     assert len(str(caught.value)) < 700, "an error is a sentence, whatever the file held"
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-def test_a_spoiled_folder_is_refused_by_name(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil, wanted = SPOILED[fault]
+def test_a_damaged_folder_is_refused(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil, message = SPOILED[fault]
     spoil(folder)
-    refuse(folder, wanted, monkeypatch)
+    refuse(folder, message, monkeypatch)
 
 
 @pytest.mark.parametrize("fault", CONFIGS)
-def test_a_config_is_refused_by_field(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, wanted = CONFIGS[fault]
+def test_a_bad_config_field_is_refused(folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, message = CONFIGS[fault]
     change_json(folder / "config.json", **changes)
-    refuse(folder, wanted, monkeypatch)
+    refuse(folder, message, monkeypatch)
 
 
 HOSTILE: tuple[Any, ...] = (
@@ -237,16 +237,16 @@ HOSTILE: tuple[Any, ...] = (
 FIELDS = "sliding_window layer_types head_dim rope_scaling rope_theta use_sliding_window max_window_layers mlp_bias dtype torch_dtype"
 
 
-def test_any_value_in_any_field_is_refused_by_name_or_harmless() -> None:
-    """Never another error than a ValueError, nor one that repeats all that was found."""
-    told = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
-    inner = told["rope_parameters"]
-    changes = [{field: value} for field in (*told, *FIELDS.split(), "quantization_config") for value in HOSTILE]
+def test_random_config_values_raise_value_errors_only() -> None:
+    """Only ValueErrors, with messages of limited length."""
+    fields = json.loads((folder_of(FAMILY) / "config.json").read_text(encoding="utf-8"))
+    inner = fields["rope_parameters"]
+    changes = [{field: value} for field in (*fields, *FIELDS.split(), "quantization_config") for value in HOSTILE]
     changes += [{"rope_parameters": {**inner, field: value}} for field in (*inner, "type", "high_freq_factor") for value in HOSTILE]
     refused: list[str] = []
     for change in changes:
         try:
-            read_config(told | change)
+            read_config(fields | change)
         except ValueError as error:
             refused.append(str(error))
     assert len(changes) / 3 < len(refused) < len(changes)
@@ -254,7 +254,7 @@ def test_any_value_in_any_field_is_refused_by_name_or_harmless() -> None:
 
 
 def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
-    """A downloaded folder often holds nothing but links to files elsewhere."""
+    """A downloaded folder often contains only links to files."""
     linked = tmp_path / "linked"
     linked.mkdir()
     for file in folder.iterdir():
@@ -262,14 +262,14 @@ def test_links_to_files_are_followed(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(logits_of(linked), logits_of(folder))
 
 
-def test_code_and_pickles_in_a_folder_are_left_alone(folder: Path) -> None:
+def test_code_and_pickles_in_a_folder_are_not_opened(folder: Path) -> None:
     change_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
     (folder / "modeling.py").write_text("raise SystemExit", encoding="utf-8")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     assert torch.isfinite(logits_of(folder)).all()
 
 
-def test_an_unread_tensor_of_an_old_folder_or_a_tied_one(tmp_path: Path) -> None:
+def test_known_unused_tensors_are_accepted(tmp_path: Path) -> None:
     tied = shutil.copytree(folder_of("smollm2"), tmp_path / "tied")
     before = logits_of(tied)
     change_tensors(
@@ -279,5 +279,5 @@ def test_an_unread_tensor_of_an_old_folder_or_a_tied_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_damaged_bytes_are_refused_or_harmless(folder: Path, name: str) -> None:
+def test_random_damage_raises_value_errors_only(folder: Path, name: str) -> None:
     assert refused_when_damaged(folder / name, (folder / name).read_bytes(), 4000, folder) > 20

@@ -1,4 +1,4 @@
-"""Folders of drafts: what they hold arrives, and what is wrong with them is named before a model is made."""
+"""Draft folders: contents are loaded correctly, and errors are raised before a model is made."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def renamed(names: Callable[[str], str]) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("called", ["model.layers.0.", "layers.0.", "midlayer."])
-def test_public_names_of_one_head_are_one_head(tmp_path: Path, called: str) -> None:
-    """EAGLE's own, and those of speculators with and without a `model` around all."""
+def test_heads_load_under_all_public_tensor_names(tmp_path: Path, called: str) -> None:
+    """EAGLE's names, and those of speculators with and without the prefix `model`."""
     folder = shutil.copytree(EAGLE3.folder, tmp_path / "head")
     prefix = "model." if called.startswith("model.") else ""
 
@@ -78,12 +78,12 @@ def load(drafter: Drafter, folder: Path) -> Eagle3:
     return head
 
 
-def test_a_head_without_an_embedding_and_a_head_has_the_target_s(tmp_path: Path) -> None:
-    """A whole vocabulary then, and no tables."""
+def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -> None:
+    """It has the target's vocabulary, and no d2t."""
     checkpoint = open_checkpoint(EAGLE3.target)
     target = checkpoint.load("cpu")
-    told = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
-    fitting = Eagle3(read_eagle3(told, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
+    config_fields = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
+    fitting = Eagle3(read_eagle3(config_fields, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
     folder = save_eagle3(tmp_path / "bare", fitting, own_head=False)
     assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(load_file(folder / "model.safetensors"))
     opened = open_draft(folder, checkpoint)
@@ -101,25 +101,25 @@ def test_a_head_without_an_embedding_and_a_head_has_the_target_s(tmp_path: Path)
         ({IDS: [4], "eagle_config": {IDS: [0]}}, (4,)),
     ],
 )
-def test_which_states_are_fused(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
-    """Layers by what enters them at the top of a config, by what leaves them in an eagle_config."""
-    told = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
-    assert read_eagle3(told, open_checkpoint(EAGLE3.target).config).feature_layers == layers
+def test_feature_layers_by_config_layout(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """Ids at the top of a config name layer inputs, ids in eagle_config layer outputs."""
+    config_fields = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
+    assert read_eagle3(config_fields, open_checkpoint(EAGLE3.target).config).feature_layers == layers
 
 
 def test_a_config_of_speculators() -> None:
-    told = read_json(EAGLE3.folder / "config.json")
+    config_fields = read_json(EAGLE3.folder / "config.json")
     own = ("draft_vocab_size", "norm_before_residual", IDS)
-    inner = {name: value for name, value in told.items() if name not in own}
-    outer = {name: told[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    inner = {name: value for name, value in config_fields.items() if name not in own}
+    outer = {name: config_fields[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     target = open_checkpoint(EAGLE3.target).config
-    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(told, target)
-    assert read_eagle3(told, target).feature_layers == EAGLE_LAYERS
+    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(config_fields, target)
+    assert read_eagle3(config_fields, target).feature_layers == EAGLE_LAYERS
 
 
 def test_configs_as_they_are_published() -> None:
-    """Fields and sizes of heads for Llama 3.3 70B and for Qwen3 32B, whose heads are narrower than hidden_size says."""
-    asked = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
+    """Sizes of heads for Llama 3.3 70B and Qwen3 32B; for the latter head_dim * heads is not hidden_size."""
+    common = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -127,7 +127,7 @@ def test_configs_as_they_are_published() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    llama = asked | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    llama = common | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     llama |= {
         "vocab_size": 128256,
         "rope_theta": 500000.0,
@@ -139,14 +139,14 @@ def test_configs_as_they_are_published() -> None:
     head = read_eagle3(llama, target)
     assert head.feature_layers == (2, 40, 77) and head.layer.rope == RopeConfig(5e5, 8.0, 1.0, 4.0, 8192)
     assert (head.draft_vocab_size, head.layer.head_size, head.layer.dtype) == (32000, 128, torch.bfloat16)
-    qwen = asked | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
+    qwen = common | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
     qwen |= {"vocab_size": 151936, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 64}
     qwen |= {"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "rope_scaling": None, "rms_norm_eps": 1e-6}
     head = read_eagle3(qwen, LlamaConfig(151936, 5120, 25600, 64, 8, 128, (None,) * 64))
     assert head.feature_layers == (2, 32, 61) and (head.layer.head_size, head.layer.qkv_size, head.layer.norm_epsilon) == (80, 6400, 1e-6)
 
 
-def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
+def test_map_tokens_maps_tokens_with_equal_bytes() -> None:
     target = Vocabulary([b"a", b"b", b"<s>", b"</s>", b""], [3], 8, [2])
     same = map_tokens(Vocabulary(target.tokens, [3], 8, [2]), target)
     assert same is None
@@ -259,8 +259,8 @@ SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-def test_a_spoiled_draft_is_refused_by_name(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, spoil, wanted = SPOILED[fault]
+def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, spoil, message = SPOILED[fault]
     folder = shutil.copytree(drafter.folder, tmp_path / "head")
     spoil(folder)
     made: list[str] = []
@@ -272,12 +272,12 @@ def test_a_spoiled_draft_is_refused_by_name(fault: str, tmp_path: Path, monkeypa
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(pretrained, "Llama", Watched)
-    with pytest.raises(ValueError, match=wanted) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
     assert made == [] and len(str(caught.value)) < 700
 
 
-def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_draft_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"draft: got 'mtp', expected a target with MTP modules; .* has no num_nextn_predict_layers"):
         Engine.from_pretrained(folder_of("qwen3"), "mtp")
     with pytest.raises(ValueError, match=r"feature_layers: got \(1,\), expected none, as the draft determines them: \(3, 0, 2\)"):
@@ -288,13 +288,13 @@ def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> No
     assert "eagle3: EAGLE-3 head: 0.0M weights of float32" in stated[1]
 
 
-def test_as_many_drafts_as_there_are_modules() -> None:
+def test_default_drafts_equal_the_number_of_mtp_modules() -> None:
     with Engine.from_pretrained(MANY.target, MANY.folder) as engine:
         assert engine.limits.num_speculative_tokens == 3
 
 
-def test_as_many_positions_as_both_models_have(tmp_path: Path) -> None:
-    """An engine without a config goes as far as the models go; which of them has no more is told where more is asked for."""
+def test_default_max_length_fits_target_and_draft(tmp_path: Path) -> None:
+    """Without a config the engine uses the smaller limit; a larger max_length names the model that lacks the positions."""
     folder = Path(shutil.copytree(MODEL.folder, tmp_path / "short"))
     config(max_position_embeddings=24)(folder)
     with Engine.from_pretrained(MODEL.target, folder) as engine:
@@ -303,6 +303,6 @@ def test_as_many_positions_as_both_models_have(tmp_path: Path) -> None:
         Engine.from_pretrained(MODEL.target, folder, config=EngineConfig(max_length=25))
 
 
-def test_a_target_with_modules_of_its_own_decodes_without_them() -> None:
+def test_a_target_with_mtp_modules_decodes_without_them() -> None:
     with Engine.from_pretrained(MTP.target, config=EngineConfig(num_speculative_tokens=0, max_rows=1, max_length=16)) as engine:
         assert len(engine.generate([5, 6], max_new_tokens=4).tokens) == 4

@@ -1,4 +1,4 @@
-"""GGUF files, written here by the format's own package: the same model as the folder, quantised ones nearly so, broken ones refused."""
+"""GGUF files written by the `gguf` package: logits equal the folder's, quantised ones nearly; broken files are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{place}" for place in range(4, 159)), "\u0120a"]
+TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
 
 
 def stored_name(name: str) -> str:
@@ -44,9 +44,9 @@ def stored_name(name: str) -> str:
 
 
 def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """The two halves of each head interleaved, row by row, as the format wants it of Llamas."""
+    """The halves of each head interleaved row by row, the layout of Llama models in GGUF."""
     size = len(weight) // heads
-    order = [head * size + half * (size // 2) + place for head in range(heads) for place in range(size // 2) for half in (0, 1)]
+    order = [head * size + half * (size // 2) + index for head in range(heads) for index in range(size // 2) for half in (0, 1)]
     return weight[order]
 
 
@@ -96,18 +96,18 @@ def expected(family: str) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama-2", "llama"), ("mistral without a window", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
 )
-def test_a_file_is_the_model_it_was_written_from(tmp_path: Path, family: str, kind: str) -> None:
+def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: str) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", family, kind)), expected(family)
     assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(Kind.Q8_0, 0.05), (Kind.Q4_1, 0.5), (Kind.BF16, 0.05), (Kind.F16, 0.01)])
-def test_a_quantised_file_is_nearly_that_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
+def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", "llama-2", "llama", kind)), expected("llama-2")
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
 
 
-def test_tokens_and_size_come_from_the_file(tmp_path: Path) -> None:
+def test_gguf_vocabulary_and_config(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path / "model.gguf", "smollm2", "llama"))
     vocabulary, config = checkpoint.vocabulary, checkpoint.config
     assert (config.tied, config.dtype, config.max_positions, config.vocab_size) == (True, torch.bfloat16, 512, 160)
@@ -115,7 +115,7 @@ def test_tokens_and_size_come_from_the_file(tmp_path: Path) -> None:
     assert set(vocabulary.control_token_ids) == {0, 1}
 
 
-def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_broken_gguf_files_are_refused(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf", "llama-2", "llama")
     content = whole.read_bytes()
     broken = tmp_path / "broken.gguf"
@@ -200,7 +200,7 @@ def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: 
         ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, entry: tuple[str, str] | None, message: str) -> None:
+def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: str, entry: tuple[str, str] | None, message: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
     if entry:
         writer.add_string(*entry)
@@ -212,6 +212,6 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, ent
         open_checkpoint(tmp_path / "other.gguf")
 
 
-def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_random_damage_raises_value_errors_only(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", "llama-2", "llama").read_bytes()
     assert refused_when_damaged(tmp_path / "model.gguf", whole, 6000, tmp_path / "model.gguf") > 20

@@ -1,4 +1,4 @@
-"""Odd files, odd streams and odd code given to the `stepgraph` command: told in a line, or taken as they are."""
+"""Unusual files, streams, flags and user code given to the commands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def test_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "marked"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SCHEMA).encode())
     assert read_schema("--schema", str(path)) == SCHEMA
@@ -62,7 +62,7 @@ def test_numbers_of_threads_that_would_abort_torch_are_refused(count: int) -> No
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of torch's own choice."""
+    """torch runs with two threads, and OMP_NUM_THREADS is not set."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
@@ -101,7 +101,7 @@ def test_commands_set_the_threads_after_the_model_was_loaded(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('{"token_ids": 5}', "expected at least one token, with ids from 0 to"),
         ('{"token_ids": ["a"]}', "expected at least one token, with ids from 0 to"),
@@ -115,21 +115,21 @@ def test_commands_set_the_threads_after_the_model_was_loaded(
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_a_prompt_that_is_none_is_told_with_its_line(tmp_path: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_prompt_is_reported_with_its_line_number(tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts").write_text('\n{"text": "a"}\n' + line, encoding="utf-8")
     assert cli.main(["bench", "toy", "--prompts", str(tmp_path / "prompts")]) == terminal.BAD_INPUT
     error = capsys.readouterr().err
-    assert told in error and "prompts:3: " in error and error.count("\n") == 1
+    assert message in error and "prompts:3: " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("messages", [5, ["x"], [{"role": "user"}], [{"role": "user", "content": None}]])
-def test_messages_for_a_model_without_a_chat_have_contents(messages: object) -> None:
+def test_messages_without_a_chat_template_need_contents(messages: object) -> None:
     codec = TextCodec(Vocabulary.printable(), lambda text, begins: [1])
     with pytest.raises(ValueError, match=r"messages: got .*, expected a list of objects with a content"):
         bench._encode({"messages": messages}, codec)
 
 
-def test_a_line_of_prompts_ends_where_json_lines_end(tmp_path: Path) -> None:
+def test_prompt_lines_end_at_newlines_only(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('{"messages": [{"role": "user", "content": "a"}], "schema": {"const": "\u2028"}}\n', encoding="utf-8")
     (found,) = bench._read_prompts(argparse.Namespace(prompts=str(tmp_path / "prompts")), toy_pair().codec)
     assert "\u2028" in str(found.constraint) or "u2028" in str(found.constraint)
@@ -137,7 +137,7 @@ def test_a_line_of_prompts_ends_where_json_lines_end(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "messages"),
     [
         (["odd_steps:leaves"], 2, ["odd_steps:leaves() failed", "odd_steps.py:4", "SystemExit: 3"]),
         (["odd_steps:step_leaves", "--buffers", "my_step:buffers"], 1, ["the step failed", "odd_steps.py:5", "SystemExit: 4"]),
@@ -149,25 +149,25 @@ def test_a_line_of_prompts_ends_where_json_lines_end(tmp_path: Path) -> None:
         (["..x:make"], 2, ["MODULE:NAME: got '..x:make', expected a module"]),
     ],
 )
-def test_odd_steps_are_told_in_the_users_own_lines(
-    arguments: list[str], code: int, told: list[str], capsys: pytest.CaptureFixture[str]
+def test_errors_of_user_code_show_the_users_lines(
+    arguments: list[str], code: int, messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["capture-check", *arguments]) == code
     out, errors = capsys.readouterr()
-    assert out == "" and all(words in errors for words in told), errors
+    assert out == "" and all(words in errors for words in messages), errors
     assert "capture_check.py" not in errors and "frozen importlib" not in errors
     assert errors.count("\n") <= 2 * capture_check.MAX_FRAMES + 4
 
 
 @pytest.mark.usefixtures("steps")
-def test_what_a_users_code_prints_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_user_code_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["capture-check", "odd_steps:talks", "--json"]) == 0
     out, errors = capsys.readouterr()
     assert json.loads(out)["capturable"] and errors == "hello\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_what_a_terminal_cannot_write_is_written_as_its_number(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+def test_unencodable_characters_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
 
@@ -182,8 +182,8 @@ def test_what_a_terminal_cannot_write_is_written_as_its_number(monkeypatch: pyte
     assert json.loads(document) == ["\u6f22"]
 
 
-def test_closed_streams_are_empty_or_written_nowhere() -> None:
-    """As a daemon leaves them. The read of a closed one finds an empty prompt."""
+def test_closed_standard_streams_are_replaced() -> None:
+    """A daemon closes them. Reading the closed stdin gives an empty prompt."""
     script = """
 import sys
 from stepgraph.runtime.commands.options import read_standard_input
