@@ -1,4 +1,4 @@
-"""Which device records a step: the choice of a backend, and `capture` for a single step."""
+"""Creates backends, and captures single steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from stepgraph.graphs.tape.backend import TapeBackend
 
 
 def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
-    """`tape` records on the CPU, `cuda` into a CUDA graph, `auto` takes cuda where a device is present.
+    """`name`: "tape" records on the CPU, "cuda" into a CUDA graph, "auto" chooses "cuda" if there is a device.
 
-    `asynchronous` lets the tape replay on a thread of its own, as a GPU does. CUDA always is: there it means that the
-    caller orders its own work by events and `run`, instead of having its current stream wait for every replay. `nvtx`
-    shows stages to nsys as ranges: while they are captured, in eager runs, and around whatever the caller launches.
+    asynchronous: the tape replays on a thread of its own, like a GPU. CUDA always replays asynchronously; there it means that the
+    caller's stream does not wait for replays, and the caller uses events and `run` instead.
+    nvtx: NVTX ranges for stages, in captures and eager runs, and for launches.
     """
     ranges = nvtx_range() if nvtx else None
     if name == "auto":
@@ -28,7 +28,7 @@ def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool =
         from stepgraph.graphs.cuda.backend import CudaBackend  # loads torch.profiler
 
         return CudaBackend(ordered=not asynchronous, ranges=ranges)
-    raise ValueError(f"backend: got {name!r}, want 'auto', 'tape' or 'cuda'")
+    raise ValueError(f"backend: got {name!r}, expected 'auto', 'tape' or 'cuda'")
 
 
 def capture(
@@ -40,13 +40,14 @@ def capture(
     between: Callable[[], None] | None = None,
     generators: Sequence[torch.Generator] = (),
 ) -> Recorded:
-    """Record `step(buffers)` once; `.replay()` of the result repeats it in place, over whatever the buffers then hold.
+    """Record `step(buffers)` once. `.replay()` of the result runs it in place on the current contents of the buffers.
 
-    `backend` is "tape", "cuda", a Backend to share, or "auto": where the buffers are. Capturing changes nothing in the
-    buffers. `check="twice"` records a second time and compares: a scalar or a branch that differs was read from host state
-    and would be frozen into the graph; `between` is called between the two recordings to change the host state that must
-    not matter. `generators` are the random generators the step may use. Raises CaptureError with file, line and source
-    text of what cannot be replayed.
+    The capture leaves the buffers unchanged. CaptureError, with file, line and source text, if the step cannot be replayed.
+
+    backend: "tape", "cuda", an existing Backend, or "auto" for the device of the buffers.
+    check: "twice" records a second time and compares. A scalar or a branch that differs depends on host state, which a graph would
+        freeze. `between` is called between the two recordings, to change that state.
+    generators: the random generators that the step uses.
     """
     if backend == "auto":
         backend = "cuda" if buffers.device.type == "cuda" else "tape"

@@ -1,4 +1,4 @@
-"""The rows of one round as its stages see them, and what they hand to a model."""
+"""The rows of one round, as its stages read them, and the inputs that they pass to a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stepgraph.sampling.acceptance import FinishCode
 
 
 class Batch(NamedTuple):
-    """The rows of this round, as they were when it began. B slots; padding slots hold the dummy row, which is inert."""
+    """The rows of a round at its start. B slots; padding slots hold the dummy row, which is inert."""
 
     rows: Tensor  # [B] int64
     state: Tensor  # [B, columns] int64
-    drafts: Tensor  # [B, K] int64, -1 where there is none
+    drafts: Tensor  # [B, K] int64, -1 after the last draft
     block_tables: Tensor  # [B, pages_per_row] int64
     attention: AttentionChoice = OPERATION
 
@@ -37,22 +37,22 @@ def read_batch(buffers: StaticBuffers, size: int, attention: AttentionChoice = O
     return Batch(rows, buffers.row_state[rows], buffers.row_drafts[rows], buffers.row_block_tables[rows], attention)
 
 
-def model_input(batch: Batch, limits: Limits, tokens: Tensor, offset: int, wanted: Tensor, features: Tensor | None = None) -> ModelInput:
-    """Consecutive positions from each row's length plus `offset` on; what is not wanted or beyond its end writes to the scratch page."""
+def model_input(batch: Batch, limits: Limits, tokens: Tensor, offset: int, valid: Tensor, features: Tensor | None = None) -> ModelInput:
+    """Consecutive positions from each row's length plus `offset` on. Tokens that are invalid or past its end use the scratch page."""
     length, end, tables = batch.column(Column.LENGTH), batch.column(Column.MAX_LENGTH), batch.block_tables
-    placed = place_tokens(tokens, wanted, length, end, tables, offset, limits.page_size, limits.max_length)
+    placed = place_tokens(tokens, valid, length, end, tables, offset, limits.page_size, limits.max_length)
     return ModelInput(*placed, tables, limits.page_size, features, attend=batch.attention.round_call())
 
 
 def model_logits(name: str, model: TargetModel | DraftModel, hidden: Tensor, limits: Limits) -> Tensor:
-    """The model's logits without their padding, which no row may choose, constrained or not."""
+    """The model's logits without the padding of its vocabulary."""
     logits = model.logits(hidden)
     check_shape(f"{name} logits", logits, *hidden.shape[:-1], model.vocab_size)
     return logits[..., : limits.num_tokens]
 
 
 def row_settings(buffers: StaticBuffers, batch: Batch) -> processors.RowSettings:
-    """The settings of all rows, to be read at batch.rows."""
+    """The sampling settings of all rows; indexed with batch.rows."""
     return processors.RowSettings(
         params=buffers.row_params,
         bias_ids=buffers.row_bias_ids,

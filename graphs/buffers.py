@@ -1,7 +1,7 @@
-"""Static memory: every tensor a graph can see is declared in a spec table, born here, and never rebound.
+"""Static memory: every tensor that a graph uses is declared in a spec table, allocated here, and never rebound.
 
-Knows tensors and names; does not know what a round is. Names carry residence: a bare name is a device tensor, a name
-ending in `_host` is pinned host memory. Graph replays hold raw addresses, so nothing here may ever be reallocated.
+A name that ends in `_host` is pinned host memory, any other name is device memory. Graphs hold raw addresses, so nothing here may
+be reallocated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Residence = Literal["device", "pinned", "constant"]
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One line of the spec table: what the tensor is called, what it looks like and what it holds before anything runs."""
+    """Declaration of one static tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,17 +36,19 @@ class BufferSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
-            raise ValueError(f"BufferSpec.name: got {self.name!r}, want a public Python identifier")
+            raise ValueError(f"BufferSpec.name: got {self.name!r}, expected a public Python identifier")
         if self.memory not in ("device", "pinned"):
-            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {self.memory!r}, want 'device' or 'pinned'")
+            raise ValueError(f"BufferSpec.memory of {self.name!r}: got {self.memory!r}, expected 'device' or 'pinned'")
         if self.name.endswith("_host") != (self.memory == "pinned"):
-            raise ValueError(f"BufferSpec.name: got {self.name!r} in {self.memory} memory, want the suffix _host exactly for pinned memory")
+            raise ValueError(
+                f"BufferSpec.name: got {self.name!r} in {self.memory} memory, expected the suffix _host for pinned memory only"
+            )
         if not isinstance(self.shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in self.shape):
-            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape!r}, want a tuple of whole numbers >= 0")
+            raise ValueError(f"BufferSpec.shape of {self.name!r}: got {self.shape!r}, expected a tuple of integers >= 0")
         if not isinstance(self.dtype, torch.dtype):
-            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {self.dtype!r}, want a torch.dtype")
+            raise ValueError(f"BufferSpec.dtype of {self.name!r}: got {self.dtype!r}, expected a torch.dtype")
         if hasattr(StaticBuffers, self.name):
-            raise ValueError(f"BufferSpec.name: {self.name!r} is a method of StaticBuffers, want another name")
+            raise ValueError(f"BufferSpec.name: got {self.name!r}, a method of StaticBuffers, expected another name")
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,7 @@ class BufferSpec:
 
 
 class StaticBuffers:
-    """The tensors of one spec table, as attributes, plus the constants (weights) that a step may read.
+    """The tensors of a spec table as attributes, and the constants (weights) that a step may read.
 
     buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32)], constants={"model": module})
     buffers.x        # the tensor: the same object, at the same address, for the life of the buffers
@@ -69,7 +71,7 @@ class StaticBuffers:
         self._specs: dict[str, BufferSpec] = {}
         for spec in specs:
             if spec.name in self._specs:
-                raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, want unique names")
+                raise ValueError(f"StaticBuffers.specs: {spec.name!r} is declared twice, expected unique names")
             self._specs[spec.name] = spec
         self._device = torch.device(device)
         self._constants = dict(_named_tensors(constants or {}))
@@ -124,16 +126,16 @@ class StaticBuffers:
         return sum(spec.nbytes for spec in self._specs.values())
 
     def owner_of(self, tensor: Tensor) -> tuple[str, Residence] | None:
-        """Name and residence of the registered memory that `tensor` is a view of; None where it is not registered."""
+        """Name and residence of the registered memory that `tensor` is a view of; None if it is not registered."""
         return self._residence.get(storage_key(tensor))
 
     def reset(self) -> None:
-        """Fill every tensor as declared, in place."""
+        """Fill every tensor in place with its declared value."""
         for name, spec in self._specs.items():
             self._tensors[name].fill_(spec.fill)
 
     def fingerprint(self) -> str:
-        """A digest of every name, address, shape and stride: equal before and after means that nothing was rebound."""
+        """Digest of every name, address, shape and stride; unchanged if nothing was rebound."""
         digest = hashlib.sha256()
         for name, tensor in sorted({**self._constants, **self._tensors}.items()):
             digest.update(repr((name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)).encode())
@@ -141,7 +143,7 @@ class StaticBuffers:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor and all its views; unique only while that memory is alive."""
+    """Identity of the storage of a tensor and its views; unique while the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -155,22 +157,22 @@ def _named_tensors(constants: Mapping[str, Tensor | nn.Module]) -> Iterator[tupl
 
 
 class Column(IntEnum):
-    """Columns of `row_state`. The first ones are what host nodes are shown: status.HostColumn."""
+    """Columns of `row_state`. The first ones are copied to the host nodes: status.HostColumn."""
 
     OWNER = 0  # serial of the request that owns the row
     GENERATED = 1  # tokens emitted so far
-    LAST_TOKEN = 2  # last token of the history: the only one without cache entries
+    LAST_TOKEN = 2  # last token of the history, the only one without a cache entry
     ACCEPTED = 3  # drafts accepted in the latest round
     FINISH = 4  # FinishCode
-    DRAFT_COUNT = 5  # drafts on offer to the next target_verify
-    LENGTH = 6  # tokens of the history
+    DRAFT_COUNT = 5  # drafts for the next target_verify
+    LENGTH = 6  # tokens in the history
     MAX_LENGTH = 7  # length at which the row finishes
-    CONSTRAINED = 8  # 1 where a grammar rules
-    DRAFT_LIMIT = 9  # drafts the request wants per round
-    SEED = 10  # of the request's random numbers
+    CONSTRAINED = 8  # 1 if the request has a constraint
+    DRAFT_LIMIT = 9  # maximum drafts per round
+    SEED = 10  # of the request's random number generator
 
 
-REFUSED = -2  # in place of a draft: one was proposed, and its grammar forbids it
+REFUSED = -2  # in `row_drafts`: the grammar does not allow the proposed token
 
 
 class ResultRecord(NamedTuple):
@@ -182,7 +184,7 @@ class ResultRecord(NamedTuple):
     draft_count: int  # drafts that were verified
     tokens: list[int]  # [K + 1]
     statuses: list[int]  # [K + 1] MaskStatus of each position
-    drafts: list[int]  # [K], -1 after the last one; REFUSED: see above
+    drafts: list[int]  # [K], -1 or REFUSED after the last one
     forced: int  # one bit per draft: forced by the grammar; written by constrained rounds only
     looked_up: int  # one bit per draft: found by the look-up and not forced
     logprobs: list[list[float]]  # [K + 1][2] raw, masked; of sampled rounds
@@ -225,7 +227,7 @@ class ResultLayout:
 
 
 def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """On top of `round_specs`, where grammars propose the drafts that they force."""
+    """In addition to `round_specs`, for drafts that the grammar forces."""
     rows, slots, drafts = limits.rows, limits.max_rows, limits.num_speculative_tokens
     return (
         BufferSpec("row_forced", (rows, drafts), torch.bool),  # whether a grammar forced each draft
@@ -235,37 +237,37 @@ def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
 
 
 def look_up_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """On top of `round_specs` and `text_specs`, where a look-up proposes beside a draft model."""
+    """In addition to `round_specs` and `text_specs`, for a look-up beside a draft model."""
     drafts = (limits.rows, limits.num_speculative_tokens)
-    return (BufferSpec("row_looked_up", drafts, torch.bool),)  # whether each draft was found in the text, if no grammar forced it
+    return (BufferSpec("row_looked_up", drafts, torch.bool),)  # found by the look-up and not forced
 
 
 def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
-    """The spec table: every tensor of the round that outlives a stage. R rows of state, B slots of a batch, K drafts.
+    """The static tensors of a round: R rows of state, B slots of a batch, K drafts.
 
-    drawn: whether drafts may be drawn from a distribution, which then has to be kept.
+    drawn: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
     """
     rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
     words, depth, columns = limits.mask_words, limits.ring_depth, len(Column)
     int64, int32 = torch.int64, torch.int32
     admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids
     return (
-        # rows: what the device knows of a request, from admission to finish
+        # rows: state of a request from admission to finish
         BufferSpec("row_state", (rows, columns), int64),
         BufferSpec("row_params", (rows, len(Param)), torch.float32),
         BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
         BufferSpec("row_bias_ids", (rows, limits.max_bias_ids), int64, fill=-1),
         BufferSpec("row_biases", (rows, limits.max_bias_ids), torch.float32),  # minus infinity for a bad token
         BufferSpec("row_prompt_seen", (rows, limits.num_tokens), torch.bool),
-        BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # kept by sampled rounds only
+        BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # updated by sampled rounds only
         BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
-        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),  # behind a chain's last -1, or REFUSED and -1
-        # whether each draft was chosen, not drawn; else, in sampled rounds: what it was drawn from
+        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),  # after a chain's last draft -1, or REFUSED and -1
+        # whether a draft was chosen with probability 1; if not, the distribution that it was drawn from
         BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
         BufferSpec("row_draft_probs", (rows, drafts if drawn else 0, limits.num_tokens), torch.float32),
         BufferSpec("row_masks", (rows, positions, words), int32),
         BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
-        # the batch of one round: slot -> row, and what crosses between streams
+        # the batch of one round: slot -> row, and data that one stream writes and another reads
         BufferSpec("batch_rows", (slots,), int64, fill=limits.dummy_row),
         BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
         BufferSpec("batch_masks", (positions, slots, words), int32),
@@ -279,20 +281,20 @@ def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
         BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
         BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
         BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
-        # rings: memory that is written is never memory that is still to be copied
+        # rings: the host never writes a slot that the device still has to copy
         BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
         BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
         BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
-        BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # bits: of a prompt
+        BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits
     )
 
 
 def state_specs(limits: Limits, width: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """On top of `round_specs`, where the target's states are saved: `width` numbers for every position."""
+    """In addition to `round_specs`, for saving the target's states: `width` numbers per position."""
     depth, slots, positions = limits.ring_depth, limits.max_rows, limits.positions
     return (
         BufferSpec("results_states", (slots, positions, width), dtype),
         BufferSpec("states_ring_host", (depth, slots, positions, width), dtype, "pinned"),
-        # lines of tokens: between two rounds at most prefill_chunk of them are taken
+        # one line per token; at most prefill_chunk tokens of prompts are processed between two rounds
         BufferSpec("prompt_states_ring_host", (depth * limits.prefill_chunk, width), dtype, "pinned"),
     )

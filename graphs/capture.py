@@ -1,7 +1,7 @@
-"""The contract between a step and whatever records it: streams, events, host nodes, capture, replay, statistics.
+"""The contract between a step and a backend: streams, events, host nodes, capture, replay, statistics.
 
-A step is a plain function over static buffers. The same body runs eagerly, on the tape (CPU) and inside a CUDA graph;
-where it needs more than one stream it asks `current_context()`, which is whatever runs or records the step just now.
+A step is a function over static buffers. The same code runs eagerly, on the tape (CPU) and in a CUDA graph. `current_context()`
+gives it streams, events and host nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAIN = "main"
 
 
 class CaptureError(RuntimeError):
-    """A step did what a graph cannot replay. Names the rule, and the line of the step that broke it."""
+    """A step cannot be replayed as a graph. Names the rule and the line of the step that breaks it."""
 
     def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
         self.rule, self.file, self.line, self.source = rule, file, line, source
@@ -36,7 +36,7 @@ class CaptureError(RuntimeError):
 
 
 class HostNodeError(RuntimeError):
-    """A host node raised during a replay; the cause is chained."""
+    """A host node raised an exception in a replay; the cause is chained."""
 
     def __init__(self, node: str, cause: BaseException) -> None:
         self.node = node
@@ -44,77 +44,77 @@ class HostNodeError(RuntimeError):
 
 
 class StreamEvent(Protocol):
-    """A point in one stream that another stream can wait for."""
+    """A point in a stream that another stream can wait for."""
 
 
 class CaptureContext(Protocol):
-    """What a step may ask for besides tensor operations. Order within a stream is the order of the calls."""
+    """What a step uses besides tensor operations. Calls on one stream run in the order they are made."""
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        """Issue what follows on the named stream. A side stream joins the step with its first `wait`."""
+        """Issue the operations of the block on the named stream. A side stream joins the step with its first `wait`."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Name what follows, for profiles and timelines. Where stages nest, a node belongs to the innermost."""
+        """Name the operations of the block, for profiles. With nested stages, a node belongs to the innermost."""
 
     def record(self) -> StreamEvent:
-        """Mark the present point of the current stream."""
+        """An event at the current point of the current stream."""
 
     def wait(self, event: StreamEvent) -> None:
-        """Hold the current stream until `event` is reached."""
+        """Make the current stream wait for `event`."""
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Call `function` on the host, in the order of the current stream, at every replay.
+        """Call `function` on the host, in the order of the current stream, in every replay.
 
-        It may touch pinned memory only, and all that it touches is declared in `reads` and `writes`. A function with the
-        attributes `native_address`, of a C function `void (*)(void *)`, and `native_data`, its argument, is called without
-        the interpreter: no GIL, no Python. It keeps alive what the data points to.
+        It may use pinned buffers only, and must declare them in `reads` and `writes`. If it has the attributes `native_address`, the
+        address of a C function `void (*)(void *)`, and `native_data`, the argument, that function is called directly, without
+        the GIL; `function` must keep the data alive.
         """
 
 
 class Event(Protocol):
-    """A point in the main stream that the host can ask about."""
+    """A point in the main stream that the host can query."""
 
     def query(self) -> bool:
-        """True once everything launched before the event has finished."""
+        """Whether everything launched before the event has finished."""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Block the calling thread until then, or for so long; whether it is reached."""
+        """Block the calling thread until then, at most `seconds`; returns whether the event is reached."""
 
 
 @dataclass
 class BackendStats:
-    """Counts since the backend was made. `syncs` are waits for everything; `event_waits` are waits for one event."""
+    """Counts since the backend was created. `syncs`: calls of synchronize(); `event_waits`: calls of Event.wait()."""
 
     replays: int = 0
     syncs: int = 0
     event_waits: int = 0
     host_nodes: int = 0
-    wait_ns: int | None = None  # that replays' main streams stood waiting for another; None where that is not known
+    wait_ns: int | None = None  # time that main streams waited for other streams in replays; None if unknown
 
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """What one recording holds."""
+    """Contents of one recording."""
 
     nodes: Mapping[str, int]  # by kind: kernel, copy, fill, host, ...
     host_nodes: tuple[str, ...]
     nbytes: int  # memory of the intermediates
-    seconds: float  # that the capture took
-    stages: tuple[StageRun, ...] = ()  # whose nodes are whose, in the order of the capture
+    seconds: float  # duration of the capture
+    stages: tuple[StageRun, ...] = ()  # in capture order
 
 
 class Recorded(Protocol):
-    """A step that was recorded once and can be replayed."""
+    """A recorded step."""
 
     @property
     def report(self) -> RecordedReport: ...
 
     def replay(self) -> None:
-        """Run the recorded step once, over the present contents of the buffers. Asynchronous where the backend is."""
+        """Run the recorded step once on the current contents of the buffers. Asynchronous if the backend is."""
 
 
 class Backend(Protocol):
-    """A device that records steps. One per engine; not thread-safe: one thread captures and launches."""
+    """Records and replays steps on one device. One per engine. Not thread-safe: one thread captures and launches."""
 
     @property
     def name(self) -> str: ...
@@ -127,7 +127,7 @@ class Backend(Protocol):
 
     @property
     def ranges(self) -> MakeRange | None:
-        """Shows a profiler what is launched and captured; None where nobody asked for that."""
+        """Makes ranges for a profiler; None without profiling."""
 
     def capture(
         self,
@@ -138,60 +138,60 @@ class Backend(Protocol):
         between: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> Recorded:
-        """Record `step` without any lasting effect on the buffers; CaptureError where it cannot be replayed."""
+        """Record `step` and leave the buffers unchanged. CaptureError if the step cannot be replayed."""
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        """Bytes that a recording of `step` takes where it shares memory with no other. Nothing stays of it."""
+        """Bytes of a recording of `step` that shares no memory with others. The recording is discarded."""
 
     def run(self, function: Callable[[], object]) -> None:
-        """Issue the operations of `function` on the main stream, after all that was launched before; does not block.
+        """Issue the operations of `function` on the main stream, after everything launched before. Does not block.
 
-        `function` may run later and on another thread: bind what it needs by value.
+        `function` may run later and on another thread: it must bind its inputs by value.
         """
 
     def event(self) -> Event:
-        """An event at the present end of the main stream."""
+        """An event at the current end of the main stream."""
 
     def start_trace(self, first_round: int, rounds: int) -> None:
-        """Note when the stages, host nodes and waits of the next `rounds` replays run; the first of them is number `first_round`."""
+        """Record when the stages, host nodes and waits of the next `rounds` replays run. The first replay has number `first_round`."""
 
     def stop_trace(self) -> tuple[Span, ...]:
-        """Wait until everything launched has finished, and tell what was noted since `start_trace`."""
+        """Wait until everything launched has finished; returns the spans since `start_trace`."""
 
     def synchronize(self) -> None:
-        """Wait until everything launched has finished; raises what a host node or an operation raised."""
+        """Wait until everything launched has finished. Raises the first error of a host node or an operation."""
 
     def active_work(self) -> tuple[str, ...]:
-        """What runs just now, as far as that is known. From any thread, for who waits too long."""
+        """Descriptions of the work that runs now, one per stream, as far as known. From any thread."""
 
     def close(self) -> None:
-        """Wait, then free graphs, threads and memory. Idempotent."""
+        """Wait for all work, then free graphs, threads and memory. Idempotent."""
 
     def close_without_waiting(self) -> None:
-        """Close without waiting, where something never ends: what it may still touch is not freed."""
+        """Close while work may still run. Memory that this work can access is not freed."""
 
 
 _local = threading.local()
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # one for all, so that a stage without a range makes no object
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a stage without a range creates no object
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def native_entry(name: str, function: Callable[[], object]) -> tuple[int, int] | None:
-    """Address and data of a host node that is a C function; None for one in Python."""
+    """Address and data of a host node that is a C function; None for a Python function."""
     address, data = getattr(function, "native_address", None), getattr(function, "native_data", None)
     if (address is None) != (data is None):
-        raise ValueError(f"host node {name!r}: got one of native_address and native_data, want both or neither")
+        raise ValueError(f"host node {name!r}: got one of native_address and native_data, expected both or neither")
     return None if address is None or data is None else (int(address), int(data))
 
 
 def host_call(name: str, function: Callable[[], object]) -> Callable[[], object]:
-    """How to call a host node from Python. A native one runs without the GIL, and no bytecode lies between; hold `function` meanwhile."""
+    """A callable for a host node. A native one runs without the GIL and without bytecode; the caller must keep `function` alive."""
     entry = native_entry(name, function)
     return function if entry is None else functools.partial(C_HOST_FUNCTION(entry[0]), entry[1])
 
 
 def current_context() -> CaptureContext:
-    """The context of the step that this thread is running or recording just now."""
+    """The context of the step that this thread runs or records."""
     context: CaptureContext | None = getattr(_local, "context", None)
     if context is None:
         raise RuntimeError("current_context(): no step is running on this thread; call it inside a step given to capture() or run_eager()")
@@ -200,7 +200,7 @@ def current_context() -> CaptureContext:
 
 @contextlib.contextmanager
 def use_context(context: CaptureContext) -> Iterator[None]:
-    """Make `context` the current one of this thread; for backends."""
+    """Make `context` this thread's current one. For backends."""
     previous = getattr(_local, "context", None)
     _local.context = context
     try:
@@ -210,7 +210,7 @@ def use_context(context: CaptureContext) -> Iterator[None]:
 
 
 class EagerContext:
-    """Runs everything at once, in the order of the calls: one stream, and a host node is a call."""
+    """Runs a step without recording: one stream, and a host node is a call."""
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
         self._synchronize = synchronize
@@ -229,7 +229,7 @@ class EagerContext:
         pass
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._synchronize()  # the node reads pinned memory that device copies may still be filling
+        self._synchronize()  # device copies may still be writing the pinned memory that the node reads
         try:
             with self.stage(name):
                 host_call(name, function)()
@@ -239,7 +239,7 @@ class EagerContext:
 
 @torch.no_grad()
 def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
-    """Run a step once without recording it: the reference that every replay must equal bit for bit."""
+    """Run a step once without recording it. Every replay must equal this bit for bit."""
     synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
     with use_context(EagerContext(synchronize, ranges)):
         step(buffers)

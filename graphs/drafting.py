@@ -1,4 +1,4 @@
-"""The drafting half of a round: what the draft model is run over, and how its drafts are chosen."""
+"""The drafting stages of a round: running the draft model, choosing its drafts, storing them for the next round."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
 def draft_prefill(
     buffers: StaticBuffers, before: Batch, emission: Emission, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Run the draft over the tokens just emitted. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
+    """Run the draft model over the emitted tokens. Returns logits [B, num_tokens] and features [B, 1, F] at each row's last one."""
     index = torch.arange(limits.positions, device=before.rows.device)
-    wanted = index < emission.emitted[:, None]
-    inputs = model_input(before, limits, emission.tokens, 0, wanted, features)
+    inputs = model_input(before, limits, emission.tokens, 0, index < emission.emitted[:, None], features)
     output = model.forward(inputs, buffers)
     last = (emission.emitted - 1).clamp(min=0)[:, None, None]
     hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[2]))
@@ -38,7 +37,7 @@ def draft_prefill(
 def draft_decode(
     buffers: StaticBuffers, after: Batch, step: int, tokens: Tensor, features: Tensor, model: DraftModel, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Run the draft over its own draft `step` (from 1). tokens [B], -1 where a row drafts no more; returns as draft_prefill."""
+    """Run the draft model over its draft `step` (from 1). tokens [B], -1 for rows that stopped drafting. Returns as draft_prefill."""
     inputs = model_input(after, limits, tokens[:, None], step - 1, tokens[:, None] >= 0, features)._replace(step=step + 1)
     output = model.forward(inputs, buffers)
     return model_logits("draft", model, output.hidden[:, 0], limits), output.features
@@ -55,55 +54,56 @@ def choose_draft(
     d2t: Tensor | None = None,
     chain: Tensor | None = None,
 ) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere. Mask row step - 1 guides it, and verifies it later.
+    """Draft `step` (from 1) of every row that still drafts, -1 for other rows. Mask row step - 1 guides it, and verifies it later.
 
-    With `d2t` the draft has a vocabulary of its own: its logits stand for the target's tokens that d2t names, and the rest
-    of the target's tokens are not proposed, but for those that are looked up or that a grammar forces.
-    chain [B, K]: what a look-up proposes to the rows that still follow it, -1 elsewhere. Where legal it goes before the model.
+    alive [B] bool: rows that still draft.
+    d2t: for a draft model with its own vocabulary, the target id of each of its tokens. Other target tokens are drafted only if
+    they are looked up or forced by the grammar.
+    chain [B, K]: tokens of the look-up for rows that still follow it, -1 for other rows. A legal one replaces the model's choice.
     """
-    ruling = grammar_mask_of(buffers, after, step) if masked else None
+    mask = grammar_mask_of(buffers, after, step) if masked else None
     choose = _draft_sampled if sampled else _draft_greedy
-    finite, tokens = choose(buffers, after, step, logits, ruling, d2t)
+    finite, tokens = choose(buffers, after, step, logits, mask, d2t)
     found = None if chain is None else chain[:, step - 1]
-    wanted = buffers.batch_forced[step - 1, : len(after.rows)] if ruling is not None and "batch_forced" in buffers else None
-    settled = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, wanted, ruling)
-    certain = [each for each in (settled.looked_up, settled.forced) if each is not None]
-    if settled.looked_up is not None:
-        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, settled.looked_up)
-    if settled.forced is not None:
-        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
+    forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
+    draft = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, forced, mask)
+    certain = [each for each in (draft.looked_up, draft.forced) if each is not None]
+    if draft.looked_up is not None:
+        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, draft.looked_up)
+    if draft.forced is not None:
+        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
     if sampled and certain:
         buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
-    return settled.tokens
+    return draft.tokens
 
 
 def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int) -> GrammarMask:
-    """The mask that guides draft `step`, as this round's host node filled it."""
-    ruled, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
+    """The mask that guides draft `step`, filled by a host node of this round."""
+    constrained, size = after.column(Column.CONSTRAINED) != 0, len(after.rows)
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
-    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), ruled, step - 1)
-    return GrammarMask(masks, None, ruled, status)
+    status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1)
+    return GrammarMask(masks, None, constrained, status)
 
 
 def _draft_greedy(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Whether the best legal logit of every row is a number, and the target's id of its token."""
-    if ruling is None:
-        best, places = logits.max(-1)
+    """[B] bool whether the largest legal logit is finite, and [B] the target id of its token."""
+    if mask is None:
+        best, choice = logits.max(-1)
     else:
-        masks, rows, ruled, status = ruling
-        best, places = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, ruled, d2t, status))
-    return best.abs() < math.inf, places if d2t is None else d2t[places]
+        masks, rows, constrained, status = mask
+        best, choice = (each.squeeze(1) for each in kernels.masked_argmax(logits[:, None], masks, rows, constrained, d2t, status))
+    return best.abs() < math.inf, choice if d2t is None else d2t[choice]
 
 
 def _draft_sampled(
-    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, ruling: GrammarMask | None, d2t: Tensor | None
+    buffers: StaticBuffers, after: Batch, step: int, logits: Tensor, mask: GrammarMask | None, d2t: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A token drawn from what the request asks for of the draft's logits; the distribution is kept for its judgement."""
+    """A token drawn from the draft's processed logits; the distribution is kept for rejection sampling in the next round."""
     size = len(after.rows)
     before = buffers.batch_drafts[: step - 1, :size].T
-    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, ruling, d2t)
+    masked, finite, _ = kernels.process(logits[:, None], row_settings(buffers, after), after.rows, before, step - 1, mask, d2t)
     params, seed, position = buffers.row_params[after.rows], after.column(Column.SEED), after.column(Column.LENGTH) + (step - 1)
     width = None if d2t is None else buffers.row_draft_probs.shape[2]
     probs, tokens = kernels.draw(masked[:, 0], params, seed, position, rng.Purpose.DRAFT, d2t, width)
@@ -112,18 +112,18 @@ def _draft_sampled(
     return finite[:, 0], tokens
 
 
-def going_on(after: Batch) -> Tensor:
-    """[B] bool: rows that go on after this round."""
+def continuing(after: Batch) -> Tensor:
+    """[B] bool: rows that run another round and draft for it."""
     return after.live & (after.column(Column.DRAFT_LIMIT) > 0)
 
 
-def agreeing(proposed: Tensor, step: int, tokens: Tensor) -> Tensor:
-    """The chains [B, K] of those rows whose draft `step` is the chain's; -1 for the others: theirs go on from another text."""
+def matching_chains(proposed: Tensor, step: int, tokens: Tensor) -> Tensor:
+    """The chains [B, K] of rows whose draft `step` equals the chain's; -1 for other rows, which continue from another text."""
     return torch.where((tokens == proposed[:, step - 1])[:, None], proposed, -1)
 
 
-def keep_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
-    """Leave the drafts in their rows for the next target_verify. chain [B, K], -1 behind its last."""
+def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
+    """Store the drafts in their rows for the next target_verify. chain [B, K], -1 after the last draft."""
     buffers.row_drafts.index_copy_(0, after.rows, chain)
     state = torch.cat(
         [after.state[:, : Column.DRAFT_COUNT], (chain >= 0).sum(1, keepdim=True), after.state[:, Column.DRAFT_COUNT + 1 :]], 1

@@ -1,7 +1,4 @@
-"""All recorded rounds of an engine: every key, one pool, one report, and a dispatch that always finds a key.
-
-Knows keys and recordings; knows nothing of requests.
-"""
+"""The recorded rounds of an engine: records every key within a memory budget, reports, and chooses the key of a batch."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from stepgraph.graphs.capture import Backend, CaptureError, Recorded, RecordedRe
 from stepgraph.graphs.shapes import GraphKey, checked_buckets, dispatch, graph_keys
 
 OnFailure = Literal["raise", "eager"]
-ASKED = "EngineConfig.eager"
+REQUESTED = "EngineConfig.eager"
 LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
 
 
 @dataclass(frozen=True)
 class FailedKey:
-    """A key that could not be recorded, and what serves its batches: the next larger graph of its kind, or the step as it is."""
+    """A key that could not be recorded. Its batches use the next larger graph of the same kind, or run eagerly."""
 
     key: GraphKey
     why: str
@@ -38,15 +35,15 @@ class FailedKey:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What was recorded, and what it took. `str()` is a table, `as_dict()` is JSON-ready."""
+    """The recorded keys with their size and duration. `str()` is a table, `as_dict()` can be serialised to JSON."""
 
     backend: str
-    mode: str  # "captured", or "eager" where the user asked for no recording
+    mode: str  # "captured", or "eager" with EngineConfig.eager
     notes: tuple[str, ...]
     keys: tuple[tuple[GraphKey, RecordedReport], ...]
     buffer_bytes: int
     seconds: float
-    failed: tuple[FailedKey, ...] = ()  # where failures are not raised
+    failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
 
     def as_dict(self) -> dict[str, object]:
         keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
@@ -67,19 +64,19 @@ class CaptureReport:
 
 
 class CaptureBudget:
-    """`most` bytes for static buffers and graphs together; None: as many as there are. `pooled`: graphs live in each other's memory."""
+    """Checks `limit` bytes for static buffers and graphs together; None: no limit. `pooled`: graphs share memory."""
 
-    def __init__(self, most: int | None, buffer_bytes: int, pooled: bool) -> None:
-        self._most, self._buffer_bytes, self._pooled = most, buffer_bytes, pooled
-        self._taken = buffer_bytes
+    def __init__(self, limit: int | None, buffer_bytes: int, pooled: bool) -> None:
+        self._limit, self._buffer_bytes, self._pooled = limit, buffer_bytes, pooled
+        self._used = buffer_bytes
         self._fixed = self._per_row = 0.0
 
     @property
     def limited(self) -> bool:
-        return self._most is not None
+        return self._limit is not None
 
     def learn(self, probes: Sequence[tuple[int, int]]) -> None:
-        """Rows and bytes of one small graph, or of two: memory grows with the rows, so that they tell the others."""
+        """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows."""
         (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
         self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
         self._fixed = max(0.0, nbytes - self._per_row * rows)
@@ -89,35 +86,35 @@ class CaptureBudget:
         graphs = [self._fixed + self._per_row * key.rows for key in keys]
         return self._buffer_bytes + round(max(graphs) if self._pooled else sum(graphs))
 
-    def refuse(self, keys: Sequence[GraphKey]) -> None:
-        """CaptureError where these graphs are too many."""
-        wanted = self.estimate(keys)
-        if self._most is not None and wanted > self._most:
-            parts = f"{self._buffer_bytes:,} bytes of static buffers and about {wanted - self._buffer_bytes:,} of {len(keys)} graphs"
-            raise self._refusal(f"want about {wanted:,}, {parts}")
+    def check_all(self, keys: Sequence[GraphKey]) -> None:
+        """CaptureError if the estimate for these graphs exceeds the limit."""
+        estimate = self.estimate(keys)
+        if self._limit is not None and estimate > self._limit:
+            parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
+            raise self._refusal(f"need about {estimate:,}, {parts}")
 
-    def expect(self, key: GraphKey) -> None:
-        """CaptureError where one more graph would be one too many."""
-        pooled = self._taken - self._buffer_bytes if self._pooled else 0
+    def check_next(self, key: GraphKey) -> None:
+        """CaptureError if the graph of `key` is expected to exceed the limit."""
+        pooled = self._used - self._buffer_bytes if self._pooled else 0
         more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
-        if self._most is not None and self._taken + more > self._most:
-            raise self._refusal(f"{key} would take about {more:,}, and {self._taken:,} are taken")
+        if self._limit is not None and self._used + more > self._limit:
+            raise self._refusal(f"{key} would need about {more:,}, and {self._used:,} are used")
 
-    def book(self, key: GraphKey, nbytes: int) -> None:
-        """A graph was recorded. CaptureError where it took more than was left: whoever asks drops it then."""
-        if self._most is not None and self._taken + nbytes > self._most:
-            raise self._refusal(f"{key} takes {nbytes:,}, and {self._taken:,} are taken")
-        self._taken += nbytes
+    def add(self, key: GraphKey, nbytes: int) -> None:
+        """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
+        if self._limit is not None and self._used + nbytes > self._limit:
+            raise self._refusal(f"{key} needs {nbytes:,}, and {self._used:,} are used")
+        self._used += nbytes
 
     def _refusal(self, why: str) -> CaptureError:
-        return CaptureError("memory", f"capture_bytes: got {self._most:,}, {why}; lower {LESS}")
+        return CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
 
 
 class GraphSet:
     """One recording per key of `buckets`. `step_of(key)` is the function to record.
 
-    on_failure "eager": a key that cannot be recorded is told of in the report, and its batches are served without it.
-    capture_bytes: what static buffers and recordings may take together; None: what there is.
+    on_failure: with "eager", a key that cannot be recorded is listed in the report, and its batches use another key or run eagerly.
+    capture_bytes: limit of static buffers and recordings together; None: no limit.
     """
 
     def __init__(
@@ -133,17 +130,17 @@ class GraphSet:
         self._on_failure, self._capture_bytes = on_failure, capture_bytes
         self.buckets = checked_buckets(buckets, max(buckets, default=0))
         self._recorded: dict[GraphKey, Recorded] = {}
-        self._serving: dict[GraphKey, GraphKey] = {}  # in place of those that failed
-        self.eager: Mapping[GraphKey, str] = {}  # keys whose step is run as it is, and why
+        self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
+        self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
 
     @property
     def captured(self) -> bool:
         return bool(self._recorded)
 
     def capture(self, notes: tuple[str, ...] = (), eager: bool = False, greedy_only: bool = False, progress: bool = False) -> CaptureReport:
-        """Record every key, largest first, so that the small graphs live in the memory of the large ones. What raises changes nothing."""
+        """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
         if self._recorded:
-            raise RuntimeError("GraphSet.capture(): already captured; make a new engine for other limits")
+            raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
         started = time.perf_counter()
         keys, recorded, failures = graph_keys(self.buckets, greedy_only), dict[GraphKey, Recorded](), dict[GraphKey, str]()
         budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
@@ -156,7 +153,7 @@ class GraphSet:
                 if self._on_failure == "raise":
                     raise
                 failures[key] = str(error)
-        failed = tuple(FailedKey(key, why, _larger(key, recorded)) for key, why in failures.items())
+        failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
         alone = {one.key: one.why for one in failed if one.served_by is None}
         report = CaptureReport(
             backend=self._backend.name,
@@ -168,12 +165,14 @@ class GraphSet:
             failed=failed,
         )
         self._serving = {one.key: one.served_by for one in failed if one.served_by is not None}
-        self.eager = dict.fromkeys(keys, ASKED) if eager else {key: f"not captured: {why.splitlines()[0]}" for key, why in alone.items()}
+        self.eager = (
+            dict.fromkeys(keys, REQUESTED) if eager else {key: f"not captured: {why.splitlines()[0]}" for key, why in alone.items()}
+        )
         self._recorded = recorded | {key: self._eager(key) for key in alone}
         return report
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool) -> GraphKey:
-        """The key that serves a batch."""
+        """The key for a batch."""
         key = dispatch(self.buckets, batch_rows, constrained, sampled)
         return self._serving.get(key, key) if self._serving else key
 
@@ -184,27 +183,27 @@ class GraphSet:
         return EagerStep(self._backend, self._step_of(key), self._buffers)
 
     def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
-        budget.expect(key)
-        with _in_memory(key):
-            found = self._backend.capture(self._step_of(key), self._buffers)
-        budget.book(key, found.report.nbytes)
-        return found
+        budget.check_next(key)
+        with _capture_errors(key):
+            recorded = self._backend.capture(self._step_of(key), self._buffers)
+        budget.add(key, recorded.report.nbytes)
+        return recorded
 
     def _measure(self, key: GraphKey) -> tuple[int, int]:
-        with _in_memory(key):
+        with _capture_errors(key):
             return key.rows, self._backend.measure(self._step_of(key), self._buffers)
 
     def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
-        """From the smallest keys of the kind that takes most."""
+        """A note with the estimated memory, from the two smallest keys of the largest kind."""
         probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
         try:
             budget.learn([self._measure(key) for key in probes])
         except CaptureError:
             if self._on_failure == "raise":
                 raise
-            return "memory of the graphs: not estimated, the smallest ones cannot be captured"
+            return "memory of the graphs: no estimate, because the smallest graphs cannot be captured"
         if self._on_failure == "raise":
-            budget.refuse(keys)
+            budget.check_all(keys)
         return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
 
 
@@ -215,18 +214,21 @@ def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | 
 
 
 @contextlib.contextmanager
-def _in_memory(key: GraphKey) -> Iterator[None]:
-    """CaptureError where memory runs out, for which torch's CPU allocator has no exception of its own."""
+def _capture_errors(key: GraphKey) -> Iterator[None]:
+    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise CaptureError("memory", f"{key} takes more than there is ({error}); lower {LESS}") from error
+    except (CaptureError, ValueError):
         raise
+    except Exception as error:
+        # torch's CPU allocator raises a plain RuntimeError
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
+        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}") from error
 
 
 class EagerStep:
-    """The explicit answer "no recording": replays by running the step."""
+    """Takes the place of a recording: `replay` runs the step eagerly."""
 
     report = RecordedReport(nodes={}, host_nodes=(), nbytes=0, seconds=0.0)
 

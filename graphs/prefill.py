@@ -1,4 +1,4 @@
-"""Prompts: one chunk of one row at a time, between rounds. Never inside a graph, so its shapes follow the prompt."""
+"""Prompts: one chunk of one row at a time, between rounds. Not part of a graph, so shapes may depend on the prompt."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stepgraph.graphs.shapes import Limits
 
 @dataclass(frozen=True)
 class Chunk:
-    """Which part of a prompt is taken next."""
+    """One part of a prompt."""
 
     row: int
     start: int
     count: int
-    shared: int = 0  # entries at positions below are there already, and not this row's alone: they are read, never written
-    spans: tuple[tuple[int, Tensor], ...] = ()  # places from `start` on with host tensors [n, E] in place of tokens' embeddings
+    shared: int = 0  # cache entries below this position are shared with other rows: they are read, never written
+    spans: tuple[tuple[int, Tensor], ...] = ()  # offset from `start` and host tensor [n, E] that replaces the tokens' embeddings
 
 
 def prefill(
@@ -34,11 +34,11 @@ def prefill(
     attention: AttentionChoice = OPERATION,
     states_host: Tensor | None = None,
 ) -> None:
-    """Fill both caches with one chunk of a prompt; runs between rounds, never inside a graph.
+    """Fill both caches with one chunk of a prompt.
 
-    `prompt` holds the tokens at start .. start + count. The target takes the first `count` of them; the draft, fed with
-    the features of the position before, takes the last `count`, and at the very start of a prompt its first token too.
-    states_host: pinned lines for what is saved of the target, one for each token that it takes.
+    `buffers.prompt` holds the tokens at start .. start + count. The target processes the first `count` of them; the draft, which
+    takes the features of the position before, the last `count`, and at the start of a prompt also its first token.
+    states_host: pinned [count, width] for the target's saved states.
     """
     row, start, count, shared = chunk.row, chunk.start, chunk.count, chunk.shared
     block_tables = buffers.row_block_tables[row : row + 1]
@@ -58,7 +58,7 @@ def prefill(
         output = target.forward(inputs(0, count)._replace(embeddings=_embeddings(chunk, target.feature_dtype, tokens.device)), buffers)
         features = torch.cat([features, output.features], 1)
         if states_host is not None:
-            states_host.copy_(output.saved(states_host.shape[-1])[0], non_blocking=True)
+            states_host.copy_(output.saved_states(states_host.shape[-1])[0], non_blocking=True)
     skip = 1 if start else 0
     if draft is not None and skip <= count:
         draft.forward(inputs(skip, count + 1, features[:, skip:]), buffers)
@@ -69,7 +69,7 @@ def _embeddings(chunk: Chunk, dtype: torch.dtype, device: torch.device) -> Embed
         return None
     values = torch.zeros(1, chunk.count, chunk.spans[0][1].shape[1], dtype=dtype, device=device)
     given = torch.zeros(1, chunk.count, dtype=torch.bool, device=device)
-    for place, span in chunk.spans:
-        values[0, place : place + len(span)].copy_(span, non_blocking=True)
-        given[0, place : place + len(span)].fill_(True)
+    for offset, span in chunk.spans:
+        values[0, offset : offset + len(span)].copy_(span, non_blocking=True)
+        given[0, offset : offset + len(span)].fill_(True)
     return Embeddings(values, given)

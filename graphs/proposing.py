@@ -1,4 +1,4 @@
-"""Drafts that follow from the text alone: what the device keeps of it, and how a proposer is asked inside a round."""
+"""Drafts without a model: the text that the device keeps for them, and the call of a proposer inside a round."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import going_on, grammar_mask_of, legal, select_draft
+from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, select_draft
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
 
-ANCHOR = 8  # tokens of the prompt in front of a given text: what an output begins with follows them there as it does here
+ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 
 
 def given_from(limits: Limits) -> int:
@@ -20,7 +20,7 @@ def given_from(limits: Limits) -> int:
 
 
 def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
-    """On top of `round_specs`, for who proposes from it: every row's history, a column that stays -1, the given text, and one more -1."""
+    """In addition to `round_specs`, for proposers: per row its history, a column of -1, the given text, and a column of -1."""
     width = given_from(limits) + limits.max_length + 1
     return (
         BufferSpec("row_text", (limits.rows, width), torch.int32, fill=-1),
@@ -28,43 +28,43 @@ def text_specs(limits: Limits) -> tuple[BufferSpec, ...]:
     )
 
 
-def note_emission(buffers: StaticBuffers, batch: Batch, emission: Emission, limits: Limits) -> None:
-    """Append what a round emitted to its rows' histories. `batch`: as the round began."""
+def append_emission(buffers: StaticBuffers, batch: Batch, emission: Emission, limits: Limits) -> None:
+    """Append the emitted tokens to their rows' histories. `batch`: at the start of the round."""
     index = torch.arange(limits.positions, device=batch.rows.device)
-    wanted = index < emission.emitted[:, None]
-    # Inert places collide in the column between the texts, and write there what it holds.
-    places = torch.where(wanted, batch.column(Column.LENGTH)[:, None] + index, limits.max_length)
-    tokens = torch.where(wanted, emission.tokens, -1).to(torch.int32)
-    buffers.row_text.index_put_((batch.rows[:, None], places), tokens)
+    emitted = index < emission.emitted[:, None]
+    # Positions that emit nothing all write -1 to the column between the texts, which holds -1.
+    columns = torch.where(emitted, batch.column(Column.LENGTH)[:, None] + index, limits.max_length)
+    tokens = torch.where(emitted, emission.tokens, -1).to(torch.int32)
+    buffers.row_text.index_put_((batch.rows[:, None], columns), tokens)
 
 
 def propose(buffers: StaticBuffers, after: Batch, proposer: Proposer, limits: Limits) -> Tensor:
-    """[B, K] a chain of drafts for every row that goes on, -1 behind its last. No mask has guided them."""
+    """[B, K] a chain of unmasked drafts for every row that continues, -1 after its last draft."""
     count, generated = limits.num_speculative_tokens, after.column(Column.GENERATED)
-    length = after.column(Column.LENGTH).clamp(min=1)  # of padding it is 0, and a last token would be looked for outside the text
+    length = after.column(Column.LENGTH).clamp(min=1)  # 0 for padding rows, whose last token would be outside the text
     drafts = proposer.propose(History(buffers.row_text[after.rows], length, generated, given_from(limits), count), buffers)
     check_drafts(drafts, len(after.rows), count)
-    wanted = torch.arange(count, device=drafts.device) < after.column(Column.DRAFT_LIMIT)[:, None]
-    wanted = wanted & going_on(after)[:, None] & (drafts >= 0) & (drafts < limits.num_tokens)
-    return torch.where(wanted.to(torch.int64).cumprod(1) != 0, drafts, -1)
+    valid = torch.arange(count, device=drafts.device) < after.column(Column.DRAFT_LIMIT)[:, None]
+    valid = valid & continuing(after)[:, None] & (drafts >= 0) & (drafts < limits.num_tokens)
+    return torch.where(valid.to(torch.int64).cumprod(1) != 0, drafts, -1)
 
 
 def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: Tensor, alive: Tensor) -> Tensor:
-    """Draft `step` (from 1) of every row that still drafts, -1 elsewhere: what its grammar forces, or else what is proposed and legal.
+    """Draft `step` (from 1) of every row that still drafts: the token that the grammar forces, else the proposed token if it is legal.
 
-    REFUSED where what is proposed is not: the chain ends there as well, and statistics tell the two apart.
+    -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
     """
-    ruling, size = grammar_mask_of(buffers, after, step), len(after.rows)
-    rule, wanted = (ruling.masks[:, 0], ruling.constrained, ruling.status[:, 0]), buffers.batch_forced[step - 1, :size]
+    mask, size = grammar_mask_of(buffers, after, step), len(after.rows)
+    rule, forced = (mask.masks[:, 0], mask.constrained, mask.status[:, 0]), buffers.batch_forced[step - 1, :size]
     unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
-    settled = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, wanted, ruling)
-    assert settled.forced is not None
-    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, settled.forced)
-    return settled.tokens
+    draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, mask)
+    assert draft.forced is not None
+    buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
+    return draft.tokens
 
 
 def check_drafts(drafts: Tensor, rows: int, count: int) -> None:
-    """ValueError where a proposer returned something else than it promised; free in a replay, which runs no Python."""
+    """ValueError if a proposer returned another shape or dtype. Costs nothing in a replay, which runs no Python."""
     check_shape("drafts of the proposer", drafts, rows, count)
     if drafts.dtype != torch.int64:
-        raise ValueError(f"drafts of the proposer: got {drafts.dtype}, want torch.int64")
+        raise ValueError(f"drafts of the proposer: got {drafts.dtype}, expected torch.int64")

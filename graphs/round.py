@@ -1,16 +1,17 @@
-"""One decode round, in reading order: the stages, the two streams and the host nodes.
+"""One decode round in reading order: stages on the main stream, host nodes on the side stream.
 
-    main                                      side: host nodes, native work under the models' compute
-    target_verify                             accept d_K, fill mask row K          (drafts not masked, or none: commit, walk all)
+    main                                      side: host nodes, while the models compute
+    target_verify                             accept d_K, fill mask row K          (unmasked drafts, or none: commit, accept all)
       wait; mask, choose, accept
-    draft_prefill                             commit the round's tokens, fill row 0
+    draft_prefill                             commit the emitted tokens, fill row 0
       wait row 0; mask, choose d_1
     draft_decode                              accept d_1, fill row 1
       wait row 1; mask, choose d_2            ... and so on to d_K
 
-A proposer drafts whole chains in place of the draft's stages; with forced tokens it is guided too, place by place. Beside a
-draft, a look-up's chain is there in front of draft_prefill: its tokens stand in place of the draft's until one of them does not.
-The mask that guided draft i + 1 verifies it in the next round: each of the K + 1 mask rows is filled once, used twice.
+A proposer drafts a whole chain in one stage instead of draft_prefill and draft_decode; if the grammar also forces tokens, its
+chain is masked position by position. A look-up beside a draft model runs before draft_prefill: a row drafts the tokens of its
+look-up chain as long as they are legal, and the draft model's from then on. The mask that guides draft i + 1 also verifies it in
+the next round: each of the K + 1 mask rows is filled once and used twice.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ SIDE = "side"
 
 @dataclass(frozen=True)
 class Round:
-    """What every key of an engine shares. `step(key)` is the function to record."""
+    """The part of a round that all keys of an engine share. `step(key)` is the function to record."""
 
     limits: Limits
     models: ModelPair
     host: HostLink
-    draft_masks: bool = True  # False: drafts are chosen freely, and one host node walks them under the next target_verify
+    draft_masks: bool = True  # False: unmasked drafts; one host node accepts them all during the next target_verify
     forced_acceptance: tuple[float, ...] | None = None  # for benchmarks
     attention: AttentionChoice = OPERATION
 
@@ -65,15 +66,15 @@ class Round:
             emission, after = stages.accept(buffers, batch, logits, key.constrained, key.sampled, self.forced_acceptance)
         if proposer is not None:
             with context.stage("propose"):
-                proposing.note_emission(buffers, batch, emission, self.limits)
-                drafting.keep_chain(buffers, after, self._propose(buffers, after, proposer, grammar, context))
+                proposing.append_emission(buffers, batch, emission, self.limits)
+                drafting.store_chain(buffers, after, self._propose(buffers, after, proposer, grammar, context))
         if draft is None:
             return
 
-        masked = grammar is not None and self.guided(buffers)
+        masked = grammar is not None and self.masks_drafts(buffers)
         tokens, drafts, chain = emission.tokens, [], None
         with context.stage("accept"):
-            alive = drafting.going_on(after)
+            alive = drafting.continuing(after)
         for step in range(1, self.limits.positions):
             mask_ready = grammar.row(step - 1) if grammar and masked else None
             if step == 1:
@@ -88,41 +89,41 @@ class Round:
             with context.stage(f"choose_draft {step}"):
                 tokens = drafting.choose_draft(buffers, after, step, logits, alive, masked, key.sampled, draft.d2t, chain)
                 buffers.batch_drafts[step - 1, : key.rows].copy_(tokens)
-                chain = None if chain is None else drafting.agreeing(chain, step, tokens)
+                chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
                 alive = tokens >= 0
             drafts.append(tokens)
         with context.stage("keep_chain"):
-            drafting.keep_chain(buffers, after, torch.stack(drafts, 1))
+            drafting.store_chain(buffers, after, torch.stack(drafts, 1))
 
-    def guided(self, buffers: StaticBuffers) -> bool:
-        """Whether each draft is chosen under its mask; else one host node walks them all under the next target_verify."""
+    def masks_drafts(self, buffers: StaticBuffers) -> bool:
+        """Whether each draft is chosen under its mask. If not, one host node accepts all drafts during the next target_verify."""
         if self.models.proposer is not None:
             return "batch_forced" in buffers
         return self.draft_masks and self.models.draft is not None
 
     def _look_up(self, buffers: StaticBuffers, batch: Batch, after: Batch, emission: Emission, context: CaptureContext) -> Tensor | None:
-        """The chains that are found in the rows' texts, for drafts that stand in place of a draft model's."""
+        """[B, K] the look-up's chains; their tokens replace the draft model's. None without a look-up."""
         if self.models.look_up is None:
             return None
         with context.stage("look_up"):
-            proposing.note_emission(buffers, batch, emission, self.limits)
+            proposing.append_emission(buffers, batch, emission, self.limits)
             return proposing.propose(buffers, after, self.models.look_up, self.limits)
 
     def _propose(
         self, buffers: StaticBuffers, after: Batch, proposer: Proposer, grammar: GrammarLane | None, context: CaptureContext
     ) -> Tensor:
-        """The chain of a proposer. A token that a grammar forces stands in its place, and what is proposed goes on while it agrees."""
-        if grammar is None or not self.guided(buffers):
+        """[B, K] the proposer's chains. A token that the grammar forces replaces the proposed one; a chain is followed while it agrees."""
+        if grammar is None or not self.masks_drafts(buffers):
             return proposing.propose(buffers, after, proposer, self.limits)
         mask_ready = grammar.row(0)
         proposed = proposing.propose(buffers, after, proposer, self.limits)
-        alive, drafts = drafting.going_on(after), []
+        alive, drafts = drafting.continuing(after), []
         for step in range(1, self.limits.positions):
             context.wait(mask_ready if step == 1 else grammar.row(step - 1))
             with context.stage(f"choose_draft {step}"):
                 tokens = proposing.choose_proposed(buffers, after, step, proposed[:, step - 1], alive)
                 buffers.batch_drafts[step - 1, : grammar.size].copy_(tokens)
-                proposed = drafting.agreeing(proposed, step, tokens)
+                proposed = drafting.matching_chains(proposed, step, tokens)
                 alive = tokens >= 0
             drafts.append(tokens)
         return torch.stack(drafts, 1)
@@ -130,7 +131,7 @@ class Round:
 
 @dataclass(frozen=True)
 class GrammarLane:
-    """The side stream of one round: what it shows the host, the host nodes, and the masks it brings back."""
+    """The side stream of one round: state and drafts to the host, host nodes, masks back to the device."""
 
     round: Round
     buffers: StaticBuffers
@@ -138,25 +139,25 @@ class GrammarLane:
     size: int
 
     def head(self) -> StreamEvent:
-        """Under target_verify: the end of the chain that the round before began."""
+        """During target_verify: fill the last mask row of the previous round's drafts."""
         drafts = self.round.limits.num_speculative_tokens
-        walk_all = drafts == 0 or not self.round.guided(self.buffers)
+        accept_all = drafts == 0 or not self.round.masks_drafts(self.buffers)
         steps = [BEGIN_ROUND, fill_new(stage=drafts), advance(drafts)]
-        if walk_all:
+        if accept_all:
             steps = [BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, drafts + 1)), END_ROUND]
 
         begun = self.context.record()
         with self.context.stream(SIDE):
             self.context.wait(begun)
             with self.context.stage("show head"):
-                self._show_state()
+                self._copy_state()
                 rows = self.buffers.batch_rows[: self.size]
-                for index in range(0 if walk_all else drafts - 1, drafts):
+                for index in range(0 if accept_all else drafts - 1, drafts):
                     self.buffers.drafts_host[index, : self.size].copy_(self.buffers.row_drafts[rows, index], non_blocking=True)
-            return self._node("head", steps, range(drafts + 1) if walk_all else range(drafts, drafts + 1))
+            return self._node("head", steps, range(drafts + 1) if accept_all else range(drafts, drafts + 1))
 
     def row(self, index: int) -> StreamEvent:
-        """Under the draft's compute: mask row `index` of the chain that this round begins."""
+        """While the draft model computes: fill mask row `index` of this round's drafts."""
         size = self.size
         steps = [COMMIT if index == 0 else advance(index)]
         if index == self.round.limits.num_speculative_tokens - 1:
@@ -168,18 +169,18 @@ class GrammarLane:
             name = f"advance {index}" if index else "commit"
             with self.context.stage(f"show {name}"):
                 if index == 0:
-                    self._show_state()
+                    self._copy_state()
                 else:
                     self.buffers.drafts_host[index - 1, :size].copy_(self.buffers.batch_drafts[index - 1, :size], non_blocking=True)
             return self._node(name, steps, range(index, index + 1))
 
-    def _show_state(self) -> None:
+    def _copy_state(self) -> None:
         state = self.buffers.row_state[self.buffers.batch_rows[: self.size], : len(HostColumn)]
         self.buffers.state_host[: self.size].copy_(state, non_blocking=True)
 
-    def _node(self, name: str, steps: Sequence[HostStep], stages_filled: range) -> StreamEvent:
-        """A host node over this round's pinned memory, then the way back of what it filled."""
-        buffers, first, last, size = self.buffers, stages_filled.start, stages_filled.stop, self.size
+    def _node(self, name: str, steps: Sequence[HostStep], filled: range) -> StreamEvent:
+        """A host node, then the copies of the masks and tags that it filled."""
+        buffers, first, last, size = self.buffers, filled.start, filled.stop, self.size
         forced = [buffers.forced_host] if "forced_host" in buffers else []
         self.context.host_node(
             name,
@@ -188,7 +189,7 @@ class GrammarLane:
             writes=[buffers.masks_host[first:last], buffers.tags_host, *forced],
         )
         with self.context.stage(f"place {name}"):
-            for stage in stages_filled:
+            for stage in filled:
                 buffers.batch_masks[stage, :size].copy_(buffers.masks_host[stage, :size], non_blocking=True)
                 buffers.batch_tags[stage, :size].copy_(buffers.tags_host[stage, :size], non_blocking=True)
                 stages.place_masks(buffers, size, stage)

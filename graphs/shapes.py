@@ -1,7 +1,4 @@
-"""Sizes: the limits every static tensor is cut to, the key of a graph, and the total map from a batch to a key.
-
-Knows numbers only; no tensors, no requests.
-"""
+"""Limits that determine the shapes of static tensors, graph keys, and the choice of a key for a batch."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Limits:
-    """What the static memory is made for. Everything beyond is refused at submit, never truncated."""
+    """Sizes of the static memory. submit() refuses a request that exceeds them; nothing is truncated."""
 
     max_rows: int
     num_speculative_tokens: int
     max_length: int  # tokens of one row, prompt included
     page_size: int
-    num_pages: int  # usable pages; the scratch page comes on top
+    num_pages: int  # usable pages, without the scratch page
     vocab_size: int  # width of the logits
-    num_tokens: int  # ids from here to vocab_size are padding and never chosen
-    feature_size: int  # width of what the target hands to the draft
+    num_tokens: int  # ids from here to vocab_size are padding and never generated
+    feature_size: int  # width of the features that the target passes to the draft
     rounds_in_flight: int = 2
     max_stop_ids: int = 8
     max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
@@ -30,19 +27,19 @@ class Limits:
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("num_speculative_tokens", "feature_size") else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Limits.{field.name}: got {value!r}, want a whole number >= {least}")
+                raise ValueError(f"Limits.{field.name}: got {value!r}, expected a whole number >= {least}")
         if self.num_speculative_tokens > 8:
-            raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, want 0 to 8")
+            raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, expected 0 to 8")
         if self.num_tokens > self.vocab_size:
-            raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, want at most vocab_size={self.vocab_size}")
+            raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:
             raise ValueError(
-                f"Limits.num_pages: got {self.num_pages}, want >= {self.pages_per_row} so that one row of max_length {self.max_length} fits"
+                f"Limits.num_pages: got {self.num_pages}, expected >= {self.pages_per_row} for one row of max_length={self.max_length}"
             )
 
     @property
     def rows(self) -> int:
-        """Rows of state: the requests' rows and, last, the dummy row that pads a batch."""
+        """Rows of state: one per request, and the dummy row that pads batches."""
         return self.max_rows + 1
 
     @property
@@ -60,12 +57,12 @@ class Limits:
 
     @property
     def cache_slots(self) -> int:
-        """Cache entries of a model: page 0 is the scratch page, where inert positions write."""
+        """Cache entries of a model. Page 0 is the scratch page, for inert positions."""
         return (self.num_pages + 1) * self.page_size
 
     @property
     def prompt_window(self) -> int:
-        """Prompt tokens shown at once: a chunk and the token behind it. The first chunk behind reused pages takes two at least."""
+        """Prompt tokens on the device at once: a chunk and the next token. The first chunk after a shared prefix has at least two."""
         return max(self.prefill_chunk, 2) + 1
 
     @property
@@ -74,21 +71,21 @@ class Limits:
 
     @property
     def ring_depth(self) -> int:
-        """Slots of a ring that every round uses once: one per round in flight and one being written."""
+        """Slots of a ring that each round uses once: one per round in flight, and one that is being written."""
         return self.rounds_in_flight + 1
 
     @property
     def admission_ring_depth(self) -> int:
-        """Slots of a ring that every row may use once between two rounds. With less, a burst of arrivals would wait for the device."""
+        """Slots of a ring that each row may use once between two rounds. With fewer, a burst of arrivals would wait for the device."""
         return self.max_rows * self.ring_depth
 
 
 @dataclass(frozen=True, order=True)
 class GraphKey:
-    """Everything that makes one recorded round differ from another."""
+    """Identifies a recorded round."""
 
     rows: int
-    constrained: bool  # some row has a grammar
+    constrained: bool  # some row has a constraint
     sampled: bool = False  # some row needs more than a masked argmax: SamplingParams.plain
 
     def __str__(self) -> str:
@@ -96,7 +93,7 @@ class GraphKey:
 
 
 def bucket_sizes(max_rows: int) -> tuple[int, ...]:
-    """Powers of two below `max_rows`, and `max_rows` itself."""
+    """Powers of two below `max_rows`, and `max_rows`."""
     sizes = []
     size = 1
     while size < max_rows:
@@ -106,20 +103,20 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def checked_buckets(buckets: Iterable[int], max_rows: int) -> tuple[int, ...]:
-    """The buckets sorted; ValueError where a batch of 1..max_rows would have none."""
+    """The buckets sorted; ValueError if a batch of 1..max_rows would have none."""
     sizes = tuple(buckets) if isinstance(buckets, Iterable) else ()
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes)
     if not whole or max(sizes, default=0) != max_rows:
-        raise ValueError(f"buckets: got {buckets!r}, want whole numbers from 1 of which the largest is max_rows={max_rows}")
+        raise ValueError(f"buckets: got {buckets!r}, expected integers >= 1 of which the largest is max_rows={max_rows}")
     return tuple(sorted(set(sizes)))
 
 
 def graph_keys(buckets: Iterable[int], greedy_only: bool = False) -> tuple[GraphKey, ...]:
-    """Every key, largest first: the pool then serves the small graphs from the memory of the large ones."""
+    """Every key, largest first: the memory pool then places the small graphs in the memory of the large ones."""
     kinds = [(constrained, sampled) for constrained in (True, False) for sampled in (True, False) if not (sampled and greedy_only)]
     return tuple(GraphKey(rows, *kind) for rows in sorted(buckets, reverse=True) for kind in kinds)
 
 
 def dispatch(buckets: tuple[int, ...], batch_rows: int, constrained: bool, sampled: bool = False) -> GraphKey:
-    """The key that serves a batch: total over 1..max_rows by construction of `checked_buckets`."""
+    """The smallest key that holds a batch; `checked_buckets` guarantees one for 1..max_rows."""
     return GraphKey(min(size for size in buckets if size >= batch_rows), constrained, sampled)

@@ -1,7 +1,4 @@
-"""Stages by name: which nodes of a recording belong to which stage, and the ranges that a profiler shows them as.
-
-Knows names and counts; knows nothing of devices.
-"""
+"""Stage names for profiles: which nodes of a recording belong to which stage, time spans of stages, NVTX ranges."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
-STEP = "step"  # the stage of what a step does outside of every named one
-OUTSIDE = -1  # the round of what runs between rounds: prompts, a batch on its way in, results on their way out
+STEP = "step"  # stage of operations outside every named stage
+OUTSIDE = -1  # round number of work between rounds: prompts, copies of batches and results
 BETWEEN = "between rounds"
 LAUNCHER = "launching thread"
 MakeRange = Callable[[str], AbstractContextManager[None]]
 
 
 class Label(NamedTuple):
-    """What a node belongs to: a stage, or itself where it is a host node."""
+    """What a node of a recording belongs to: a stage; a host node has its own name."""
 
     stream: str
     name: str
@@ -30,7 +27,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class StageRun:
-    """Nodes of one stage that were captured one after the other, on one stream; or one host node, under its own name."""
+    """Consecutive nodes of one stage on one stream, or one host node."""
 
     stream: str
     name: str
@@ -39,18 +36,18 @@ class StageRun:
 
 
 class Span(NamedTuple):
-    """Something took this long: a stage, a host node, a stream that stood waiting for another, or the launching thread's part."""
+    """Time of a stage, a host node, a wait of one stream for another, or a launch."""
 
     stream: str
-    name: str  # of a wait: what is waited for
+    name: str  # of a wait: the stage or host node that it waited for
     kind: Literal["stage", "host", "wait", "launch"]
-    round: int  # OUTSIDE: none
+    round: int  # or OUTSIDE
     start_ns: int
     end_ns: int
 
 
 def stage_runs(labels: Iterable[Label]) -> tuple[StageRun, ...]:
-    """One label per node, in the order of the capture. The n-th node of a graph is in the run that counts up to n."""
+    """Group the labels of nodes, one each, in capture order."""
     runs: list[StageRun] = []
     for label in labels:
         if label.kind == "stage" and runs and (runs[-1].stream, runs[-1].name, runs[-1].kind) == label:
@@ -61,11 +58,11 @@ def stage_runs(labels: Iterable[Label]) -> tuple[StageRun, ...]:
 
 
 def nvtx_range() -> MakeRange:
-    """Ranges for nsys and its like; ValueError where this torch cannot make them."""
+    """NVTX ranges; ValueError if this build of torch has none."""
     try:
         torch.cuda.nvtx.mark("stepgraph")
     except RuntimeError as error:
-        raise ValueError(f"nvtx: got True, want False: torch {torch.__version__} makes no ranges ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"nvtx: got True, expected False: torch {torch.__version__} has no NVTX ({str(error).splitlines()[0]})") from None
     return _pushed
 
 

@@ -1,8 +1,8 @@
-"""The stages of a round: functions over static buffers. The same bodies run eagerly, on the tape and in a CUDA graph.
+"""The stages of a round: functions over static buffers. The same code runs eagerly, on the tape and in a CUDA graph.
 
-Device code: nothing here asks the host for a value, and every shape follows from the key. What one stage hands to the
-next on the same stream is an ordinary tensor; what crosses to the other stream goes through a static buffer, because
-the allocator may give an intermediate's memory away on the stream where it was made.
+Device code: no value is copied to the host, and all shapes follow from the key. Stages on one stream pass ordinary tensors;
+data for the other stream goes through a static buffer, because the allocator may reuse an intermediate's memory on the stream
+that made it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from stepgraph.sampling.kernels import GrammarMask
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:
     """Run the target over each row's last token and drafts. Returns logits [B, K + 1, num_tokens] and features [B, K + 1, F]."""
     tokens = torch.cat([batch.column(Column.LAST_TOKEN)[:, None], batch.drafts], 1)
-    wanted = batch.live[:, None] & (tokens >= 0)
-    output = model.forward(model_input(batch, limits, tokens, -1, wanted), buffers)
+    valid = batch.live[:, None] & (tokens >= 0)
+    output = model.forward(model_input(batch, limits, tokens, -1, valid), buffers)
     check_shape("target features", output.features, len(batch.rows), limits.positions, limits.feature_size)
     if "results_states" in buffers:
-        kept = buffers.results_states[: len(batch.rows)]
-        kept.copy_(output.saved(kept.shape[-1]))
+        states = buffers.results_states[: len(batch.rows)]
+        states.copy_(output.saved_states(states.shape[-1]))
     return model_logits("target", model, output.hidden, limits), output.features
 
 
@@ -44,18 +44,18 @@ def accept(
     sampled: bool = False,
     forced: Sequence[float] | None = None,
 ) -> tuple[Emission, Batch]:
-    """Mask, choose, accept, finish: what the round emits, and the batch as it stands afterwards.
+    """Mask the logits, choose tokens, accept drafts, check for the end. Returns the emission and the batch after it.
 
-    `forced` is for benchmarks: draft j holds with that probability if the grammar allows it, whatever the models say.
+    forced: for benchmarks, the probability that draft j is accepted where the grammar allows it, independent of the models.
     """
-    ruling = None
+    mask = None
     if constrained:
         owner, generated = batch.column(Column.OWNER), batch.column(Column.GENERATED)
-        ruled = batch.column(Column.CONSTRAINED) != 0
-        status = kernels.mask_status(buffers.row_tags, owner, generated, ruled, rows=batch.rows)
-        ruling = GrammarMask(buffers.row_masks, batch.rows, ruled, status)
+        has_grammar = batch.column(Column.CONSTRAINED) != 0
+        status = kernels.mask_status(buffers.row_tags, owner, generated, has_grammar, rows=batch.rows)
+        mask = GrammarMask(buffers.row_masks, batch.rows, has_grammar, status)
     choose = _choose_sampled if sampled else _choose_greedy
-    tokens, finite, accepted, status = choose(buffers, batch, logits, ruling, forced)
+    tokens, finite, accepted, status = choose(buffers, batch, logits, mask, forced)
     room = batch.column(Column.MAX_LENGTH) - batch.column(Column.LENGTH)
     drafts, draft_count, stop_ids = batch.drafts, batch.column(Column.DRAFT_COUNT), buffers.row_stop_ids[batch.rows]
     emission = Emission(tokens, *kernels.chain_accept(tokens, finite, drafts, draft_count, status, stop_ids, room, accepted))
@@ -78,7 +78,7 @@ def accept(
         drafts=drafts,
     )
     if constrained and "row_forced" in buffers:
-        # rounds without grammars leave the flags of a row's former owner
+        # an unconstrained row may have flags of the request that had the row before
         layout.write(lines, forced=_draft_bits(buffers.row_forced, batch) * batch.column(Column.CONSTRAINED))
     if "row_looked_up" in buffers:
         layout.write(lines, looked_up=_draft_bits(buffers.row_looked_up, batch))
@@ -86,87 +86,87 @@ def accept(
 
 
 class Choice(NamedTuple):
-    """What the target says of every place of a row."""
+    """The target's tokens for every position of a row."""
 
     tokens: Tensor  # [B, K + 1] int64
-    finite: Tensor  # [B, K + 1] bool: some legal logit is a number
-    accepted: Tensor | None  # [B] int64: leading drafts that hold; None: those that equal the tokens
+    finite: Tensor  # [B, K + 1] bool: some legal logit is finite
+    accepted: Tensor | None  # [B] int64: leading drafts that are accepted; None: those that equal the tokens
     status: Tensor  # [B, K + 1] int64 MaskStatus
 
 
 def _choose_greedy(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
 ) -> Choice:
-    """The likeliest legal token of every place; a draft holds where it is that token."""
-    if ruling is None:
+    """The legal token with the largest logit at every position; a draft is accepted if it is that token."""
+    if mask is None:
         best, tokens = logits.max(-1)
         status = torch.full_like(tokens, int(MaskStatus.OK))
     else:
-        status = ruling.status
-        best, tokens = kernels.masked_argmax(logits, ruling.masks, ruling.rows, ruling.constrained, status=status)
+        status = mask.status
+        best, tokens = kernels.masked_argmax(logits, mask.masks, mask.rows, mask.constrained, status=status)
     finite, accepted = torch.isfinite(best), None
     if forced is not None:
-        accepted = _forced(batch, finite, status, forced)
-        tokens = _behind_drafts(batch, accepted, tokens)
+        accepted = _force_accepted(batch, finite, status, forced)
+        tokens = _after_accepted(batch, accepted, tokens)
     return Choice(tokens, finite, accepted, status)
 
 
 def _choose_sampled(
-    buffers: StaticBuffers, batch: Batch, logits: Tensor, ruling: GrammarMask | None, forced: Sequence[float] | None
+    buffers: StaticBuffers, batch: Batch, logits: Tensor, mask: GrammarMask | None, forced: Sequence[float] | None
 ) -> Choice:
-    """Masks, then everything that a request may ask for; drafts are judged by exact rejection."""
-    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=ruling)
+    """Masks and logit processors, then rejection sampling against the distributions of the drafts."""
+    masked, finite, status = kernels.process(logits, row_settings(buffers, batch), batch.rows, batch.drafts, mask=mask)
     params = buffers.row_params[batch.rows]
     probs = kernels.distribution(masked, params)
-    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # drafted so too, maybe in a round without distributions
+    greedy = params[:, sampler.Param.TEMPERATURE] <= 0  # their drafts are greedy too, perhaps from a round that keeps no distributions
     certain = buffers.row_certain[batch.rows] | greedy[:, None]
     draft_count, seed, length = (batch.column(column) for column in (Column.DRAFT_COUNT, Column.SEED, Column.LENGTH))
     tokens, accepted = kernels.reject_sample(
         probs, buffers.row_draft_probs, batch.rows, certain, finite, batch.drafts, draft_count, status, seed, length
     )
     if forced is not None:
-        accepted = _forced(batch, finite, status, forced)
-        place = accepted[:, None, None].expand(-1, 1, probs.shape[2])
-        drawn = kernels.race(probs.gather(1, place).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
-        tokens = _behind_drafts(batch, accepted, drawn[:, None].expand_as(tokens))
+        accepted = _force_accepted(batch, finite, status, forced)
+        index = accepted[:, None, None].expand(-1, 1, probs.shape[2])
+        drawn = kernels.race(probs.gather(1, index).squeeze(1), seed, length + accepted, rng.Purpose.TARGET)
+        tokens = _after_accepted(batch, accepted, drawn[:, None].expand_as(tokens))
     buffers.results_logprobs[: len(batch.rows)].copy_(processors.log_probabilities(logits, probs, tokens))
     return Choice(tokens, finite, accepted, status)
 
 
 def _draft_bits(flags: Tensor, batch: Batch) -> Tensor:
-    """[B] int64 a bit per draft: whether it is on offer, and its flag of [R, K] is set."""
+    """[B] int64, one bit per draft: set if the draft was verified and its flag in `flags` [R, K] is set."""
     index = torch.arange(batch.drafts.shape[1], device=batch.rows.device)
-    flagged = flags[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
-    return (flagged.to(torch.int64) << index).sum(1)
+    set_flags = flags[batch.rows] & (index < batch.column(Column.DRAFT_COUNT)[:, None])
+    return (set_flags.to(torch.int64) << index).sum(1)
 
 
-def _forced(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
+def _force_accepted(batch: Batch, finite: Tensor, status: Tensor, shares: Sequence[float]) -> Tensor:
     owner, length = batch.column(Column.OWNER), batch.column(Column.LENGTH)
     return acceptance.force_accepted(shares, finite, batch.column(Column.DRAFT_COUNT), status, owner, length)
 
 
-def _behind_drafts(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
-    """The drafts that hold, then `tokens`, both at their places."""
+def _after_accepted(batch: Batch, accepted: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K + 1] the accepted drafts, then `tokens` from that position on."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(index < accepted[:, None], torch.cat([batch.drafts, tokens[:, -1:]], 1), tokens)
 
 
 def place_masks(buffers: StaticBuffers, size: int, stage: int) -> None:
-    """Move one stage of uploaded mask rows into their rows; the tag says which of a row's K + 1 places is meant."""
+    """Copy one stage of uploaded masks into the rows' masks; each tag holds the index among the row's K + 1 masks."""
     tags, masks = buffers.batch_tags[stage, :size], buffers.batch_masks[stage, :size]
     slot_mapping.scatter_masks(buffers.batch_rows[:size], tags, masks, buffers.row_tags, buffers.row_masks)
 
 
 def _count_output(buffers: StaticBuffers, rows: Tensor, emission: Emission) -> None:
-    """What was emitted joins what the penalties count."""
+    """Add the emitted tokens to the counts that penalties use."""
     index = torch.arange(emission.tokens.shape[1], device=rows.device)
     emitted = (index < emission.emitted[:, None]).to(buffers.row_output_counts.dtype)
-    places = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
-    buffers.row_output_counts.view(-1).scatter_add_(0, places.flatten(), emitted.flatten())
+    flat_index = rows[:, None] * buffers.row_output_counts.shape[1] + emission.tokens
+    buffers.row_output_counts.view(-1).scatter_add_(0, flat_index.flatten(), emitted.flatten())
 
 
 def _advance(batch: Batch, emission: Emission) -> Batch:
-    """The batch after its rows took what was emitted. Inert rows keep their state."""
+    """The batch after the emission. Inert rows keep their state."""
     last = emission.tokens.gather(1, (emission.emitted - 1).clamp(min=0)[:, None]).squeeze(1)
     changed = {
         Column.GENERATED: batch.column(Column.GENERATED) + emission.emitted,

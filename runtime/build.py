@@ -157,10 +157,10 @@ def make_buffers(
     return StaticBuffers(specs, backend.device, constants)
 
 
-def make_host_link(choice: str, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
+def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits, vocabulary: Vocabulary | None = None) -> HostLink:
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
     forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
-    return open_host_link(choice, *pinned, depth=limits.ring_depth, forcing=forcing)
+    return open_host_link(config.host_link, *pinned, depth=limits.ring_depth, forcing=forcing, check_masks=config.check_masks)
 
 
 def observer_for(

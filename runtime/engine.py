@@ -87,7 +87,7 @@ class Engine:
         forced = forces_drafts(self.config, models, vocabulary)
         self.buffers = make_buffers(self.limits, models, self.backend, self.config.greedy_only, saved, forced)
         self._attention = attention_for(self.backend.device, self.config, models)
-        self._host = make_host_link(self.config.host_link, self.buffers, self.limits, vocabulary)
+        self._host = make_host_link(self.config, self.buffers, self.limits, vocabulary)
         compiler, self._bell = self.config.grammar_compiler(vocabulary) if vocabulary is not None else None, WakeSignal()
         self._grammars = GrammarQueue(compiler, self._host, self._bell)
         decode_round = Round(self.limits, models, self._host, self.config.draft_masks, self.config.forced_acceptance, self._attention)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.wake import WakeSignal
-from stepgraph.sampling.grammar.compile.cache import Claim
-from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
 
@@ -38,7 +37,7 @@ class GrammarQueue:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a capture report should say."""
-        return (f"grammars: {self._compiler.told}",) if self._compiler else ()
+        return (f"grammars: {self._compiler.note}",) if self._compiler else ()
 
     def claim(self, waiting: QueuedRequest) -> None:
         """The job's grammar is compiled from now on; ValueError where it is refused without compiling. Whatever else is raised here

@@ -16,7 +16,7 @@ from stepgraph.runtime.request import FINISH_REASONS, DraftCounts, FinishReason,
 from stepgraph.runtime.slots import ActiveRequest, RowTable, Sharing
 from stepgraph.runtime.stats import Counters, Loss
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compile.cache import Claim
+from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.compile.limits import named
 
 

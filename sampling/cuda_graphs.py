@@ -1,4 +1,4 @@
-"""What every capture into a CUDA graph has in common: one at a time in a process, a memory pool, and the way back from one that failed."""
+"""CUDA graph captures: one at a time per process, memory pools, and recovery from a failed capture."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-# "thread_local": a capture fails for unsafe calls of its own thread only. Under "global" a cudaMalloc or an event query of
-# any thread of the process would break it, and an embedding server has such threads.
+# "thread_local": only unsafe calls of the capturing thread break a capture. With "global", a cudaMalloc or an event query in any
+# thread of the process would, and a server that embeds an engine has such threads.
 _MODE = "thread_local"
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a filter that points into the graph of a failed capture
-_one_at_a_time = threading.RLock()  # torch allows one capture in a process
-_taken_streams: set[int] = set()  # torch hands its streams out in turn; two captures on one stream would mix
+_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocators keep a pointer into the graph of a failed capture
+_one_at_a_time = threading.RLock()  # torch allows one capture per process
+_taken_streams: set[int] = set()  # torch reuses streams round-robin; two captures must not share one
 _free_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)  # by device
 
 
 class GraphPool:
-    """Memory of graphs captured on `stream`. A graph of one node is reset last: torch captures into no pool that lost all graphs."""
+    """Memory of graphs captured on `stream`. A graph of one node keeps it alive: torch cannot capture into a pool without graphs."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.renew()
 
     def renew(self, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin another pool; the present one ends with its last graph."""
+        """Replace the pool by a new one; the old one is freed with its last graph."""
         self._keeper, scratch = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.stream.device)
         for generator in generators:
             self._keeper.register_generator_state(generator)
@@ -46,7 +46,7 @@ class GraphPool:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Capture what the block issues into `graph`. Where the block or the capture fails, torch can capture again."""
+    """Capture the operations of the block into `graph`. After a failure torch can capture again."""
     for generator in generators:
         graph.register_generator_state(generator)
     with _alone(pool.stream):
@@ -54,7 +54,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
             graph.capture_begin(pool=pool.handle, capture_error_mode=_MODE)
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the first error is the one to raise
+            with contextlib.suppress(RuntimeError):  # the first error is raised
                 _end(graph, pool, generators)
                 graph.reset()
             raise
@@ -62,7 +62,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence
 
 
 def take_stream(device: torch.device) -> torch.cuda.Stream:
-    """For `give_stream`. Streams are used again: cuBLAS keeps a workspace for each one that it was ever called on."""
+    """A stream, to be returned with `give_stream`. Streams are reused, because cuBLAS keeps a workspace for each."""
     free = _free_streams[torch.cuda.current_device() if device.index is None else device.index]
     for _ in range(32):
         try:
@@ -81,7 +81,7 @@ def give_stream(stream: torch.cuda.Stream) -> None:
 
 
 def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Run `step` once and capture it, on a stream of its own: what replays it. On the CPU, `step` itself."""
+    """Run `step` once and capture it on its own stream; returns the replay function. On the CPU, returns `step`."""
     if device.type != "cuda":
         return step
     graph, stream = torch.cuda.CUDAGraph(), take_stream(device)
@@ -97,28 +97,28 @@ def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def empty_cache() -> None:
-    """torch.cuda.empty_cache(), which fails while a capture is under way."""
+    """torch.cuda.empty_cache(), not during a capture, where it fails."""
     with _one_at_a_time:
         torch.cuda.empty_cache()
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: GraphPool, generators: Sequence[torch.Generator]) -> None:
-    """Where CUDA has given the capture up, undo what torch leaves: allocators that still record into the pool, and random
-    generators that still believe in a capture (a capture that succeeds puts these right)."""
+    """End the capture. If CUDA has invalidated it, reset torch's state: allocators that still use the pool, and random generators
+    that are still in capture mode (only a successful capture resets those)."""
     try:
         graph.capture_end()
     except RuntimeError:
         _failed.append(graph)
         for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with contextlib.suppress(RuntimeError):  # newer versions of torch took the first of these steps
+            with contextlib.suppress(RuntimeError):  # newer versions of torch have done the first step
                 undo(pool.stream.device_index, pool.handle)
-        pool.renew(generators)  # the allocator of pinned memory still records into the old one
+        pool.renew(generators)  # the allocator of pinned memory still uses the old pool
         raise
 
 
 @contextlib.contextmanager
 def _alone(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On `stream`, without another capture, and without a collection, which could free graphs and events in the midst of this one."""
+    """On `stream`, without other captures, and without garbage collection, which could free graphs and events during the capture."""
     with _one_at_a_time, torch.cuda.stream(stream), torch.no_grad():
         collecting = gc.isenabled()
         gc.disable()

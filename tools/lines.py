@@ -69,7 +69,6 @@ DECODE_RING = (
     "sampling/grammar/status.py",
     "sampling/grammar/link/protocol.py",
     "sampling/grammar/link/native.py",
-    "sampling/grammar/link/native_row.py",
     "sampling/grammar/link/layout.py",
     "sampling/grammar/link/library.py",
     "sampling/grammar/link/c/host_link.c",

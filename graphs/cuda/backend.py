@@ -1,8 +1,8 @@
 """Records a step into a CUDA graph and replays it with one launch.
 
-Host nodes are host functions of the driver. A Python one takes the GIL, in a thread of the driver's: whoever launches
-must not hold the GIL while it waits inside the driver (nothing here does), and a host node must never call CUDA, not
-even by printing or freeing a device tensor. A native one (see driver.HostCallback) needs neither.
+Host nodes are host functions of the driver, and run on a thread of the driver. A Python host node needs the GIL there, so no
+thread may wait inside the driver with the GIL held, and a host node must not call CUDA, not even by printing or freeing a device
+tensor. Native host nodes (driver.HostCallback) do not need the GIL.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ POLL_SECONDS = 50e-6
 
 
 class _DeviceResources:
-    """What a backend owns on the device; outlives the backend until nothing runs any more."""
+    """Streams, events, pool and retired recordings of a backend. Outlives the backend until the device is idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.driver: Driver = open_driver()
         self.streams = Streams(device)
         self.pool = GraphPool(self.streams[MAIN])
-        self.retired: list[Recording] = []  # recordings that nobody can replay any more, but that may still be running
+        self.retired: list[Recording] = []  # recordings without references that may still be running
         self._spare_events: list[int] = []
         self._released = False
         self.order_event = self.take_event()
@@ -48,7 +48,7 @@ class _DeviceResources:
             return self.driver.event_create()
 
     def give_event(self, event: int) -> None:
-        """From any thread, at any time."""
+        """Return an event for reuse. From any thread."""
         if self._released:
             with contextlib.suppress(RuntimeError):
                 self.driver.event_destroy(event)
@@ -56,12 +56,12 @@ class _DeviceResources:
             self._spare_events.append(event)
 
     def free_retired(self) -> None:
-        """Free the retired; the device must be idle."""
+        """Free the retired recordings. The device must be idle."""
         while self.retired:
             self.retired.pop().free()
 
     def release(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a device that failed runs nothing any more either
+        with contextlib.suppress(RuntimeError):  # after a device error nothing runs
             for stream in self.streams.values():
                 self.driver.stream_synchronize(stream.cuda_stream)
         self.free_retired()
@@ -74,7 +74,7 @@ class _DeviceResources:
 
 
 class CudaEvent:
-    """A point in the main stream of a CudaBackend. Its CUDA event is used again once nobody holds this object."""
+    """A point in the main stream of a CudaBackend. Its CUDA event is reused after this object is freed."""
 
     def __init__(self, backend: CudaBackend, resources: _DeviceResources) -> None:
         self._backend, self._resources = backend, resources
@@ -88,15 +88,15 @@ class CudaEvent:
         self._backend.stats.event_waits += 1
         if seconds is None:
             self._backend.driver.event_synchronize(self.handle)
-        elif not self._polled(time.monotonic() + seconds):
+        elif not self._poll(until=time.monotonic() + seconds):
             return False
         self._backend.errors.raise_first()
         return True
 
-    def _polled(self, deadline: float) -> bool:
-        """The driver has no wait that ends by itself."""
+    def _poll(self, until: float) -> bool:
+        """Query until the event is reached; the driver has no wait with a time-out."""
         while not self.query():
-            if time.monotonic() > deadline:
+            if time.monotonic() > until:
                 return False
             time.sleep(POLL_SECONDS)
         return True
@@ -111,12 +111,12 @@ class CudaGraph:
     def __init__(self, backend: CudaBackend, recording: Recording, retired: list[Recording]) -> None:
         self._backend, self._graph = backend, recording.graph
         self.report = recording.report
-        # It may be running when the last reference goes; the callbacks it points to have to outlive that.
+        # The graph may be running when the last reference is dropped; its callbacks must outlive the run.
         self.retire = weakref.finalize(self, retired.append, recording)
         self.retire.atexit = False
 
     def replay(self) -> None:
-        """Run the captured step once over the present contents of the buffers. Does not wait for it."""
+        """Launch the captured step once on the current contents of the buffers. Does not wait."""
         with self._backend.on_main("replay()"):
             self._graph.replay()
         if self._backend.tracer is not None:
@@ -126,15 +126,14 @@ class CudaGraph:
 
 
 class CudaBackend:
-    """Captures and replays on one CUDA device, on a stream of its own.
+    """Captures and replays on one CUDA device, on its own streams.
 
-    Work waits for what the calling thread issued on its current stream before. With `ordered`, that stream also waits
-    for the work, as for any torch operation; without, use events, `run` and `synchronize`. An error in a host node is
-    raised once, by the next call that launches or waits; what follows the node in its replay still runs.
+    The main stream waits for the work that the caller issued before on its current stream. With `ordered`, the caller's stream
+    also waits for the launched work, as for any torch operation; without, use events, `run` and `synchronize`. The next call that
+    launches or waits raises the error of a host node, once; the nodes after it in that replay still run.
 
-    `check="twice"` compares the nodes of two captures, with each kernel's identity and launch shape but not its
-    arguments. To find baked numbers record the step on the tape, which compares every argument. torch's default
-    generator may be used in a capture whether or not it is among `generators`; every other one must be.
+    `check="twice"` compares the nodes of two captures: kernels by identity and launch shape, not by arguments. The tape compares
+    every argument and finds baked numbers. A capture may use torch's default generator; other generators must be in `generators`.
     """
 
     name = "cuda"
@@ -146,12 +145,12 @@ class CudaBackend:
         self.errors = HostErrors()
         self._ordered, self._capturing = ordered, False
         with torch.cuda.device(self.device):
-            torch.cuda.mem_get_info()  # gives this thread a context, which the driver's calls need
+            torch.cuda.mem_get_info()  # creates a context for this thread; driver calls need one
             self._resources = held = _DeviceResources(self.device)
             self.driver, self._main, self._order_event = held.driver, held.pool.stream, held.order_event
             self._recorder = CudaRecorder(held.driver, held.streams, held.pool, self.errors, ranges)
             self._context = self.driver.context()
-        self._local = threading.local()  # .bound: this thread has the context
+        self._local = threading.local()  # .bound: this thread uses the context
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, self._resources.release)
 
@@ -165,7 +164,7 @@ class CudaBackend:
         generators: Sequence[torch.Generator] = (),
     ) -> CudaGraph:
         if not _same_device(buffers.device, self.device):
-            raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, want them on {self.device}")
+            raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
             self._recorder.warm_up(step, buffers, generators)
             recording = self._recorder.record(step, buffers, generators)
@@ -201,18 +200,18 @@ class CudaBackend:
 
     def start_trace(self, first_round: int, rounds: int) -> None:
         if self.tracer is not None:
-            raise RuntimeError("CudaBackend.start_trace(): a trace is under way")
+            raise RuntimeError("CudaBackend.start_trace(): a trace is already running")
         self.synchronize()
         self.tracer = CudaTracer(first_round, rounds)
 
     def stop_trace(self) -> tuple[Span, ...]:
         tracer, self.tracer = self.tracer, None
-        if self._finalizer.alive:  # else close() has waited
+        if self._finalizer.alive:  # if closed, close() has waited
             self.synchronize()
         return () if tracer is None else tracer.stop()
 
     def close(self) -> None:
-        """Wait, then free everything. torch keeps the memory for itself until torch.cuda.empty_cache()."""
+        """Wait, then free everything. torch caches the memory until torch.cuda.empty_cache()."""
         if not self._finalizer.alive:
             return
         self.refuse_while_capturing("close()")
@@ -232,9 +231,9 @@ class CudaBackend:
     # for graphs and events of this backend
 
     @contextlib.contextmanager
-    def on_main(self, what: str) -> Iterator[None]:
-        """Issue what follows on the main stream, in its place among what the caller issues."""
-        self._enter(what)
+    def on_main(self, call: str) -> Iterator[None]:
+        """Issue the block on the main stream, ordered after the caller's earlier work."""
+        self._enter(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
         if caller != main and not self.driver.stream_idle(caller):
@@ -246,13 +245,13 @@ class CudaBackend:
             self.driver.event_record(self._order_event, main)
             self.driver.stream_wait(caller, self._order_event)
 
-    def refuse_while_capturing(self, what: str) -> None:
+    def refuse_while_capturing(self, call: str) -> None:
         if self._capturing:
-            raise fail("nested-capture" if what == "capture()" else "host-sync", f"{what} inside a step that is being captured")
+            raise fail("nested-capture" if call == "capture()" else "host-sync", f"{call} inside a step that is being captured")
 
     @contextlib.contextmanager
-    def _recording(self, what: str) -> Iterator[None]:
-        with torch.cuda.device(self.device), self.on_main(what):
+    def _recording(self, call: str) -> Iterator[None]:
+        with torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
             self._capturing = True
@@ -261,22 +260,22 @@ class CudaBackend:
             finally:
                 self._capturing = False
 
-    def _compare(self, recording: Recording, again: Recording) -> None:
-        found = difference(recording.nodes, again.nodes)
-        again.free()
-        if found is not None:
+    def _compare(self, recording: Recording, second: Recording) -> None:
+        error = difference(recording.nodes, second.nodes)
+        second.free()
+        if error is not None:
             recording.free()
-            raise found
+            raise error
 
     def _drain(self) -> None:
         self.driver.stream_synchronize(self._main.cuda_stream)
         self._resources.free_retired()
 
-    def _enter(self, what: str) -> None:
+    def _enter(self, call: str) -> None:
         if not self._finalizer.alive:
-            raise RuntimeError(f"CudaBackend.{what}: the backend is closed")
-        self.refuse_while_capturing(what)
-        if not getattr(self._local, "bound", False):  # a new thread has no context before torch's first call there
+            raise RuntimeError(f"CudaBackend.{call}: the backend is closed")
+        self.refuse_while_capturing(call)
+        if not getattr(self._local, "bound", False):  # a new thread has no context before its first torch call
             self.driver.use_context(self._context)
             self._local.bound = True
 
@@ -284,13 +283,11 @@ class CudaBackend:
 def _checked_device(device: str | torch.device | int | None) -> torch.device:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise RuntimeError(
-            f"backend 'cuda': torch {torch.__version__}, {built}, sees no CUDA device; backend 'tape' records the same steps on the CPU"
-        )
+        raise RuntimeError(f"backend 'cuda': torch {torch.__version__}, {built}, has no CUDA device; use backend 'tape' on the CPU")
     torch.cuda.init()
     chosen = torch.device("cuda" if device is None else device)
     if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"CudaBackend.device: got {device!r}, want one of {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
 
 

@@ -1,4 +1,4 @@
-"""What static buffers hold, kept aside while a step runs over them, and put back afterwards."""
+"""A copy of the contents of static buffers, to restore them after a step has run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 
-_SMALL = 1 << 20  # bytes that are not worth a look before they are copied
-_CHUNK = 1 << 26  # elements compared at once: the comparison's own memory stays small beside a cache
+_SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
+_CHUNK = 1 << 26  # elements per comparison, to bound its memory
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BufferBackup:
-    """The contents of all buffers but the constants. Taken and restored on the current stream, while nothing else runs.
+    """The contents of all buffers except constants. Copied and restored on the current stream, while nothing else runs.
 
-    A large buffer that still holds what its spec declares, as a cache before the first request does, is not copied: its
-    spec is enough. What does not fit beside itself into device memory is kept on the host.
+    A large buffer that still holds its declared fill value, such as a cache before the first request, is not copied. A buffer whose
+    copy does not fit into device memory is copied to the host.
     """
 
     def __init__(self, buffers: StaticBuffers) -> None:
-        self._kept: list[tuple[Tensor, Tensor | None, float]] = []
+        self._copies: list[tuple[Tensor, Tensor | None, float]] = []
         for spec in buffers.specs:
             tensor = buffers[spec.name]
-            fresh = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
-            self._kept.append((tensor, None if fresh else _copy_of(tensor), spec.fill))
+            untouched = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
+            self._copies.append((tensor, None if untouched else _copy_of(tensor), spec.fill))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were copied."""
-        return sum(copy.nbytes for _, copy, _ in self._kept if copy is not None)
+        """Bytes of the copies."""
+        return sum(copy.nbytes for _, copy, _ in self._copies if copy is not None)
 
     def restore(self) -> None:
-        for tensor, copy, fill in self._kept:
+        for tensor, copy, fill in self._copies:
             if copy is None:
                 tensor.fill_(fill)
             else:
@@ -40,7 +40,7 @@ class BufferBackup:
 
 
 def holds_only(tensor: Tensor, fill: float) -> bool:
-    """True where every element has the bits of `fill`."""
+    """Whether every element has the bits of `fill`."""
     bits = _BITS.get(tensor.element_size())
     if bits is None:
         return False

@@ -1,4 +1,4 @@
-"""What a step sees while it is captured into a CUDA graph: its streams, events, stages and host nodes, and whom a failure is told of."""
+"""The capture context on CUDA: streams, events, stages and host nodes of a step; the source line of a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SKIPPED = (
 
 
 class Streams(dict[str, torch.cuda.Stream]):
-    """The streams of one backend, by name; one that is missing is taken."""
+    """The streams of one backend by name, taken on first use."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CudaStreamEvent(NamedTuple):
 
 
 class CudaCaptureContext:
-    """Streams, events and host nodes of one run of a step. `launch_host` is off in the warm-up, which calls no host node."""
+    """Streams, events and host nodes of one run of a step. The warm-up runs with launch_host=False and calls no host node."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class CudaCaptureContext:
         self._joined = {MAIN}
         self._events: list[int] = []
         self.callbacks: list[HostCallback] = []
-        self.labels: list[Label] = []  # of every node that was captured so far
+        self.labels: list[Label] = []  # one per captured node
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -103,7 +103,7 @@ class CudaCaptureContext:
 
     def wait(self, event: StreamEvent) -> None:
         if not isinstance(event, CudaStreamEvent) or event.context is not self:
-            raise fail("foreign-event", "wait() for an event that this run of the step did not record")
+            raise fail("foreign-event", "wait() for an event that was not recorded in this run of the step")
         self._driver.stream_wait(self._handle, event.handle)
         self._joined.add(self._current)
 
@@ -112,8 +112,8 @@ class CudaCaptureContext:
         for tensor in (*reads, *writes):
             owner = self._buffers.owner_of(tensor)
             if owner is None or owner[1] != "pinned":
-                what = f"{owner[0]!r}" if owner else "an unregistered tensor"
-                raise fail("host-node-memory", f"host node {name!r} declares {what}, which is no pinned buffer")
+                declared = f"{owner[0]!r}" if owner else "an unregistered tensor"
+                raise fail("host-node-memory", f"host node {name!r} declares {declared}, which is not a pinned buffer")
         if self._launch_host:
             callback = HostCallback(name, function, self._errors)
             self.callbacks.append(callback)
@@ -123,13 +123,13 @@ class CudaCaptureContext:
             self.label_nodes(Label(self._current, name, "host"))
 
     def label_nodes(self, label: Label | None = None) -> None:
-        """Those captured since the last call belong to what is current, or to `label`. A failed capture has none to tell of."""
+        """Label the nodes captured since the last call with the current stage, or with `label`."""
         if self._launch_host:
             new = self._driver.captured_nodes(self._streams[MAIN].cuda_stream) - len(self.labels)
             self.labels += [label or Label(self._current, self._stage)] * new
 
     def join_all(self) -> None:
-        """Lead every side stream back to the main one, so that an interrupted capture can end in order."""
+        """Join every side stream to the main stream, so that an interrupted capture can end."""
         main = self._streams[MAIN].cuda_stream
         for name in self._joined - {MAIN}:
             event = self._driver.event_create()
@@ -149,14 +149,14 @@ class CudaCaptureContext:
     def _handle(self) -> int:
         return self._streams[self._current].cuda_stream
 
-    def _require_joined(self, what: str) -> None:
+    def _require_joined(self, operation: str) -> None:
         if self._current not in self._joined:
-            message = f"{what} on stream {self._current!r}, which has not waited for an event of this step, so its work is not in the graph"
+            message = f"{operation} on stream {self._current!r}, which has not waited for an event of this step, so it is not in the graph"
             raise fail("stream-outside-capture", message)
 
 
 def blame(innermost_first: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str]:
-    """File, line and source text of the innermost frame that belongs to neither torch nor the capture."""
+    """File, line and source text of the innermost frame outside torch and this package's capture code."""
     for frame, line in innermost_first:
         file = frame.f_code.co_filename
         if not file.startswith(_SKIPPED):

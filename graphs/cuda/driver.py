@@ -1,7 +1,7 @@
-"""The few CUDA driver calls that torch has no name for, and the C side of a host node.
+"""CUDA driver calls that torch does not expose, and the C side of host nodes.
 
-Every call goes through ctypes, which releases the GIL around it. That matters: the driver may hold a lock of its own
-while a Python host node waits for the GIL, so a thread that enters the driver with the GIL held can lock up with it.
+Calls go through ctypes, which releases the GIL. The driver may hold a lock while a Python host node waits for the GIL, so a
+thread that called the driver with the GIL held could deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from stepgraph.graphs.capture import C_HOST_FUNCTION, HostNodeError, native_entry
 
 _NOT_READY = 600
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waiting for an event spins, which is what a low latency asks for
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING; waits spin, for low latency
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
 }
 
-_NODE_KINDS = (  # in the order of CUgraphNodeType, under the names that the tape uses where it has them
+_NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
     *("alloc", "free", "memory-operations", "conditional"),
 )
@@ -60,14 +60,14 @@ class _KernelParams(ctypes.Structure):
 
 
 class GraphNode(NamedTuple):
-    """What can be told of a node without reading its arguments."""
+    """Kind and launch shape of a node, without its arguments."""
 
     kind: str
     launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
 
 
 class Driver:
-    """Typed calls into libcuda. Handles are plain integers, as torch gives them."""
+    """Typed calls into libcuda. Handles are integers, as in torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._calls: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class Driver:
             try:
                 call = library[name]
             except AttributeError as error:
-                raise RuntimeError(f"the CUDA driver library has no {name}: {error}; want a driver for CUDA 12.0 or newer") from error
+                raise RuntimeError(f"the CUDA driver library has no {name}: {error}; expected a driver for CUDA 12.0 or newer") from error
             call.restype, call.argtypes = c_int, signature
             self._calls[name] = call
 
@@ -96,13 +96,13 @@ class Driver:
         return bool(result == 0)
 
     def version(self) -> int:
-        """Of the CUDA that the driver supports: 13000 for 13.0."""
+        """CUDA version that the driver supports: 13000 for 13.0."""
         version = c_int()
         self._do("cuDriverGetVersion", byref(version))
         return version.value
 
     def context(self) -> int:
-        """The calling thread's context; 0 where it has none yet."""
+        """The calling thread's context; 0 if it has none."""
         context = c_void_p()
         self._do("cuCtxGetCurrent", byref(context))
         return context.value or 0
@@ -120,7 +120,7 @@ class Driver:
         self._do("cuStreamWaitEvent", stream, event, 0)
 
     def captured_nodes(self, stream: int) -> int:
-        """How many nodes the capture that `stream` is part of has so far, on all of its streams."""
+        """Number of nodes so far in the capture that `stream` belongs to, on all its streams."""
         status, graph, count = c_int(), c_void_p(), c_size_t()
         self._do("cuStreamGetCaptureInfo_v2", stream, byref(status), None, byref(graph), None, None)
         self._do("cuGraphGetNodes", graph.value, None, byref(count))
@@ -145,11 +145,11 @@ class Driver:
         self._do("cuEventDestroy_v2", event)
 
     def launch_host(self, stream: int, callback: HostCallback) -> None:
-        """Call `callback` in the order of `stream`; inside a capture this becomes a host node."""
+        """Call `callback` in the order of `stream`; in a capture this becomes a host node."""
         self._do("cuLaunchHostFunc", stream, callback.address, callback.data)
 
     def graph_upload(self, graph_exec: int, stream: int) -> None:
-        """In the order of `stream`, do beforehand what the first launch of a cudaGraphExec_t would have to."""
+        """Upload a cudaGraphExec_t in the order of `stream`, so that its first launch does not."""
         self._do("cuGraphUpload", graph_exec, stream)
 
     def graph_nodes(self, graph: int) -> list[GraphNode]:
@@ -168,23 +168,23 @@ class Driver:
             return GraphNode(kind)
         params = _KernelParams()
         if self._calls["cuGraphKernelNodeGetParams_v2"](handle, byref(params)):
-            return GraphNode(kind)  # some kernels do not tell
+            return GraphNode(kind)  # not available for some kernels
         return GraphNode(kind, (params.func or params.kern or 0, *params.shape))
 
 
 @functools.cache
 def open_driver() -> Driver:
-    """The driver of this machine; RuntimeError where there is none."""
+    """The CUDA driver; RuntimeError if there is none."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         library = ctypes.CDLL(name)
     except OSError as error:
-        raise RuntimeError(f"no NVIDIA driver: {error}; backend 'tape' records on the CPU") from error
+        raise RuntimeError(f"no NVIDIA driver: {error}; use backend 'tape' on the CPU") from error
     return Driver(library)
 
 
 class HostErrors:
-    """The first error of any host node, kept until it is raised. Written by the driver's thread, read by the launching one."""
+    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
 
     def __init__(self) -> None:
         self._first: HostNodeError | None = None
@@ -206,15 +206,15 @@ class HostErrors:
 
 
 class HostCallback:
-    """A host node as C sees it: the address of a function and its user data. Must outlive every graph that holds them.
+    """The C function and user data of a host node. Must outlive every graph that contains them.
 
-    A native function (see `CaptureContext.host_node`) is called as it is; any other becomes a callback that takes the GIL and never
-    raises into C.
+    A native function (`CaptureContext.host_node`) is called directly. A Python function is wrapped in a callback that takes the GIL and
+    stores exceptions in `errors`.
     """
 
     def __init__(self, name: str, function: Callable[[], object], errors: HostErrors) -> None:
         self.name = name
-        self._function = function  # owns what a native function's data points to
+        self._function = function  # owns the data of a native function
         entry = native_entry(name, function)
         if entry is None:
             self._entry = _python_entry(name, function, errors)
@@ -224,7 +224,7 @@ class HostCallback:
 
 def _python_entry(name: str, function: Callable[[], object], errors: HostErrors) -> Any:
     def enter(_: int | None) -> None:
-        # A host node must not call CUDA, and a collection that starts here might: by freeing somebody's graph or event.
+        # A host node must not call CUDA; a garbage collection could, by freeing a graph or an event.
         collecting = gc.isenabled()
         gc.disable()
         try:

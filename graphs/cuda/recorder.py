@@ -1,4 +1,4 @@
-"""Recording a step into a CUDA graph: the warm-up, the capture, and the way back from a failed one."""
+"""Recording a step into a CUDA graph: warm-up, capture, and recovery from a failed capture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
 
 class Recording(NamedTuple):
-    """A captured step. The callbacks must live until the graph is gone and the device idle."""
+    """A captured step. The callbacks must live until the graph is freed and the device idle."""
 
     graph: torch.cuda.CUDAGraph
     callbacks: list[HostCallback]
@@ -29,7 +29,7 @@ class Recording(NamedTuple):
     report: RecordedReport
 
     def free(self) -> None:
-        """For a device that is idle."""
+        """Only while the device is idle."""
         self.graph.reset()
         self.callbacks.clear()
 
@@ -42,13 +42,13 @@ class CudaRecorder:
         self._device = pool.stream.device
 
     def warm_up(self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]) -> None:
-        """Run the step once, on the streams that the capture will use, and undo what it did.
+        """Run the step once on the streams of the capture, then restore the buffers.
 
-        Libraries create handles and workspaces, and load kernels, in the first call on a stream; a capture may not.
+        Libraries create handles and workspaces and load kernels in their first call on a stream, which a capture does not allow.
         """
-        drawn = [*generators, torch.cuda.default_generators[self._device.index]]
+        used = [*generators, torch.cuda.default_generators[self._device.index]]
         with torch.cuda.stream(self._streams[MAIN]), torch.no_grad():
-            snapshot, states = BufferBackup(buffers), [generator.get_state() for generator in drawn]
+            backup, states = BufferBackup(buffers), [generator.get_state() for generator in used]
             self.synchronize()
             context = CudaCaptureContext(self._driver, self._streams, buffers, self._errors, launch_host=False)
             try:
@@ -56,8 +56,8 @@ class CudaRecorder:
                     step(buffers)
             finally:
                 self.synchronize()
-                snapshot.restore()
-                for generator, state in zip(drawn, states, strict=True):
+                backup.restore()
+                for generator, state in zip(used, states, strict=True):
                     generator.set_state(state)
                 self.synchronize()
                 context.close()
@@ -70,14 +70,14 @@ class CudaRecorder:
         report = RecordedReport(
             nodes=dict(Counter(node.kind for node in nodes)),
             host_nodes=tuple(callback.name for callback in callbacks),
-            nbytes=max(0, torch.cuda.memory_reserved(self._device) - reserved),  # what the pool had to grow by
+            nbytes=max(0, torch.cuda.memory_reserved(self._device) - reserved),  # growth of the pool
             seconds=time.perf_counter() - begin,
             stages=stage_runs(labels),
         )
         return Recording(graph, callbacks, nodes, report)
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
-        """Bytes of a capture in a pool of its own, all of which is given back."""
+        """Bytes of a capture in its own pool, which is then freed."""
         pool = GraphPool(self._pool.stream)
         alone = CudaRecorder(self._driver, self._streams, pool, self._errors)
         alone.warm_up(step, buffers, ())
@@ -103,12 +103,12 @@ class CudaRecorder:
                         step(buffers)
                     context.label_nodes()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # a capture that CUDA has given up takes no more work
+                    with contextlib.suppress(RuntimeError):  # an invalidated capture accepts no more work
                         context.join_all()
                     raise
         except CaptureError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
             raise as_capture_error(error) from error
         finally:
             context.close()
@@ -116,16 +116,18 @@ class CudaRecorder:
 
 
 def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:
-    """Where two captures of one step differ in the kind of a node, or in a kernel's identity and launch shape."""
-    for place, (a, b) in enumerate(zip(first, second, strict=False)):
+    """The first difference between two captures: the kind of a node, or identity and launch shape of a kernel."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
-            return CaptureError("baked-branch", f"node {place} is {a} in one capture and {b} in the other: host state chose it")
+            return CaptureError("baked-branch", f"node {index} is {a} in one capture and {b} in the other: it depends on host state")
     if len(first) != len(second):
-        return CaptureError("baked-branch", f"one capture has {len(first)} nodes and the other {len(second)}: host state chose them")
+        return CaptureError("baked-branch", f"one capture has {len(first)} nodes and the other {len(second)}: they depend on host state")
     return None
 
 
-def as_capture_error(error: RuntimeError) -> CaptureError:
-    """The warm-up ran, so what torch or CUDA raises in the capture itself is about capturing."""
+def as_capture_error(error: Exception) -> CaptureError:
+    """An error in the capture itself. The warm-up succeeded, so the step fails only while it is captured."""
     text, frames = str(error).split("\n", 1)[0], list(traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, RuntimeError):
+        return CaptureError("exception", f"{type(error).__name__}: {text}", *blame(reversed(frames)))
     return CaptureError("unjoined-fork" if "unjoined" in text else "cuda", text, *blame(reversed(frames)))

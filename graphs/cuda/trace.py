@@ -1,8 +1,8 @@
-"""Spans of graph launches as torch's profiler saw them: device activities get the names of the stages they were captured in.
+"""Spans of graph launches from torch's profiler, with the names of the stages in which the nodes were captured.
 
-The profiler tells kernels, copies and fills, not host nodes, and of a graph node only its place in time and on a stream.
-A recording knows how many nodes each stage has, in the order of the capture, which on one stream is the order of execution.
-Where the two do not agree in number, an activity keeps the name UNNAMED: no stage is made up.
+The profiler reports time and stream of kernels, copies and fills of a graph launch, and no host nodes. A recording has the number
+of nodes of each stage in capture order, which is the order of execution on one stream. If the numbers of a stream do not
+match, its activities are UNNAMED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 
 class Activity(NamedTuple):
-    """What the device did, and what launched it."""
+    """One kernel, copy or fill, with the correlation id of its launch."""
 
     correlation: int
     stream: int
@@ -33,7 +33,7 @@ class Activity(NamedTuple):
 
 
 class CudaTracer:
-    """Profiles the launches from its making to `stop`. `replayed` is told what is launched, in order."""
+    """Profiles launches until `stop`. `replayed` must be called for each launch, in order."""
 
     def __init__(self, first_round: int, rounds: int, activity: ProfilerActivity = ProfilerActivity.CUDA) -> None:
         self._first, self._rounds = first_round, rounds
@@ -45,7 +45,7 @@ class CudaTracer:
         self._launched.append(stages)
 
     def stop(self) -> tuple[Span, ...]:
-        """For a device that is idle."""
+        """Only while the device is idle."""
         self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -57,18 +57,18 @@ class CudaTracer:
 def spans_of(
     events: Iterable[Mapping[str, Any]], launched: Sequence[tuple[StageRun, ...]], first_round: int, rounds: int
 ) -> tuple[Span, ...]:
-    """The n-th graph launch is round `first_round` + n and holds the nodes of `launched[n]`; `rounds` of them are told of."""
+    """The n-th graph launch is round `first_round` + n with the nodes of `launched[n]`. Spans of the first `rounds` launches."""
     launches: list[tuple[int, int, int]] = []
     activities: dict[int, list[Activity]] = {}
     for event in events:
         if event.get("ph") != "X":
             continue
         start = round(float(event["ts"]) * 1000)
-        end, what = start + round(float(event.get("dur", 0)) * 1000), event.get("args", {})
+        end, details = start + round(float(event.get("dur", 0)) * 1000), event.get("args", {})
         if event.get("cat") in _DEVICE:
-            activities.setdefault(what["correlation"], []).append(Activity(what["correlation"], what["stream"], start, end))
-        elif event["name"] in _LAUNCHES and "correlation" in what:
-            launches.append((start, end, what["correlation"]))
+            activities.setdefault(details["correlation"], []).append(Activity(details["correlation"], details["stream"], start, end))
+        elif event["name"] in _LAUNCHES and "correlation" in details:
+            launches.append((start, end, details["correlation"]))
     launches.sort()
     spans: list[Span] = []
     for number, ((start, end, correlation), stages) in enumerate(zip(launches[:rounds], launched, strict=False), first_round):
@@ -81,19 +81,19 @@ def spans_of(
 
 
 def named(activities: Sequence[Activity], stages: Sequence[StageRun], number: int) -> list[Span]:
-    """The activities of one launch, in the order of time, as spans of stages: one per stretch of one stage on one stream."""
-    wanted: dict[str, list[str]] = {}
+    """Spans of one launch from its activities in time order: one span per consecutive run of a stage on a stream."""
+    expected: dict[str, list[str]] = {}
     for run in stages:
         if run.kind == "stage":
-            wanted.setdefault(run.stream, []).extend([run.name] * run.nodes)
+            expected.setdefault(run.stream, []).extend([run.name] * run.nodes)
     by_stream: dict[int, list[Activity]] = {}
     for activity in activities:
         by_stream.setdefault(activity.stream, []).append(activity)
     spans: list[Span] = []
     for stream, found in by_stream.items():
-        fitting = [name for name, names in wanted.items() if len(names) == len(found)]
-        name = fitting[0] if len(fitting) == 1 else f"stream {stream}"
-        names = wanted[name] if len(fitting) == 1 else [UNNAMED] * len(found)
+        matching = [name for name, names in expected.items() if len(names) == len(found)]
+        name = matching[0] if len(matching) == 1 else f"stream {stream}"
+        names = expected[name] if len(matching) == 1 else [UNNAMED] * len(found)
         for stage, activity in zip(names, found, strict=True):
             if spans and (spans[-1].stream, spans[-1].name) == (name, stage):
                 spans[-1] = spans[-1]._replace(end_ns=max(spans[-1].end_ns, activity.end_ns))

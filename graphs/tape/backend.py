@@ -1,7 +1,7 @@
-"""The CPU stand-in for a CUDA graph: records a step and replays it in place, with one thread per stream.
+"""CUDA graphs emulated on the CPU: records a step and replays it in place, with one thread per stream.
 
-Every address is settled when the step is recorded; a replay allocates nothing that it keeps. It is a correctness tool:
-it costs what the eager step costs, and obeys the rules of a CUDA graph so that steps can be developed without a GPU.
+Addresses are fixed when the step is recorded. The tape enforces the rules of CUDA graphs, so that steps can be developed without a
+GPU; it is about as fast as the eager step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from stepgraph.graphs.tape.player import Delay, HostCall, Item, Worker, programs
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 from stepgraph.graphs.tape.rules import fail
-from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, described, timed_programs
+from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, describe, timed_programs
 
-_local = threading.local()  # .recording: a capture is under way on this thread
+_local = threading.local()  # .recording: the capture in progress on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
 
@@ -38,11 +38,11 @@ class Tape:
         self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
         self._programs = programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
-        self._timed: TimedPrograms | None = None  # made by the first replay that is traced
+        self._timed: TimedPrograms | None = None  # created by the first traced replay
         self._running: Mapping[str, Sequence[Item]] = self._programs
         self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
-        self.at: dict[str, Item] = {}  # what each stream is at while it runs
+        self.at: dict[str, Item] = {}  # the current item of each running stream
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -50,7 +50,7 @@ class Tape:
         _tapes.add(self)
 
     def replay(self) -> None:
-        """Run the recorded step once over the present contents of the buffers."""
+        """Run the recorded step once on the current contents of the buffers."""
         tracer = self._backend.tracer
         if tracer is None:
             self._backend.launch(functools.partial(self._run, self._programs), "replay()")
@@ -60,7 +60,7 @@ class Tape:
         self._backend.stats.replays += 1
 
     def owns(self, key: int) -> bool:
-        """True where the memory `key` is an intermediate of this tape."""
+        """Whether the storage `key` is an intermediate of this tape."""
         return key in self._keys
 
     def free(self) -> None:
@@ -94,7 +94,7 @@ class Tape:
 
     def _run_stream(self, stream: str) -> None:
         enabled, dtype = self._autocast
-        if enabled or torch.is_autocast_enabled("cpu"):  # a property of the thread, but one of the recording in truth
+        if enabled or torch.is_autocast_enabled("cpu"):  # autocast is a thread setting, but belongs to the recording
             with torch.autocast("cpu", dtype=dtype, enabled=enabled):
                 self._run_items(stream)
         else:
@@ -105,7 +105,7 @@ class Tape:
             self.at[stream] = item
             try:
                 item(self._error is not None)
-            except BaseException as error:  # also KeyboardInterrupt: the other streams still wait for this one
+            except BaseException as error:  # also KeyboardInterrupt: other streams still wait for this one
                 self._error = self._error or error
         self.at.pop(stream, None)
 
@@ -141,10 +141,11 @@ class TapeEvent:
 class TapeBackend:
     """Records and replays on the CPU.
 
-    `asynchronous` replays on a device thread in launch order, and delivers an error once, to the next call that can
-    raise it. `poison="every"` overwrites all intermediates before each replay. `delay` is called with the name of each
-    host node, and of the stream before each of its segments. `verify_host_nodes` finds undeclared writes of host nodes to
-    pinned buffers; it is on with `poison="every"` unless asynchronous, where the launching thread may write them as well.
+    asynchronous: replay on a device thread in launch order; the next call raises an error, once.
+    poison: "every" overwrites all intermediates before each replay, "first" before the first one.
+    delay: called with the name of a host node before it, and with the name of a stream before each of its segments.
+    verify_host_nodes: find undeclared writes of host nodes to pinned buffers. By default on with poison="every", unless asynchronous,
+        where the launching thread may write these buffers.
     """
 
     name = "tape"
@@ -160,17 +161,17 @@ class TapeBackend:
         ranges: MakeRange | None = None,
     ) -> None:
         if poison not in ("first", "every"):
-            raise ValueError(f"TapeBackend.poison: got {poison!r}, want 'first' or 'every'")
+            raise ValueError(f"TapeBackend.poison: got {poison!r}, expected 'first' or 'every'")
         self.poison, self.delay = poison, delay
         self.verify_host_nodes = poison == "every" and not asynchronous if verify_host_nodes is None else verify_host_nodes
         self.stats, self.ranges = BackendStats(wait_ns=0), ranges
-        self.replaying: Tape | None = None  # what runs just now
+        self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
         self._workers: dict[str, Worker] = {}
         self._device = Worker("device") if asynchronous else None
         self._finalizer = weakref.finalize(self, stop, self._workers, self._device)
-        self._finalizer.atexit = False  # the workers see to that, and wait
+        self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
         self,
@@ -184,9 +185,9 @@ class TapeBackend:
         self._refuse_closed("capture()")
         _refuse_while_recording("capture()")
         if check not in ("once", "twice"):
-            raise ValueError(f"TapeBackend.capture.check: got {check!r}, want 'once' or 'twice'")
+            raise ValueError(f"TapeBackend.capture.check: got {check!r}, expected 'once' or 'twice'")
         if buffers.device.type != "cpu":
-            raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, want them on the cpu")
+            raise ValueError(f"TapeBackend.capture: got buffers on {buffers.device}, expected cpu")
         self._drain()
         self.raise_pending()
         begin = time.perf_counter()
@@ -194,8 +195,8 @@ class TapeBackend:
         if check == "twice":
             if between is not None:
                 between()
-            again = record_perturbed(functools.partial(_record, step, buffers, generators, True), buffers)
-            if (difference := first_difference(recorder.nodes, again.nodes)) is not None:
+            second = record_perturbed(functools.partial(_record, step, buffers, generators, True), buffers)
+            if (difference := first_difference(recorder.nodes, second.nodes)) is not None:
                 raise difference
         return Tape(self, recorder, time.perf_counter() - begin)
 
@@ -224,12 +225,12 @@ class TapeBackend:
 
     def start_trace(self, first_round: int, rounds: int) -> None:
         if self._tracer is not None:
-            raise RuntimeError("TapeBackend.start_trace(): a trace is under way")
+            raise RuntimeError("TapeBackend.start_trace(): a trace is already running")
         self._tracer = Tracer(first_round, rounds)
 
     def stop_trace(self) -> tuple[Span, ...]:
         tracer, self._tracer = self._tracer, None
-        if self._finalizer.alive:  # else close() has waited
+        if self._finalizer.alive:  # if closed, close() has waited
             self.synchronize()
         return () if tracer is None else tuple(tracer.spans)
 
@@ -246,7 +247,7 @@ class TapeBackend:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
-        return described(dict(self.replaying.at)) if self.replaying else ()
+        return describe(dict(self.replaying.at)) if self.replaying else ()
 
     def close_without_waiting(self) -> None:
         if self._finalizer.detach() is None:
@@ -254,13 +255,13 @@ class TapeBackend:
         if self._device is None:
             stop(self._workers, None)
         else:
-            self._device.submit(functools.partial(stop, self._workers, self._device))  # last: what was launched still needs them
+            self._device.submit(functools.partial(stop, self._workers, self._device))  # after the launched work, which needs the workers
 
     # for tapes and events of this backend
 
     @property
     def tracer(self) -> Tracer | None:
-        """Who notes when things run; None unless a trace is on and has rounds left."""
+        """The active tracer; None without a trace, or if it has all its rounds."""
         return None if self._tracer is None or self._tracer.full else self._tracer
 
     def launch(self, job: Callable[[], object], what: str) -> None:
@@ -275,7 +276,7 @@ class TapeBackend:
             self._device.submit(functools.partial(self._guarded, job))
 
     def worker(self, stream: str) -> Worker:
-        """The thread of a side stream; started once, shared by all tapes."""
+        """The thread of a side stream, started on first use and shared by all tapes."""
         if stream not in self._workers:
             self._workers[stream] = Worker(stream)
         return self._workers[stream]

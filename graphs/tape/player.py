@@ -1,6 +1,6 @@
-"""What a replay executes: per stream a list of items, and the threads that the streams run on.
+"""The program of a replay, one list of items per stream, and the threads of the streams.
 
-Every item is called on every replay, also after a failure (then with `skip=True`), so that no stream waits for ever.
+Every item is called in every replay, after a failure with `skip=True`, so that no stream waits forever.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             if job is None:
                 return
             job()
-            del job  # or an idle worker would keep the last tape alive
+            del job  # an idle worker must not keep the last tape alive
 
 
 def stop(workers: dict[str, Worker], device: Worker | None) -> None:
@@ -65,7 +65,7 @@ def stop(workers: dict[str, Worker], device: Worker | None) -> None:
 
 @atexit.register
 def _end_threads() -> None:
-    """A daemon thread inside torch while the interpreter goes down aborts the process."""
+    """A daemon thread that is inside torch at interpreter exit aborts the process."""
     for worker in list(_alive):
         worker.stop()
     for worker in list(_alive):
@@ -73,21 +73,21 @@ def _end_threads() -> None:
 
 
 def taken_lock() -> threading.Lock:
-    """A lock as a one-shot signal that resets itself: `release` sends, `acquire` receives."""
+    """An acquired lock as a signal that resets itself: `release` sends, `acquire` receives."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Segment:
-    """Operations of one stream with nothing between them."""
+    """Consecutive operations of one stream."""
 
     def __init__(self, stream: str, delay: Delay | None, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
         self._stream, self._delay = stream, delay
 
     def by_stage(self) -> list[Segment]:
-        """The same operations in pieces of one stage each."""
+        """The same operations as one segment per stage."""
         pieces = [list(nodes) for _, nodes in itertools.groupby(self.nodes, key=lambda node: node.stage)]
         return [Segment(self._stream, None if number else self._delay, piece) for number, piece in enumerate(pieces)]
 
@@ -101,12 +101,12 @@ class Segment:
             for node in self.nodes:
                 node.call()  # type: ignore[misc]
         except Exception as error:
-            what = f"{node.name}, recorded at {node.site}" if node else "segment"
-            raise RuntimeError(f"{what}, failed in a replay: {error}") from error
+            failed = f"{node.name}, recorded at {node.site}" if node else "segment"
+            raise RuntimeError(f"{failed}, failed in a replay: {error}") from error
 
 
 class HostCall:
-    """One host node; `watched` are the pinned buffers that it must leave alone."""
+    """One host node. `watched`: pinned buffers that it must not write."""
 
     def __init__(self, node: Node, delay: Delay | None, watched: Sequence[tuple[str, Tensor]]) -> None:
         assert node.call is not None
@@ -131,7 +131,7 @@ class HostCall:
 
 
 class Signal:
-    """Reaching an event: lets every stream go that waits for it."""
+    """Signals an event to the streams that wait for it."""
 
     def __init__(self, locks: Sequence[threading.Lock]) -> None:
         self._locks = locks
@@ -142,27 +142,27 @@ class Signal:
 
 
 class Await:
-    """Waiting for an event of another stream, behind what is called `name`. `noted` counts the time, where there was any."""
+    """Waits for an event of another stream; `name`: the stage or host node before the event. `stats` counts the time, if any."""
 
-    def __init__(self, lock: threading.Lock, name: str, noted: BackendStats | None) -> None:
-        self._lock, self.name, self._noted = lock, name, noted
+    def __init__(self, lock: threading.Lock, name: str, stats: BackendStats | None) -> None:
+        self._lock, self.name, self._stats = lock, name, stats
 
     def __call__(self, skip: bool) -> None:
         if self._lock.acquire(blocking=False):
             return
         begin = time.perf_counter_ns()
         self._lock.acquire()
-        if self._noted:
-            self._noted.wait_ns = (self._noted.wait_ns or 0) + time.perf_counter_ns() - begin
+        if self._stats:
+            self._stats.wait_ns = (self._stats.wait_ns or 0) + time.perf_counter_ns() - begin
 
 
 def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
-    """The recording as one list of items per stream. `stats` are told how long the main one waits for others."""
+    """The recording as one list of items per stream. `stats` counts the time that the main stream waits for others."""
     locks: dict[int, dict[str, threading.Lock]] = {}
     for node in recorder.nodes:
         if node.kind == "wait" and node.event is not None and node.event.stream != node.stream:
             locks.setdefault(node.event.number, {}).setdefault(node.stream, taken_lock())
-    names = marked(recorder.nodes)
+    names = event_names(recorder.nodes)
     result: dict[str, list[Item]] = {}
     waited: set[tuple[int, str]] = set()
     for node in recorder.nodes:
@@ -185,8 +185,8 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
     return result
 
 
-def marked(nodes: Sequence[Node]) -> dict[int, str]:
-    """What each event stands behind: the host node since the event before on its stream, or else the stage."""
+def event_names(nodes: Sequence[Node]) -> dict[int, str]:
+    """What each event comes after: the host node since the previous event on its stream, or else the stage."""
     names: dict[int, str] = {}
     latest: dict[str, tuple[str, bool]] = {}  # stream: name, whether of a host node
     for node in nodes:
@@ -202,7 +202,7 @@ def marked(nodes: Sequence[Node]) -> dict[int, str]:
 
 
 def report(recorder: Recorder, seconds: float) -> RecordedReport:
-    """What the recording holds."""
+    """Report on the recording."""
     return RecordedReport(
         nodes=dict(Counter(node.kind for node in recorder.nodes if node.kind not in ("view", "record"))),
         host_nodes=tuple(node.name for node in recorder.nodes if node.kind == "host"),
@@ -213,7 +213,7 @@ def report(recorder: Recorder, seconds: float) -> RecordedReport:
 
 
 def _labels(nodes: Sequence[Node]) -> Iterator[Label]:
-    """Whose node each is, of those that a CUDA graph would hold as well."""
+    """Labels of the nodes that a CUDA graph would have as well."""
     for node in nodes:
         if node.kind == "host":
             yield Label(node.stream, node.name, "host")

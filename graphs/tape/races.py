@@ -1,7 +1,7 @@
 """Finds unordered accesses to one piece of memory: vector clocks over streams and events, exact to the element.
 
-Knows streams, clocks and byte regions; does not know what an operation is. Accesses arrive in an order that a single
-thread could run them in, so of two accesses only the earlier one can happen before the later one.
+Accesses are reported in an order in which a single thread could run them, so only the earlier of two accesses can happen before
+the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Clock = Mapping[str, int]  # per stream: how many of its nodes have happened
+Clock = Mapping[str, int]  # per stream: number of its nodes that have happened
 
 
 class Region(NamedTuple):
@@ -39,11 +39,11 @@ class Region(NamedTuple):
         return True
 
 
-WHOLE = Region(0, (), (), 1)  # for things that have no bytes of their own, such as a generator's state
+WHOLE = Region(0, (), (), 1)  # for state without a tensor, such as a generator's
 
 
 def region_of(tensor: Tensor) -> Region | None:
-    """The bytes behind `tensor`; None for an empty one. Repeated (stride 0) and single dimensions are dropped."""
+    """The bytes of `tensor`; None if it is empty. Dimensions of stride 0 or size 1 are dropped."""
     if tensor.numel() == 0:
         return None
     item = tensor.element_size()
@@ -54,7 +54,7 @@ def region_of(tensor: Tensor) -> Region | None:
 
 
 def overlap(a: Region, b: Region) -> bool:
-    """True where the two regions of one storage share a byte."""
+    """Whether two regions of one storage share a byte."""
     if a == b:
         return True
     if a.end <= b.start or b.end <= a.start:
@@ -75,9 +75,9 @@ def _elements(touched: Tensor, region: Region, base: int, unit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Access:
-    """One node's use of one region, with the clock of its stream at that moment."""
+    """One node's access to one region, with the clock of its stream."""
 
-    actor: str  # who, for the message: operation or host node, stream, file:line
+    actor: str  # for messages: operation or host node, stream, file:line
     stream: str
     clock: Clock
     region: Region
@@ -97,7 +97,7 @@ class RaceChecker:
         self._last: dict[str, tuple[str, Clock]] = {}
 
     def joined(self, stream: str) -> bool:
-        """True once a stream takes part: the main stream, and a side stream after its first wait."""
+        """Whether a stream belongs to the capture: the main stream, and a side stream after its first wait."""
         return stream in self._clocks
 
     def record(self, stream: str) -> Clock:
@@ -117,21 +117,21 @@ class RaceChecker:
         return clock
 
     def access(self, key: int, access: Access) -> Access | None:
-        """Note an access to the memory `key`; returns an earlier access that it races with."""
+        """Add an access to the storage `key`; returns an earlier access that races with it."""
         streams = self._accesses.setdefault(key, {})
         for stream, earlier in streams.items():
             if stream == access.stream:
                 continue
             for other in reversed(earlier):
                 if other.happens_before(access.clock):
-                    break  # and so do all before it
+                    break  # and so do all earlier ones
                 if (other.write or access.write) and overlap(other.region, access.region):
                     return other
         streams.setdefault(access.stream, []).append(access)
         return None
 
     def concurrent_writes(self, key: int, stream: str, clock: Clock) -> bool:
-        """True where another stream may write `key` while the node of `stream` with this clock runs."""
+        """Whether another stream may write `key` while the node of `stream` with this clock runs."""
         return any(
             access.write and not access.happens_before(clock) and clock[stream] > access.clock.get(stream, 0)
             for other, accesses in self._accesses.get(key, {}).items()

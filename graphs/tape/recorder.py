@@ -1,6 +1,6 @@
-"""Records a step: every aten operation, event, wait and host node with its stream, its line and its memory accesses.
+"""Records a step: every aten operation, event, wait and host node with its stream, source line and memory accesses.
 
-Recording runs the operations on the real buffers, once, in the order of the calls, and puts the old contents back.
+The operations run once on the real buffers, whose contents are then restored.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ class Node:
 
 
 class Recorder(TorchDispatchMode):
-    """One capture: sees operations as a dispatch mode, and events and host nodes as the step's context."""
+    """One capture: a dispatch mode that sees operations, and the context for events and host nodes."""
 
     def __init__(
         self, buffers: StaticBuffers, generators: Sequence[torch.Generator], foreign: Callable[[int], bool], compared: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.compared = compared  # with another recording of the step, by its leaves
+        self.compared = compared  # whether leaves are recorded for a comparison with a second recording
         self.memory = Memory(buffers, foreign)
         self.rules = Rules(self.memory, generators)
         self.races = RaceChecker(MAIN)
         self.nodes: list[Node] = []
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and their copy before the first write
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy from before the first write
         self._stream, self._stage = MAIN, STEP
         self._paused = False
         self._failure: CaptureError | None = None
 
     def record_step(self, step: Step) -> None:
-        """Run `step` once; afterwards the buffers and generators are as they were."""
+        """Run `step` once, then restore buffers and generators."""
         states = [(generator, generator.get_state()) for generator in self.rules.generators.values()]
-        torch.clear_autocast_cache()  # it holds casts of weights that this capture would not know
+        torch.clear_autocast_cache()  # cached casts of weights would be unknown memory
         try:
-            # inference mode would hide the pieces of composite operations
+            # in inference mode, composite operations would not be decomposed
             with torch.inference_mode(False), torch.no_grad(), use_context(self), self, _FunctionGuard(self):
                 step(self.memory.buffers)
-            if self._failure is not None:  # the step swallowed it
+            if self._failure is not None:  # the step caught it
                 raise self._failure
             loose = self.races.unjoined()
             if loose is not None:
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Run the recorder's own tensor operations unseen; remember a failure even if the step catches it."""
+        """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks. Nothing here is compiled, and saying yes imports the compiler: a second."""
+        """False: nothing here is compiled, and True would import the compiler, which takes a second."""
         return False
 
     # operations
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         node.stage = self._stage
         self.nodes.append(node)
 
-    # the context that the step sees
+    # CaptureContext
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):
     def wait(self, event: StreamEvent) -> None:
         with self.working():
             if not isinstance(event, TapeStreamEvent) or event.capture is not self:
-                raise fail("foreign-event", "wait() for an event that this capture did not record")
+                raise fail("foreign-event", "wait() for an event that was not recorded in this capture")
             self.races.wait(self._stream, event.clock)
             leaves: tuple[Leaf, ...] = (("tensor", f"event {event.number}"),)
             self._add(Node("wait", "wait", self._stream, call_site(), leaves, event=event))
@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
             self._join_or_fail(f"host node {name!r}")
             for tensor in (*reads, *writes):
                 if self.memory.kind(tensor) != "pinned":
-                    raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is no pinned buffer")
+                    raise fail("host-node-memory", f"host node {name!r} declares {self.memory.name(tensor)}, which is not a pinned buffer")
             leaves = tuple(self._leaves([*reads, *writes]))
             node = Node("host", name, self._stream, call_site(), leaves, function, writes=tuple(writes))
             self._add(node)
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _FunctionGuard(TorchFunctionMode):
-    """Shows the recorder's rules the Python calls that never become an operation."""
+    """Checks Python calls that do not become an operation."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:
-    """Record over other buffer contents, so that a value read from them behind the recorder's back shows."""
+    """Record with other buffer contents, to find values that the step read from them without an operation."""
     saved = {name: buffers[name].clone() for name in buffers}
     try:
         for name in saved:
@@ -305,7 +305,7 @@ def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> 
         return record()
     except CaptureError:
         raise
-    except Exception:  # an operation refused the altered values, such as an index out of range
+    except Exception:  # the altered values are invalid, such as an index out of range
         for name, tensor in saved.items():
             buffers[name].copy_(tensor)
         return record()
@@ -324,15 +324,15 @@ def _perturb(tensor: torch.Tensor) -> None:
 
 
 def first_difference(first: Sequence[Node], second: Sequence[Node]) -> CaptureError | None:
-    """Where two recordings of one step differ: host state was read while recording, and would be frozen into the graph."""
+    """The first difference between two recordings: host state that a graph would freeze."""
     for a, b in zip(first, second, strict=False):
         if (a.kind, a.name, a.stream, len(a.leaves)) != (b.kind, b.name, b.stream, len(b.leaves)):
-            return fail("baked-branch", f"host state chose {a.actor} in one recording and {b.actor} in the other", b.site)
+            return fail("baked-branch", f"{a.actor} in one recording is {b.actor} in the other: it depends on host state", b.site)
         changed = [(x, y) for x, y in zip(a.leaves, b.leaves, strict=True) if x != y]
-        for x, y in sorted(changed):  # a scalar says more than the tensor shapes that follow from it
-            rule, what = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
-            return fail(rule, f"{a.name} got another {what} in each recording: {x[1]}, then {y[1]}", b.site)
+        for x, y in sorted(changed):  # scalars first: tensor shapes may follow from them
+            rule, kind = ("baked-scalar", "number") if x[0] == "scalar" else ("baked-branch", "tensor")
+            return fail(rule, f"{a.name} got a different {kind} in each recording: {x[1]}, then {y[1]}", b.site)
     if len(first) != len(second):
         extra = max(first, second, key=len)[min(len(first), len(second))]
-        return fail("baked-branch", f"host state decided whether {extra.actor} is recorded at all", extra.site)
+        return fail("baked-branch", f"{extra.actor} is in one recording only: it depends on host state", extra.site)
     return None

@@ -1,4 +1,4 @@
-"""How one operation is repeated in place: through its `.out` overload, as it is where it mutates, or run and copied."""
+"""Operations: their schemas, and how a replay repeats one in place: as it is, through its `.out` overload, or by running and copying."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FILLS = {
     "aten::fill_", "aten::zero_", "aten::full", "aten::zeros", "aten::ones", "aten::full_like", "aten::zeros_like", "aten::ones_like",
     "aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::scalar_tensor", "aten::arange",
 }  # fmt: skip
-_LAYOUT = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # settled by the recorded output
+_LAYOUT = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # fixed by the recorded output
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_POISON_INT = 0x5B  # as every byte: huge in any wider integer, so it is out of range as an index
+_POISON_INT = 0x5B  # as every byte: out of range as an index in any wider integer
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -43,12 +43,12 @@ def tensors_in(value: object) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a schema says, read once: torch makes it anew at every look."""
+    """The parts of a schema that the tape uses, cached: torch builds a schema at every access."""
 
-    defaults: dict[str, Any]  # of every argument, in order; None where it has none
-    positional: tuple[str, ...]  # all but the keyword-only ones
+    defaults: dict[str, Any]  # of every argument, in order; None without a default
+    positional: tuple[str, ...]  # without keyword-only arguments
     outs: tuple[str, ...]
-    writes: tuple[str, ...]  # outs among them
+    writes: tuple[str, ...]  # including outs
     returns: int
     mutable: bool
     view: bool
@@ -79,7 +79,7 @@ def bound(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 
 def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that the operation writes, by its schema."""
+    """The tensor arguments that the operation writes, by its schema."""
     writes = signature(func).writes
     if not writes:
         return []
@@ -88,25 +88,25 @@ def written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 class Repeat(NamedTuple):
-    """What to call at every replay, and the kind under which the report counts it; `call` is None for nothing."""
+    """The call of every replay, None if there is none, and its kind in the report."""
 
     kind: str
     call: Callable[[], object] | None
 
 
 def repeat(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: object, fresh: Sequence[Tensor]) -> Repeat:
-    """How to repeat a call whose recorded `result` must be rewritten in place; `fresh` are its newly made tensors."""
+    """How to repeat a call and rewrite its recorded `result` in place. `fresh`: the tensors that it created."""
     name = func._schema.name
     mutable = signature(func).mutable
     if name in _EMPTY or (not fresh and not mutable and tensors_in(result)):
         return Repeat("view", None)
     kind = "copy" if name in _COPIES else "fill" if name in _FILLS else "kernel"
-    if not fresh:  # it mutates its arguments, or only asserts something
+    if not fresh:  # mutates its arguments, or is an assertion
         return Repeat(kind, (None if kwargs else operation.native_call(func, args)) or functools.partial(func, *args, **kwargs))
     if name == "aten::_to_copy":
         return Repeat(kind, functools.partial(fresh[0].copy_, args[0]))
     call = None if mutable else _through_out(func, args, kwargs, result)
-    # Of a seeded one the second draw differs from the first.
+    # The second draw of a random operation differs from the first.
     if call is not None and _repeats_exactly(call, fresh, compare=not signature(func).seeded):
         return Repeat(kind, call)
     return Repeat("copied", functools.partial(_run_and_copy, func, tuple(args), dict(kwargs), result))
@@ -128,7 +128,7 @@ def _through_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 
 @functools.cache
 def out_overload(func: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
-    """The overload that does what `func` does but writes given tensors, and the names of those; by schema match."""
+    """The overload of `func` that writes to given tensors, and the names of their arguments; found by schema."""
     packet = func._overloadpacket
     for overload_name in packet.overloads():
         candidate: OpOverload = getattr(packet, overload_name)
@@ -139,16 +139,16 @@ def out_overload(func: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
 
 
 def _same_inputs(func: OpOverload, candidate: OpOverload) -> bool:
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    required = [(a.name, str(a.type)) for a in func._schema.arguments]
     offered = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
-    missing = [item for item in wanted if item not in offered]
-    extra = [item for item in offered if item not in wanted]
+    missing = [item for item in required if item not in offered]
+    extra = [item for item in offered if item not in required]
     defaulted = {a.name for a in candidate._schema.arguments if a.has_default_value()}
     return all(name in _LAYOUT for name, _ in missing) and all(name in defaulted for name, _ in extra)
 
 
 def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compare: bool) -> bool:
-    """Try the replay once: an `.out` kernel may be missing, or may differ from the functional one in its last bits."""
+    """Try the replay once: an `.out` kernel may be missing, or its last bits may differ from the functional one."""
     before = [tensor.clone() for tensor in fresh]
     poison(fresh)
     try:
@@ -163,7 +163,7 @@ def _repeats_exactly(call: Callable[[], object], fresh: Sequence[Tensor], compar
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bytes; NaNs of equal bits are equal."""
+    """Whether shape, dtype and bytes are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = None if a.is_complex() else _BITS.get(a.element_size())
@@ -173,7 +173,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _bytes(tensor: Tensor) -> Tensor:
     return (
         tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
-    )  # contiguous() keeps odd strides of size 1
+    )  # contiguous() keeps unusual strides of dimensions of size 1
 
 
 def _run_and_copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
@@ -187,12 +187,12 @@ def _copy_all(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All bytes of the memory behind `tensor`."""
+    """All bytes of the storage of `tensor`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def poison(tensors: Iterable[Tensor]) -> None:
-    """Fill memory with what no step can want: NaN, or huge odd integers. A read of it shows."""
+    """Fill memory with NaN or with large odd integers, so that reads of stale intermediates change the result."""
     for tensor in tensors:
         if tensor.dtype == torch.bool:
             whole(tensor).fill_(1)

@@ -1,7 +1,7 @@
-"""What a CUDA stream capture would reject or, worse, accept and replay wrongly: found while the tape records.
+"""Finds, while the tape records, what a CUDA stream capture would refuse, or accept and replay wrongly.
 
-Two nets: `check_function` sees Python calls that never become an operation (`.tolist()`, `.data_ptr()`), `check_operation`
-sees every aten operation with its tensors. Both raise CaptureError at the step's own line.
+`check_function` checks Python calls that do not become an operation (`.tolist()`, `.data_ptr()`), `check_operation` every aten
+operation with its tensors. Both raise CaptureError with the line of the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ _FACTORIES = {
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SYNCING_OPS = {
     "aten::multinomial": "checks its probabilities on the host; draw with exponential noise and argmax instead",
+    "aten::_linalg_check_errors": "reads an error code on the host; use the variant of the function that ends in _ex",
+    **dict.fromkeys(
+        ("aten::_linalg_svd", "aten::_linalg_eigh", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv"),
+        "synchronises with the device",
+    ),
 }
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
 _INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
 
 
@@ -67,7 +73,7 @@ class Site(NamedTuple):
 
 
 def call_site() -> Site:
-    """The innermost line that belongs neither to torch nor to the recorder."""
+    """The innermost line outside torch and the recorder."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -87,12 +93,12 @@ def generator_key(generator: torch.Generator) -> int:
 
 
 class Memory:
-    """What one capture knows of the memory behind a tensor."""
+    """Classifies the memory of tensors in one capture."""
 
     def __init__(self, buffers: StaticBuffers, foreign: Callable[[int], bool]) -> None:
         self.buffers = buffers
-        self.made: dict[int, tuple[Tensor, str]] = {}  # storages born in this capture: kept alive, so that keys stay unique
-        self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch makes of a Python scalar, as in x[0] = 5
+        self.made: dict[int, tuple[Tensor, str]] = {}  # storages created in this capture, kept alive so that keys stay unique
+        self.literals: dict[int, Tensor] = {}  # 0-d tensors that torch creates from a Python scalar, as in x[0] = 5
         self._foreign = foreign
 
     def kind(self, tensor: Tensor) -> Kind:
@@ -117,17 +123,17 @@ class Rules:
     def __init__(self, memory: Memory, generators: Sequence[torch.Generator]) -> None:
         self.memory = memory
         self.generators = {generator_key(generator): generator for generator in generators}
-        self.scalar_store = False  # inside x[...] = number, where torch makes a 0-d tensor of the number
+        self.scalar_store = False  # inside x[...] = number, for which torch creates a 0-d tensor
 
     def check_function(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Judge a call at the Python level; needed for what never reaches the dispatcher."""
+        """Check a call at the Python level, for calls that do not reach the dispatcher."""
         try:
             sync, pointer = _SYNCS.get(func), _POINTERS.get(func)
-        except TypeError:  # unhashable callables are none of ours
+        except TypeError:  # unhashable callables have no rule
             return
         if sync is not None:
-            raise fail("host-sync", f"{sync} brings a tensor's value to the host, which blocks until the device is done")
-        if pointer is not None and not _asked_by_buffers():
+            raise fail("host-sync", f"{sync} copies a tensor's value to the host, which blocks until the device is done")
+        if pointer is not None and not _called_by_buffers():
             raise fail("raw-pointer", f"{pointer} lets memory escape the recording; wrap the kernel in torch.library.custom_op")
         if func is Tensor.to:
             self._check_to(args, kwargs)
@@ -147,15 +153,17 @@ class Rules:
     def check_operation(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> None:
-        """Judge an operation before it runs; `inputs` are its tensors, `targets` those that it writes."""
+        """Check an operation before it runs. inputs: its tensors; targets: those that it writes."""
         name = func._schema.name
         if name == "aten::lift_fresh":
             self._check_lift(args[0])
             return
         if torch.Tag.data_dependent_output in func.tags:
-            raise fail("host-sync", f"{name} brings a tensor's value to the host, which blocks until the device is done")
+            raise fail("host-sync", f"{name} copies a tensor's value to the host, which blocks until the device is done")
         if name in _SYNCING_OPS:
             raise fail("host-sync", f"{name} {_SYNCING_OPS[name]}")
+        if name.startswith(_COLLECTIVES):
+            raise fail("collective", f"{name} communicates with other processes, which a replay on the tape does not repeat")
         self._check_shape(func, args, kwargs)
         self._check_generator(func, args, kwargs)
         pinned = self._check_inputs(name, inputs, targets)
@@ -166,7 +174,7 @@ class Rules:
 
     def _check_lift(self, value: Tensor) -> None:
         if not (self.scalar_store and value.dim() == 0):
-            raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory that a graph cannot hold")
+            raise fail("host-data", "Python data becomes a tensor here: a copy from pageable memory, which a graph cannot contain")
 
     def _check_shape(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         name, dynamic = func._schema.name, torch.Tag.dynamic_output_shape in func.tags
@@ -185,14 +193,14 @@ class Rules:
             return
         values = bound(func, args, kwargs)
         if values.get("dropout_p") == 0:
-            return  # attention draws nothing then
+            return  # attention without dropout draws nothing
         generator = values.get("generator") or torch.default_generator
         if generator_key(generator) not in self.generators:
             which = "the default generator" if generator is torch.default_generator else "its generator"
             raise fail("generator", f"{func._schema.name} draws from {which}, which is not among capture(generators=...)")
 
     def _check_inputs(self, name: str, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """Those in pinned memory, for which there is more to check."""
+        """Check residence and registration; returns the inputs in pinned memory."""
         pinned = list[Tensor]()
         for tensor in inputs:
             if tensor.layout is not torch.strided:
@@ -201,10 +209,10 @@ class Rules:
                 raise fail("freed-input", f"{name} uses {self.memory.name(tensor)}, whose memory was freed")
             kind = self.memory.kind(tensor)
             if kind == "foreign":
-                raise fail("foreign-intermediate", f"{name} uses a tensor that another capture made; pass it through a buffer")
+                raise fail("foreign-intermediate", f"{name} uses a tensor from another capture; pass it through a buffer")
             if kind == "unknown":
-                what = f"a tensor {tuple(tensor.shape)} {tensor.dtype} that is neither a buffer nor a constant of this step"
-                raise fail("unregistered-input", f"{name} uses {what}; a model's own are its parameters and registered buffers")
+                unknown = f"a tensor {tuple(tensor.shape)} {tensor.dtype} that is neither a buffer nor a constant of this step"
+                raise fail("unregistered-input", f"{name} uses {unknown}; a model's tensors must be parameters or registered buffers")
             if kind == "pinned":
                 pinned.append(tensor)
         for tensor in targets:
@@ -221,7 +229,7 @@ class Rules:
             raise fail("blocking-copy", f"copy_ with pinned {self.memory.name(pinned[0])} blocks the host without non_blocking=True")
         repeated = values["src"] is pinned[0] and values["src"].numel() != values["self"].numel()
         if repeated or not pinned[0].is_contiguous():
-            # torch would make a contiguous copy on the host: once, while capturing
+            # torch would make a contiguous copy on the host, only during the capture
             raise fail(
                 "pinned-copy", f"copy_ with a strided or broadcast view of pinned {self.memory.name(pinned[0])} is staged on the host"
             )
@@ -231,16 +239,16 @@ def _check_factory(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     device = kwargs.get("device")
     name = f"torch.{getattr(func, '__name__', 'factory')}"
     if device is None:
-        raise fail("missing-device", f"{name} without device= makes a host tensor on a GPU machine; give device=buffers.device")
+        raise fail("missing-device", f"{name} without device= creates a host tensor on a GPU machine; pass device=buffers.device")
     if (isinstance(device, str) and device.startswith("cpu")) or kwargs.get("pin_memory"):
-        raise fail("missing-device", f"{name} makes a host tensor; give device=buffers.device, or declare a pinned buffer")
+        raise fail("missing-device", f"{name} creates a host tensor; pass device=buffers.device, or declare a pinned buffer")
 
 
 def _has_mask(indices: object) -> bool:
     return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
 
 
-def _asked_by_buffers() -> bool:
+def _called_by_buffers() -> bool:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None:

@@ -1,7 +1,4 @@
-"""When each stage, host node and wait of a replay ran: the programs of a tape with a clock around every item.
-
-A tape that nobody traces has none of this. Which programs a replay runs is settled when it is launched.
-"""
+"""Times of stages, host nodes and waits of replays: programs with a clock around every item, used only while tracing."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from stepgraph.graphs.tape.player import Await, HostCall, Item, Segment
 
 
 class Timed:
-    """An item of a program, and when it last ran."""
+    """An item of a program with the time of its last run."""
 
     def __init__(self, stream: str, name: str, kind: Literal["stage", "host", "wait"], item: Item) -> None:
         self.stream, self.name, self.kind, self.item = stream, name, kind, item
@@ -30,8 +27,8 @@ class Timed:
             self.end_ns = time.perf_counter_ns()
 
 
-def described(at: Mapping[str, Item]) -> tuple[str, ...]:
-    """What each stream is at, in words."""
+def describe(at: Mapping[str, Item]) -> tuple[str, ...]:
+    """The current item of each stream, in words."""
     return tuple(f"stream {stream}: {_named(item)}" for stream, item in sorted(at.items()))
 
 
@@ -47,14 +44,14 @@ def _named(item: Item) -> str:
 
 
 class TimedPrograms(NamedTuple):
-    """Per stream the items of a tape, and those of them that are timed."""
+    """The items of a tape per stream, and the timed ones among them."""
 
     programs: Mapping[str, Sequence[Item]]
     timed: Sequence[Timed]
 
 
 def timed_programs(programs: Mapping[str, Sequence[Item]]) -> TimedPrograms:
-    """The same items, in pieces of one stage each; signals take no time."""
+    """The same items with a clock, segments split by stage; signals take no time."""
     result: dict[str, list[Item]] = {stream: [] for stream in programs}
     timed: list[Timed] = []
     for stream, items in programs.items():
@@ -72,19 +69,19 @@ def timed_programs(programs: Mapping[str, Sequence[Item]]) -> TimedPrograms:
 
 
 class Tracer:
-    """Collects spans of as many replays as it was made for, and of what runs between them."""
+    """Collects spans of `rounds` replays and of the work between them."""
 
     def __init__(self, first_round: int, rounds: int) -> None:
-        self._next, self._behind = first_round, first_round + rounds
-        self.spans: list[Span] = []  # the device and the launching thread append
+        self._next, self._end = first_round, first_round + rounds
+        self.spans: list[Span] = []  # appended by the device thread and the launching thread
 
     @property
     def full(self) -> bool:
-        return self._next >= self._behind
+        return self._next >= self._end
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[int]:
-        """The number of a round, while it is being launched."""
+        """Times the launch of a round; yields its number."""
         number, start = self._next, time.perf_counter_ns()
         self._next += 1
         yield number
@@ -92,13 +89,13 @@ class Tracer:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While the launching thread waits for results."""
+        """Times a wait of the launching thread for results."""
         start = time.perf_counter_ns()
         yield
         self.spans.append(Span(LAUNCHER, "results", "wait", OUTSIDE, start, time.perf_counter_ns()))
 
     def outside(self, function: Callable[[], object]) -> Callable[[], object]:
-        """What runs on the main stream between rounds."""
+        """`function` with a span, for work on the main stream between rounds."""
 
         def run() -> None:
             start = time.perf_counter_ns()
@@ -108,5 +105,5 @@ class Tracer:
         return run
 
     def collect(self, replayed: TimedPrograms, number: int) -> None:
-        """What the replay of a round noted; on the thread that ran it."""
+        """Add the spans of a replay; on the thread that ran it."""
         self.spans += [Span(item.stream, item.name, item.kind, number, item.start_ns, item.end_ns) for item in replayed.timed]

@@ -1,14 +1,14 @@
-"""Constraints on text: what is asked, compiled against a vocabulary, and matched token by token."""
+"""Constraints on text: their definition, compilation against a vocabulary, and matching token by token."""
 
-from stepgraph.sampling.grammar.compile.cache import Claim
-from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint, CompileStats, GrammarCompiler
-from stepgraph.sampling.grammar.compile.coverage import Coverage
+from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
+from stepgraph.sampling.grammar.compile.coverage import Coverage, coverage
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.unsupported import Refusal
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 __all__ = [
     "Claim",
@@ -20,7 +20,8 @@ __all__ = [
     "GrammarLimits",
     "MaskStatus",
     "Matcher",
-    "Refusal",
+    "Unsupported",
     "Vocabulary",
     "XGrammarMatcher",
+    "coverage",
 ]

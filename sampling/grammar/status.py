@@ -1,4 +1,4 @@
-"""The numbers that cross between a matcher's host node and the device: statuses, tags, and what a node is shown of a row."""
+"""The numbers that a matcher's host node and the device exchange: mask statuses, tags, and columns of the row table."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ ROW_RUNNING = 1
 
 
 class HostColumn(IntEnum):
-    """What a host node is shown of a row; the leading columns of the device's row table."""
+    """The columns of the device's row table that host nodes read; its leading columns."""
 
     OWNER = 0  # serial of the request
-    GENERATED = 1  # tokens of its history after the prompt
+    GENERATED = 1  # generated tokens
     LAST_TOKEN = 2
-    ACCEPTED = 3  # how many drafts the latest round accepted
+    ACCEPTED = 3  # drafts that the latest round accepted
     FINISH = 4  # ROW_RUNNING while the row runs
 
 
 class MaskStatus(IntEnum):
-    """What a mask row means. Only an OK row may be sampled from."""
+    """The state of a mask row. Only from an OK row may a token be sampled."""
 
-    NONE = 0  # never filled, or the tag is another row's
-    OK = 1  # some token is legal besides a stop token
-    COMPLETE = 2  # the text is complete and only a stop token may follow
-    TERMINATED = 3  # a stop token was accepted; nothing follows
-    DEAD_END = 4  # no token may follow, and the text is not complete
-    ILLEGAL = 5  # the draft in front of this row was not accepted; set by the host link
-    FAULT = 6  # the grammar library failed; the matcher is of no further use
+    NONE = 0  # never filled, or tagged for another row
+    OK = 1  # a token other than a stop token is legal
+    COMPLETE = 2  # the text is complete; only a stop token is legal
+    TERMINATED = 3  # a stop token was accepted; no token is legal
+    DEAD_END = 4  # no token is legal, and the text is not complete
+    ILLEGAL = 5  # the draft before this row was not accepted; set by the host link
+    FAULT = 6  # the grammar library failed; the matcher can no longer be used

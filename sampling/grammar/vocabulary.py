@@ -1,7 +1,4 @@
-"""The token table that grammars are compiled against: which bytes an id stands for, and which ids can never be text.
-
-Knows bytes and ids; does not know a tokenizer library, a constraint or a tensor of logits.
-"""
+"""The token table that grammars are compiled against: the bytes of each id, the stop tokens, and the ids that are never text."""
 
 from __future__ import annotations
 
@@ -16,6 +13,11 @@ import numpy.typing as npt
 import xgrammar
 
 from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf
+from stepgraph.sampling.grammar.tokenizers.objects import read_object
+from stepgraph.sampling.grammar.tokenizers.ranks import table_of_ranks
+from stepgraph.sampling.grammar.tokenizers.table import TokenTable
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
 
 BITS_PER_WORD = 32
 
@@ -26,8 +28,8 @@ _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"t
 class Vocabulary:
     """`tokens[i]` are the bytes of id i; ids from `len(tokens)` to `logits_width` are padding of the logits and never legal.
 
-    `control_token_ids` are the markers of chat templates and the like (`<|im_start|>`): they carry no text. Left out, they
-    would count as plain text and be legal inside a JSON string. Stop tokens need not be listed among them.
+    `control_token_ids` carry no text: markers of chat templates such as `<|im_start|>`. An id missing from them counts as plain
+    text and is legal inside a JSON string. Stop tokens need not be listed.
     """
 
     tokens: tuple[bytes, ...]
@@ -44,20 +46,20 @@ class Vocabulary:
     ) -> None:
         if isinstance(tokens, (str, bytes)) or not tokens:
             raise ValueError(
-                f"Vocabulary.tokens: got {type(tokens).__name__} of length {len(tokens)}, want a sequence of at least one bytes"
+                f"Vocabulary.tokens: got {type(tokens).__name__} of length {len(tokens)}, expected a sequence of at least one bytes object"
             )
         for index, token in enumerate(tokens):
             if not isinstance(token, bytes):
-                raise ValueError(f"Vocabulary.tokens[{index}]: got {type(token).__name__}, want bytes")
+                raise ValueError(f"Vocabulary.tokens[{index}]: got {type(token).__name__}, expected bytes")
         width = len(tokens) if logits_width is None else logits_width
         if not is_int(width) or width < len(tokens):
-            raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, want an int >= {len(tokens)}, the number of tokens")
+            raise ValueError(f"Vocabulary.logits_width: got {clip_repr(width)}, expected an int >= {len(tokens)}, the number of tokens")
         if not stop_token_ids:
-            raise ValueError("Vocabulary.stop_token_ids: got none, want at least one: a constrained text ends with a stop token")
+            raise ValueError("Vocabulary.stop_token_ids: got none, expected at least one: a constrained text ends with a stop token")
         for name, ids in (("stop_token_ids", stop_token_ids), ("control_token_ids", control_token_ids)):
             for token_id in ids:
                 if not is_int(token_id) or not 0 <= token_id < len(tokens):
-                    raise ValueError(f"Vocabulary.{name}: got {clip_repr(token_id)}, want ids in 0..{len(tokens) - 1}")
+                    raise ValueError(f"Vocabulary.{name}: got {clip_repr(token_id)}, expected ids in 0..{len(tokens) - 1}")
         object.__setattr__(self, "tokens", tuple(tokens))
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(stop_token_ids)))
         object.__setattr__(self, "logits_width", width)
@@ -70,25 +72,21 @@ class Vocabulary:
         tokens = [*singles, *_DEMO_TOKENS, *extra_tokens, b"<eos>"]
         return cls(tokens, stop_token_ids=[len(tokens) - 1], logits_width=logits_width)
 
-    # Of the doors: `logits_width` is the model's own, where it is wider than the table; `stop_token_ids` take the place of those
-    # that the tokenizer names.
+    # In the constructors below `logits_width` is the model's, where it is larger than the number of tokens, and `stop_token_ids`
+    # replace the stop tokens that the tokenizer names.
 
     @classmethod
     def from_tokenizer_json(
         cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None
     ) -> Vocabulary:
-        """From a tokenizer.json, or from a model's folder: there config.json says how wide the logits are, generation_config.json
-        which tokens end a text."""
-        from stepgraph.sampling.grammar.tokenizers.tokenizer_json import from_path  # needs this module
-
-        return from_path(Path(path), logits_width, stop_token_ids)
+        """From a tokenizer.json, or from a model folder: its config.json names the width of the logits, its
+        generation_config.json the stop tokens."""
+        return cls.from_table(read_tokenizer_json(Path(path), logits_width), stop_token_ids)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
-        """From a tokenizer of `transformers` (a fast one, or one on sentencepiece), of `tokenizers` or of `sentencepiece`."""
-        from stepgraph.sampling.grammar.tokenizers.objects import from_object
-
-        return from_object(tokenizer, logits_width, stop_token_ids)
+        """From a tokenizer object of `transformers` (fast, or based on sentencepiece), `tokenizers` or `sentencepiece`."""
+        return cls.from_table(read_object(tokenizer, logits_width), stop_token_ids)
 
     @classmethod
     def from_tiktoken(
@@ -99,16 +97,21 @@ class Vocabulary:
         stop_token_ids: Sequence[int] | None = None,
     ) -> Vocabulary:
         """From the path of a .tiktoken file or a dict of tokens and ranks, with the special tokens by name; or from an Encoding."""
-        from stepgraph.sampling.grammar.tokenizers.ranks import from_ranks
-
-        return from_ranks(ranks, special_tokens, logits_width, stop_token_ids)
+        return cls.from_table(table_of_ranks(ranks, special_tokens, logits_width), stop_token_ids)
 
     @classmethod
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
-        from stepgraph.sampling.grammar.tokenizers.gguf import from_gguf
+        return cls.from_table(read_gguf(Path(path), logits_width), stop_token_ids)
 
-        return from_gguf(Path(path), logits_width, stop_token_ids)
+    @classmethod
+    def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
+        """From what a reader of `tokenizers/` returned; ValueError beginning with the table's path or object name."""
+        try:
+            stop_ids: list[Any] = table.all_stop_ids if stop_token_ids is None else list(stop_token_ids)
+            return cls(table.token_list, stop_ids, table.logits_width, table.control_ids(stop_ids))
+        except (ValueError, TypeError) as error:  # TypeError: a stop id that is a list
+            raise ValueError(f"{table.where}: {error}") from None
 
     def __repr__(self) -> str:
         return f"Vocabulary({len(self.tokens)} tokens, stop_token_ids={self.stop_token_ids}, logits_width={self.logits_width})"
@@ -120,7 +123,7 @@ class Vocabulary:
 
     @cached_property
     def non_text_ids(self) -> frozenset[int]:
-        """Ids that stand for no text: control and stop tokens, and tokens of no bytes."""
+        """Ids that stand for no text: control tokens, stop tokens, and tokens of zero bytes."""
         empty = (token_id for token_id, token in enumerate(self.tokens) if not token)
         return frozenset((*self.control_token_ids, *self.stop_token_ids, *empty))
 
@@ -130,38 +133,42 @@ class Vocabulary:
         return self._pack(token_id for token_id in range(len(self.tokens)) if token_id not in self.non_text_ids)
 
     @cached_property
+    def partial_words(self) -> npt.NDArray[np.int32]:
+        """Indices of the `text_words` that are not all ones."""
+        return np.flatnonzero(self.text_words != -1).astype(np.int32)
+
+    @cached_property
     def stop_words(self) -> npt.NDArray[np.int32]:
         """[mask_words] one bit per stop token."""
         return self._pack(self.stop_token_ids)
 
     @cached_property
     def xgrammar_unsafe_ids(self) -> frozenset[int]:
-        """Ids that xgrammar's masks are wrong about; those that other tokens can stand for.
+        """Ids whose mask bits xgrammar may get wrong, and whose text other tokens can spell; they are hidden from it.
 
-        It skips what is behind a rejected token in sorted order as long as that token is found in it, anywhere: `\\r\\r\\n` goes
-        with `\\n\\r`. A handful of any real vocabulary. A grammar that could not be written without them keeps them.
+        In sorted order it skips all tokens after a rejected one that contain it anywhere, not only as a prefix: `\\r\\r\\n` is
+        skipped with `\\n\\r`. A real vocabulary has a handful. Tokens that the grammar cannot be written without are kept.
         """
         singles = {token for token in self.tokens if len(token) == 1}
         ordered = sorted((token, token_id) for token_id, token in enumerate(self.tokens) if token_id not in self.non_text_ids)
-        open_tokens, swallowed = list[bytes](), set[int]()
+        open_tokens, unsafe = list[bytes](), set[int]()
         for token, token_id in ordered:
             while open_tokens and open_tokens[-1] not in token:
                 open_tokens.pop()
             if not all(map(token.startswith, open_tokens)) and all(bytes([byte]) in singles for byte in token):
-                swallowed.add(token_id)
+                unsafe.add(token_id)
             open_tokens.append(token)
-        return frozenset(swallowed)
+        return frozenset(unsafe)
 
     @property
     def for_xgrammar(self) -> list[bytes]:
-        """The table as xgrammar wants it. It reads a token of no bytes as "never legal"; there is no other way to tell it of control
-        tokens."""
+        """The table for xgrammar, which treats a token of zero bytes as never legal; it has no other way to mark control tokens."""
         hidden = self.non_text_ids | self.xgrammar_unsafe_ids
         return [b"" if token_id in hidden else token for token_id, token in enumerate(self.tokens)]
 
     @property
     def for_llguidance(self) -> list[bytes]:
-        """The table as llguidance wants it: as long as the logits are wide."""
+        """The table for llguidance: one entry per logit."""
         padding = self.logits_width - len(self.tokens)
         return [*(b"" if token_id in self.non_text_ids else token for token_id, token in enumerate(self.tokens)), *[b""] * padding]
 
@@ -175,18 +182,18 @@ class Vocabulary:
         )
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """The text of a token sequence; control and stop tokens stand for none."""
+        """The text of a token sequence; control and stop tokens add nothing."""
         pieces = []
         for token_id in ids:
             if not 0 <= token_id < len(self.tokens):
-                raise ValueError(f"Vocabulary.decode: got id {token_id}, want 0..{len(self.tokens) - 1}")
+                raise ValueError(f"Vocabulary.decode: got id {token_id}, expected 0..{len(self.tokens) - 1}")
             if token_id not in self.non_text_ids:
                 pieces.append(self.tokens[token_id])
         return b"".join(pieces)
 
     @cached_property
     def joined(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-        """The bytes of all tokens, one behind the other, and [len(tokens) + 1] where each begins."""
+        """The bytes of all tokens concatenated, and [len(tokens) + 1] int32 offsets of their starts."""
         starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int32)
         return np.frombuffer(b"".join(self.tokens), np.uint8), starts
 

@@ -67,24 +67,24 @@ def test_a_static_buffer_cannot_be_rebound() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BufferSpec("x_host", (1,), torch.int32), r"BufferSpec.name: got 'x_host' in device memory, want the suffix _host exactly"),
+        (lambda: BufferSpec("x_host", (1,), torch.int32), r"BufferSpec.name: got 'x_host' in device memory, expected the suffix _host"),
         (lambda: BufferSpec("x", (1,), torch.int32, "pinned"), r"BufferSpec.name: got 'x' in pinned memory"),
-        (lambda: BufferSpec("not a name", (1,), torch.int32), r"BufferSpec.name: got 'not a name', want a public Python identifier"),
+        (lambda: BufferSpec("not a name", (1,), torch.int32), r"BufferSpec.name: got 'not a name', expected a public Python identifier"),
         (lambda: BufferSpec("_x", (1,), torch.int32), r"BufferSpec.name: got '_x'"),
-        (lambda: BufferSpec("reset", (1,), torch.int32), r"BufferSpec.name: 'reset' is a method of StaticBuffers"),
-        (lambda: BufferSpec("x", (2, -1), torch.int32), r"BufferSpec.shape of 'x': got \(2, -1\), want a tuple of whole numbers >= 0"),
-        (lambda: BufferSpec("x", 4, torch.int32), r"BufferSpec.shape of 'x': got 4, want a tuple"),  # type: ignore[arg-type]
-        (lambda: BufferSpec("x", (4,), "float32"), r"BufferSpec.dtype of 'x': got 'float32', want a torch.dtype"),  # type: ignore[arg-type]
+        (lambda: BufferSpec("reset", (1,), torch.int32), r"BufferSpec.name: got 'reset', a method of StaticBuffers"),
+        (lambda: BufferSpec("x", (2, -1), torch.int32), r"BufferSpec.shape of 'x': got \(2, -1\), expected a tuple of integers >= 0"),
+        (lambda: BufferSpec("x", 4, torch.int32), r"BufferSpec.shape of 'x': got 4, expected a tuple"),  # type: ignore[arg-type]
+        (lambda: BufferSpec("x", (4,), "float32"), r"BufferSpec.dtype of 'x': got 'float32', expected a torch.dtype"),  # type: ignore[arg-type]
         (lambda: BufferSpec("x", (4,), torch.int32, "gpu"), r"BufferSpec.memory of 'x': got 'gpu'"),  # type: ignore[arg-type]
         (lambda: StaticBuffers([BufferSpec("x", (1,), torch.int32)] * 2), r"StaticBuffers.specs: 'x' is declared twice"),
-        (lambda: Limits(**{**SIZES, "max_rows": 0}), r"Limits.max_rows: got 0, want a whole number >= 1"),
+        (lambda: Limits(**{**SIZES, "max_rows": 0}), r"Limits.max_rows: got 0, expected a whole number >= 1"),
         (lambda: Limits(**{**SIZES, "page_size": 2.5}), r"Limits.page_size: got 2.5"),
-        (lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}), r"Limits.num_speculative_tokens: got 9, want 0 to 8"),
-        (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, want >= 4 so that one row of max_length 50 fits"),
-        (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, want at most vocab_size=70"),
+        (lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}), r"Limits.num_speculative_tokens: got 9, expected 0 to 8"),
+        (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, expected >= 4 for one row of max_length=50"),
+        (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, expected at most vocab_size=70"),
         (lambda: checked_buckets([1.5, 4], 4), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]
         (lambda: checked_buckets(4, 4), r"buckets: got 4"),  # type: ignore[arg-type]
-        (lambda: checked_buckets([], 4), r"buckets: got \[\], want whole numbers from 1 of which the largest is max_rows=4"),
+        (lambda: checked_buckets([], 4), r"buckets: got \[\], expected integers >= 1 of which the largest is max_rows=4"),
         (lambda: checked_buckets([1, 8], 4), r"buckets: got \[1, 8\]"),
     ],
 )

@@ -113,9 +113,11 @@ def test_graphs_that_leave_no_room_for_an_estimate_are_run_eagerly_or_refused() 
         return GraphSet(Full(), one_buffer(), lambda key: adds_one, (1, 2), on_failure, capture_bytes=1 << 20)
 
     report = graphs("eager").capture()
-    assert "memory of the graphs: not estimated, the smallest ones cannot be captured" in report.notes
-    assert report.failed and all(one.served_by is None and "takes more than there is (nothing left)" in one.why for one in report.failed)
-    with pytest.raises(CaptureError, match=r"takes more than there is \(nothing left\)"):
+    assert "memory of the graphs: no estimate, because the smallest graphs cannot be captured" in report.notes
+    assert report.failed and all(
+        one.served_by is None and "needs more memory than available (nothing left)" in one.why for one in report.failed
+    )
+    with pytest.raises(CaptureError, match=r"needs more memory than available \(nothing left\)"):
         graphs("raise").capture()
 
 

@@ -100,14 +100,16 @@ def test_by_default_a_capture_that_fails_raises_and_leaves_the_engine_as_it_was(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_memory_that_runs_out_names_the_graph_and_what_to_lower(error: Exception) -> None:
-    told = r"\[memory\] rows=4 constrained greedy takes more than there is .*; lower max_rows"
+    told = r"\[memory\] rows=4 constrained greedy needs more memory than available .*; lower max_rows"
     with make(Refusing(1, error=error)) as engine, pytest.raises(CaptureError, match=told):
         engine.capture()
 
 
-def test_what_a_model_raises_is_no_failure_of_a_graph() -> None:
-    with make(Refusing(1, error=TypeError("a bug")), on_capture_failure="eager") as engine, pytest.raises(TypeError, match="a bug"):
-        engine.capture()
+def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
+    with make(Refusing(1, error=TypeError("a bug")), on_capture_failure="eager") as engine:
+        with pytest.raises(RuntimeError, match=f"capture of {KEYS[0]}: the step raised TypeError: a bug") as caught:
+            engine.capture()
+        assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
 
 
 def test_a_budget_refuses_before_it_is_spent() -> None:
@@ -120,7 +122,7 @@ def test_a_budget_refuses_before_it_is_spent() -> None:
             engine.capture()
         assert backend.captures == 2, "the two smallest, for what they take"
         told = str(caught.value)
-        assert f"capture_bytes: got {buffers + graphs // 2:,}, want about " in told and f"{buffers:,} bytes of static buffers" in told
+        assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in told and f"{buffers:,} bytes of static buffers" in told
         assert "lower max_rows, buckets" in told
     with make(capture_bytes=(buffers + graphs) * 21 // 20) as engine:
         (note,) = [note for note in engine.capture().notes if note.startswith("memory: about")]
@@ -137,25 +139,25 @@ def test_a_graph_that_takes_more_than_was_estimated_is_dropped() -> None:
     key, budget = GraphKey(4, False), CaptureBudget(1000, 400, pooled=True)
     budget.learn([(1, 100), (2, 150)])
     assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest is all"
-    budget.expect(key)
-    with pytest.raises(CaptureError, match=r"capture_bytes: got 1,000, rows=4 free greedy takes 601, and 400 are taken"):
-        budget.book(key, 601)
-    budget.book(key, 600)
+    budget.check_next(key)
+    with pytest.raises(CaptureError, match=r"capture_bytes: got 1,000, rows=4 free greedy needs 601, and 400 are used"):
+        budget.add(key, 601)
+    budget.add(key, 600)
 
 
 def test_graphs_that_fit_into_the_pool_of_a_larger_one_take_no_more() -> None:
     budget = CaptureBudget(700, 400, pooled=True)
     budget.learn([(1, 100), (2, 150)])
     for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
-        budget.expect(key)
-        budget.book(key, nbytes)
-    with pytest.raises(CaptureError, match=r"rows=8 free greedy would take about 200, and 650 are taken"):
-        budget.expect(GraphKey(8, False))
+        budget.check_next(key)
+        budget.add(key, nbytes)
+    with pytest.raises(CaptureError, match=r"rows=8 free greedy would need about 200, and 650 are used"):
+        budget.check_next(GraphKey(8, False))
     alone = CaptureBudget(700, 400, pooled=False)
     alone.learn([(1, 100), (2, 150)])
-    alone.book(GraphKey(4, False), 250)
-    with pytest.raises(CaptureError, match=r"rows=2 free greedy would take about 150, and 650 are taken"):
-        alone.expect(GraphKey(2, False))
+    alone.add(GraphKey(4, False), 250)
+    with pytest.raises(CaptureError, match=r"rows=2 free greedy would need about 150, and 650 are used"):
+        alone.check_next(GraphKey(2, False))
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,9 @@ class Places:
         logits = torch.zeros(len(self.batch.rows), law.limits.num_tokens)
         logits[:, own] = 99.0
         chains = torch.tensor(chain).expand(len(logits), -1)
-        alive = drafting.going_on(self.batch)
+        alive = drafting.continuing(self.batch)
         tokens = drafting.choose_draft(buffers, self.batch, 1, logits, alive, True, sampled, None, chains)
-        return torch.stack([tokens, buffers.row_looked_up[self.batch.rows, 0], drafting.agreeing(chains, 1, tokens)[:, 1]], 1)
+        return torch.stack([tokens, buffers.row_looked_up[self.batch.rows, 0], drafting.matching_chains(chains, 1, tokens)[:, 1]], 1)
 
 
 @pytest.mark.parametrize(

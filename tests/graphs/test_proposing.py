@@ -15,7 +15,7 @@ from stepgraph import Engine, SamplingParams
 from stepgraph.graphs import GraphKey, Limits, StaticBuffers, TapeBackend
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, round_specs
-from stepgraph.graphs.drafting import keep_chain
+from stepgraph.graphs.drafting import store_chain
 from stepgraph.graphs.proposing import propose, text_specs
 from stepgraph.runtime.models.ngram import NgramLookup
 from stepgraph.sampling.acceptance import FinishCode
@@ -175,7 +175,7 @@ def test_what_is_proposed_is_cut_where_it_ends() -> None:
     buffers.row_state[5, Column.DRAFT_LIMIT] = 2
     buffers.row_state[6, Column.FINISH] = int(FinishCode.STOP)
     batch = read_batch(buffers, 7)
-    keep_chain(buffers, batch, propose(buffers, batch, Proposes(lambda history, index: proposed[:7]), limits))
+    store_chain(buffers, batch, propose(buffers, batch, Proposes(lambda history, index: proposed[:7]), limits))
     kept = [[1, 2, 3], [4, -1, -1], [6, -1, -1], [-1] * 3, [1, -1, -1], [1, 2, -1], [-1] * 3, [-1] * 3]
     assert buffers.row_drafts.tolist() == kept
     assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]

@@ -191,7 +191,7 @@ def test_ranges_that_cannot_be_made_are_refused_by_name(by: str, monkeypatch: py
     if by == "environment":
         monkeypatch.setenv("STEPGRAPH_NVTX", "1")
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, nvtx=by == "config")
-    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got True, want False: torch .* makes no ranges"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got True, expected False: torch .* has no NVTX"):
         Engine(ToyTarget(8), config=config)
 
 

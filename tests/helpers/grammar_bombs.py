@@ -1,5 +1,5 @@
-"""Constraints that are meant to hurt: deep, wide, endless, wrong. What a compile makes of each differs; what may not differ is that
-it ends, by name where it is refused, and is felt by nobody else."""
+"""Hostile constraints: deep, wide, endless, malformed. Compiling each must end, with an error that names the cause where it fails, and
+must not disturb other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nested(levels: int) -> str:
 def chained(fork: dict[str, Any], length: int) -> dict[str, Any]:
     """Definitions that each refer to the next one, in the shape of `fork`."""
     text = json.dumps(fork)
-    chain = {f"d{place}": json.loads(text.replace("NEXT", f"#/$defs/d{place + 1}")) for place in range(length)}
+    chain = {f"d{index}": json.loads(text.replace("NEXT", f"#/$defs/d{index + 1}")) for index in range(length)}
     return {"$defs": {**chain, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
@@ -42,14 +42,14 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "references that fork as arrays": lambda: chained({"type": "array", "prefixItems": [REFER] * 8}, 40),
     "references that fork as branches": lambda: chained({"anyOf": [REFER] * 8}, 40),
     "combinations by the million": lambda: one_of(10, 4),
-    "10,000 values": lambda: {"enum": [f"value {place}" for place in range(7000)]},
+    "10,000 values": lambda: {"enum": [f"value {index}" for index in range(7000)]},
     "10,000 numbers": lambda: {"enum": [*range(10_000)]},
-    "500 optional properties": lambda: {"type": "object", "properties": {f"p{place}": {} for place in THIN}},
-    "3,000 optional properties": lambda: {"type": "object", "properties": {f"p{place}": {} for place in WIDE}},
+    "500 optional properties": lambda: {"type": "object", "properties": {f"p{index}": {} for index in THIN}},
+    "3,000 optional properties": lambda: {"type": "object", "properties": {f"p{index}": {} for index in WIDE}},
     "3,000 properties": lambda: {
         "type": "object",
-        "properties": {f"p{place}": {} for place in WIDE},
-        "required": [f"p{place}" for place in WIDE],
+        "properties": {f"p{index}": {} for index in WIDE},
+        "required": [f"p{index}" for index in WIDE],
     },
     "a million items": lambda: {"type": "array", "minItems": 1_000_000},
     "counted counts": lambda: {**COUNTED, "items": {**COUNTED, "items": {**COUNTED, "items": {"type": "integer"}}}},
@@ -86,20 +86,20 @@ GRAMMARS: dict[str, Callable[[], str]] = {
     "counted counts": lambda: 'root ::= (("a"{1,1000}){1,1000}){1,1000}',
     "more than numbers count": lambda: 'root ::= "a"{99999999999999999999}',
     "rules that double": lambda: (
-        "root ::= r0\n" + "".join(f"r{place} ::= r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60 ::= "a"'
+        "root ::= r0\n" + "".join(f"r{index} ::= r{index + 1} r{index + 1}\n" for index in range(60)) + 'r60 ::= "a"'
     ),
     "left recursion": lambda: 'root ::= root "a" | root | "b"',
     "nothing but itself": lambda: "root ::= root",
     "itself, and no end": lambda: 'root ::= "a" root',
-    "no end, behind a letter": lambda: 'root ::= "x" | "b" endless\nendless ::= "c" endless',
-    "rules that double, behind a letter": lambda: (
-        'root ::= "x" | "b" r0\n' + "".join(f"r{place} ::= r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60 ::= "a"'
+    "no end, after a letter": lambda: 'root ::= "x" | "b" endless\nendless ::= "c" endless',
+    "rules that double, after a letter": lambda: (
+        'root ::= "x" | "b" r0\n' + "".join(f"r{index} ::= r{index + 1} r{index + 1}\n" for index in range(60)) + 'r60 ::= "a"'
     ),
     "each other": lambda: "root ::= a\na ::= b\nb ::= a",
     "nothing, again and again": lambda: 'root ::= (""*)* "a"',
     "29,000 that may be missing": lambda: "root ::= " + "[a]?" * 29_000,
     "29,000 loops": lambda: "root ::= " + "[a]*" * 29_000,
-    "10,000 rules": lambda: "root ::= r0\n" + "".join(f'r{place} ::= "a" r{place + 1}\n' for place in range(4500)) + 'r4500 ::= "b"\n',
+    "10,000 rules": lambda: "root ::= r0\n" + "".join(f'r{index} ::= "a" r{index + 1}\n' for index in range(4500)) + 'r4500 ::= "b"\n',
     "half a character": lambda: 'root ::= "\ud800"',
 }
 LARKS: dict[str, Callable[[], str]] = {
@@ -108,21 +108,21 @@ LARKS: dict[str, Callable[[], str]] = {
     "10,000 complements": lambda: "start: T\nT: " + "~" * 10_000 + '"a"',
     "a million times": lambda: 'start: T\nT: "a"{1,1000000}',
     "counted counts": lambda: 'start: ((t{1,1000}){1,1000}){1,1000}\nt: "a"',
-    "intersections": lambda: "start: T\nT: " + " & ".join(f"/(?s:.*)[a-z]{{{place}}}x(?s:.*)/" for place in range(40)),
-    "rules that double": lambda: "start: r0\n" + "".join(f"r{place}: r{place + 1} r{place + 1}\n" for place in range(60)) + 'r60: "a"',
+    "intersections": lambda: "start: T\nT: " + " & ".join(f"/(?s:.*)[a-z]{{{index}}}x(?s:.*)/" for index in range(40)),
+    "rules that double": lambda: "start: r0\n" + "".join(f"r{index}: r{index + 1} r{index + 1}\n" for index in range(60)) + 'r60: "a"',
     "each other": lambda: "start: a\na: b\nb: a",
     "a schema of 60 levels": lambda: f"start: %json {nested(60)}",
     "half a character": lambda: 'start: "\ud800"',
 }
 TAG = {"begin": "<a>", "schema": {}, "end": ""}
 OTHERS: dict[str, Callable[[], Constraint]] = {
-    "7,000 choices": lambda: Constraint.choice([f"choice {place}" for place in range(7000)]),
+    "7,000 choices": lambda: Constraint.choice([f"choice {index}" for index in range(7000)]),
     "half a choice": lambda: Constraint.choice(["\udc00"]),
     "a marker that is no token": lambda: Constraint.json_object().after((10**9,)),
     "a marker below all tokens": lambda: Constraint.json_object().after((-1,)),
     "a marker that is no number": lambda: Constraint.json_object().after((float("nan"),)),  # type: ignore[arg-type]
     "1,000 tags": lambda: Constraint.structural_tag(
-        {"triggers": ["<"], "structures": [{**TAG, "begin": f"<t{place}>"} for place in range(1000)]}
+        {"triggers": ["<"], "structures": [{**TAG, "begin": f"<t{index}>"} for index in range(1000)]}
     ),
 }
 BOMBS: dict[str, Callable[[], Constraint]] = {

@@ -1,4 +1,4 @@
-"""A small vocabulary, one constraint of every kind with a text that it takes and one that it does not, and how to try them."""
+"""A small vocabulary, one constraint of each kind with an accepted and a rejected text, and functions to try them."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Law:
         batch = read_batch(b, rows)
         drafts = self._drafts(batch)
         if drafts:
-            drafting.keep_chain(b, batch, torch.stack(drafts, 1))
+            drafting.store_chain(b, batch, torch.stack(drafts, 1))
             batch = read_batch(b, rows)
         logits, _ = stages.target_verify(b, batch, self.target, self.limits)
         emission, _ = stages.accept(b, batch, logits, constrained=True, sampled=True)
@@ -181,14 +181,14 @@ class Law:
 
     def _drafts(self, batch: Batch) -> list[Tensor]:
         b, drafts, position = self.buffers, [], batch.column(Column.LENGTH) - 1
-        tokens, alive, features = batch.column(Column.LAST_TOKEN), drafting.going_on(batch), torch.empty(len(batch.rows), 1, 0)
+        tokens, alive, features = batch.column(Column.LAST_TOKEN), drafting.continuing(batch), torch.empty(len(batch.rows), 1, 0)
         legal, chain = batch.live, self._chain(batch)
         self._fill_masks(batch, 0, tokens, legal)
         for step in range(1, self.k + 1):
             before = tokens
             logits, features = drafting.draft_decode(b, batch, step - 1, before, features, self.draft, self.limits)
             tokens = drafting.choose_draft(b, batch, step, logits, alive, self.draft_masks, True, self.draft.d2t, chain)
-            chain = None if chain is None else drafting.agreeing(chain, step, tokens)
+            chain = None if chain is None else drafting.matching_chains(chain, step, tokens)
             b.batch_drafts[step - 1].copy_(tokens)
             alive = tokens >= 0
             legal = legal & alive & self.masks[position + step - 1, before.clamp(min=0), tokens.clamp(min=0)]

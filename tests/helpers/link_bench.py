@@ -1,4 +1,4 @@
-"""A round's host side without a device: two links over memory of their own, the same requests, and what a device would do."""
+"""The host side of a round without a device: both host links, each with its own memory, the same requests, and a simulated device."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.library import load
-from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
-from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 WORDS = VOCABULARY.mask_words
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
-OTHER_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
+LLGUIDANCE_COMPILER = GrammarCompiler(VOCABULARY, backend="llguidance")
 A = VOCABULARY.tokens.index(b"a")
 WALK = (BEGIN_ROUND, COMMIT, advance(1), advance(2), advance(3), END_ROUND)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a round pins."""
+    """The pinned memory of a round."""
 
     state: Tensor
     drafts: Tensor
@@ -64,8 +64,8 @@ def native_link(memory: Memory, depth: int = 4, threads: int | None = None) -> N
     return NativeLink(load(), *memory.all, depth=depth, threads=threads, forcing=memory.forcing)
 
 
-class Foreign:
-    """A matcher that no native link knows: any other's, behind the bare protocol."""
+class ForeignMatcher:
+    """Another matcher with nothing but the methods of the protocol: the native link calls back into Python for it."""
 
     def __init__(self, inner: Matcher) -> None:
         self._inner = inner
@@ -85,172 +85,176 @@ class Foreign:
 
 
 @dataclass
-class Guest:
-    """A request in its slot, as the device knows it, with a row of each link."""
+class Request:
+    """A request in its slot as the device sees it, with one row of each link."""
 
     owner: int
     grammar: CompiledConstraint
-    rows: tuple[MatcherRow, MatcherRow]
+    rows: tuple[PythonRow, NativeRow]
     history: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: int = 0
     finish: int = ROW_RUNNING
 
 
-class Twins:
-    """The Python link and the native one through the same schedule; `check` compares all that they wrote."""
+class LinkPair:
+    """The Python and the native link in the same random schedule; `check` compares everything that they wrote."""
 
     def __init__(self, slots: int, drafts: int, random: Random, threads: int | None = None, vocabulary: Vocabulary = VOCABULARY) -> None:
         self.slots, self.drafts, self.random, self.vocabulary = slots, drafts, random, vocabulary
         first, second = (Memory.make(slots, drafts, vocabulary.mask_words, vocabulary) for _ in range(2))
         self.memories = first, second
-        self.links: tuple[HostLink, HostLink] = (
+        self.links: tuple[PythonLink, NativeLink] = (
             PythonLink(*self.memories[0].all, forcing=self.memories[0].forcing),
             native_link(self.memories[1], threads=threads),
         )
-        self.guests: list[Guest | None] = [None] * slots
-        self.owners = self.proposed = 0
+        self.requests: list[Request | None] = [None] * slots
+        self.num_admitted = 0
 
-    def seat(self, slot: int) -> None:
-        constraint = self.random.choice([one for one in CONSTRAINTS if one] + [Constraint.regex("(ab|ac)+")])
+    def admit_random(self, slot: int) -> None:
+        constraint = self.random.choice([constraint for constraint in CONSTRAINTS if constraint] + [Constraint.regex("(ab|ac)+")])
         grammar = COMPILER.compile(constraint)
         if self.random.random() < 0.3 and HAS_LLGUIDANCE and constraint.kind in ("json_schema", "json_object", "regex", "choice"):
-            grammar = OTHER_COMPILER.compile(constraint)
+            grammar = LLGUIDANCE_COMPILER.compile(constraint)
         foreign = self.random.random() < 0.1
-        self.sit(slot, grammar, [Foreign(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links])
+        self.admit(slot, grammar, [ForeignMatcher(grammar.matcher()) if foreign else grammar.matcher() for _ in self.links])
 
-    def sit(self, slot: int, grammar: CompiledConstraint, matchers: list[Matcher]) -> None:
-        self.owners += 1
-        first, second = (link.row(self.owners, matcher) for link, matcher in zip(self.links, matchers, strict=True))
-        self.guests[slot] = Guest(self.owners, grammar, (first, second))
+    def admit(self, slot: int, grammar: CompiledConstraint, matchers: list[Matcher]) -> None:
+        self.num_admitted += 1
+        python, native = self.links
+        rows = python.row(self.num_admitted, matchers[0]), native.row(self.num_admitted, matchers[1])
+        self.requests[slot] = Request(self.num_admitted, grammar, rows)
 
     def push_batch(self) -> None:
-        for place, link in enumerate(self.links):
-            link.push_batch([guest.rows[place] if guest else None for guest in self.guests])
+        links: tuple[HostLink, HostLink] = self.links
+        for which, link in enumerate(links):
+            link.push_batch([request.rows[which] if request else None for request in self.requests])
 
     def node(self, *steps: HostStep) -> None:
         for link in self.links:
             link.node(steps)()
 
-    def show_state(self) -> None:
+    def copy_state(self) -> None:
         for memory in self.memories:
-            for slot, guest in enumerate(self.guests):
-                if guest:
-                    last = guest.history[-1] if guest.history else 0
-                    values = [guest.owner, len(guest.history), last, guest.accepted, guest.finish]
+            for slot, request in enumerate(self.requests):
+                if request:
+                    last = request.history[-1] if request.history else 0
+                    values = [request.owner, len(request.history), last, request.accepted, request.finish]
                     memory.state[slot] = torch.tensor(values)
 
-    def show_draft(self, index: int) -> None:
+    def copy_draft(self, index: int) -> None:
         for memory in self.memories:
-            for slot, guest in enumerate(self.guests):
-                drafts = guest.drafts if guest else []
+            for slot, request in enumerate(self.requests):
+                drafts = request.drafts if request else []
                 memory.drafts[index - 1, slot] = drafts[index - 1] if index <= len(drafts) else -1
 
+    def run(self, rounds: int, masked: bool) -> None:
+        for _ in range(rounds):
+            self.round(masked)
+
     def round(self, masked: bool) -> None:
-        """One round as `graphs/round.py` makes it."""
-        self.turnover()
+        """One round with the host nodes of `graphs/round.py`. `masked`: each draft is chosen under its mask."""
+        self.replace_requests()
         self.push_batch()
-        self.show_state()
+        self.copy_state()
         if not masked or not self.drafts:
-            for guest in filter(None, self.guests):
-                guest.drafts.clear()
-                self.draft(guest, self.drafts)
+            for request in filter(None, self.requests):
+                request.drafts.clear()
+                self.draft(request, self.drafts)
             for index in range(1, self.drafts + 1):
-                self.show_draft(index)
+                self.copy_draft(index)
             self.node(BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, self.drafts + 1)), END_ROUND)
             self.accept()
             self.check()
             return
-        self.show_draft(self.drafts)
+        self.copy_draft(self.drafts)
         self.node(BEGIN_ROUND, fill_new(self.drafts), advance(self.drafts))
         self.accept()
-        self.show_state()
-        for guest in filter(None, self.guests):
-            guest.drafts.clear()
+        self.copy_state()
+        for request in filter(None, self.requests):
+            request.drafts.clear()
         for index in range(self.drafts):
             if index:
-                self.show_draft(index)
+                self.copy_draft(index)
             steps = [advance(index) if index else COMMIT]
             self.node(*steps, *([END_ROUND] if index == self.drafts - 1 else []))
             self.check()
-            for guest in filter(None, self.guests):
-                self.draft(guest, index + 1, guided=True)
+            for request in filter(None, self.requests):
+                self.draft(request, index + 1, guided=True)
 
-    def turnover(self) -> None:
-        """Requests end and others take their slots; a slot may be shown before its row is, as a stale one."""
-        for slot, guest in enumerate(self.guests):
-            if guest is None or guest.finish != ROW_RUNNING or self.random.random() < 0.03:
-                self.guests[slot] = None
+    def replace_requests(self) -> None:
+        """Requests end and others take their slots."""
+        for slot, request in enumerate(self.requests):
+            if request is None or request.finish != ROW_RUNNING or self.random.random() < 0.03:
+                self.requests[slot] = None
                 if self.random.random() < 0.8:
-                    self.seat(slot)
+                    self.admit_random(slot)
             elif self.random.random() < 0.02:
-                guest.finish = ROW_RUNNING + 1  # cancelled: the row is inert while its rounds are still on their way
+                request.finish = ROW_RUNNING + 1  # cancelled: the row is inert in the rounds already launched
 
-    def legal(self, guest: Guest, drafts: int) -> list[int]:
-        """What a fresh matcher allows behind the history and so many drafts."""
-        matcher, mask = guest.grammar.matcher(), torch.zeros(1, self.vocabulary.mask_words, dtype=torch.int32)
-        if not all(matcher.accept_token(token) for token in [*guest.history, *guest.drafts[:drafts]]):
+    def legal(self, request: Request, drafts: int) -> list[int]:
+        """The tokens that a fresh matcher allows after the history and the first `drafts` drafts."""
+        matcher, mask = request.grammar.matcher(), torch.zeros(1, self.vocabulary.mask_words, dtype=torch.int32)
+        if not all(matcher.accept_token(token) for token in [*request.history, *request.drafts[:drafts]]):
             return []
         matcher.fill_next_token_bitmask(mask, 0)
         return [token for token in range(self.vocabulary.logits_width) if int(mask[0, token // 32]) >> (token % 32) & 1]
 
-    def draft(self, guest: Guest, count: int, guided: bool = False) -> None:
-        """Extend the drafts to `count`: forced ones where the host says so, mostly legal ones, and all that a drafter may get wrong."""
-        del guest.drafts[count:]
-        while len(guest.drafts) < count:
-            legal, luck, place = self.legal(guest, len(guest.drafts)), self.random.random(), len(guest.drafts)
-            told = self.memories[0].forced if guided and guest.finish == ROW_RUNNING else None
-            forced = -1 if told is None else int(told[place, self.guests.index(guest)])
-            self.proposed += forced >= 0
+    def draft(self, request: Request, count: int, guided: bool = False) -> None:
+        """Extend the drafts to `count`: some forced, most legal, and every kind of wrong one."""
+        del request.drafts[count:]
+        while len(request.drafts) < count:
+            index = len(request.drafts)
+            legal, luck = self.legal(request, index), self.random.random()
+            forced_host = self.memories[0].forced if guided and request.finish == ROW_RUNNING else None
+            forced = -1 if forced_host is None else int(forced_host[index, self.requests.index(request)])
             assert forced < 0 or forced in legal
             if luck < 0.5 and forced >= 0:
-                guest.drafts.append(forced)
+                request.drafts.append(forced)
             elif luck < 0.75 and legal:
-                guest.drafts.append(self.random.choice(legal))
+                request.drafts.append(self.random.choice(legal))
             elif luck < 0.85:
-                guest.drafts.append(self.vocabulary.stop_token_ids[0])
+                request.drafts.append(self.vocabulary.stop_token_ids[0])
             else:
                 width = self.vocabulary.logits_width
                 wrong = [-1, self.random.randrange(width), width + 5, 2**32 + 5, 2**62]
-                guest.drafts.append(self.random.choice(wrong))
+                request.drafts.append(self.random.choice(wrong))
 
     def accept(self) -> None:
-        """What verification makes of the drafts: some hold, one token follows; now and then a history that cannot be."""
-        for guest in filter(None, self.guests):
-            row = guest.rows[0]
-            pending_drafts = int(getattr(row, "pending_drafts", 0))
-            if guest.finish != ROW_RUNNING:
+        """Verification: a random prefix of the drafts is accepted and one token added; sometimes the history is impossible."""
+        for request in filter(None, self.requests):
+            if request.finish != ROW_RUNNING:
                 continue
-            guest.accepted = self.random.randint(0, min(pending_drafts, len(guest.drafts)))
-            legal = self.legal(guest, guest.accepted)
+            request.accepted = self.random.randint(0, min(request.rows[0].pending_drafts, len(request.drafts)))
+            legal = self.legal(request, request.accepted)
             wrong = self.random.random() < 0.02
             if not legal and not wrong:
-                guest.finish = ROW_RUNNING + 2
+                request.finish = ROW_RUNNING + 2
                 continue
-            guest.history += [*guest.drafts[: guest.accepted], self.random.randrange(300) if wrong else self.random.choice(legal)]
+            request.history += [*request.drafts[: request.accepted], self.random.randrange(300) if wrong else self.random.choice(legal)]
             if self.random.random() < 0.01:
-                guest.history.append(0)
+                request.history.append(0)
             if self.random.random() < 0.01:
-                guest.accepted += 1
+                request.accepted += 1
 
     def check(self) -> None:
-        ours, theirs = self.memories
-        assert torch.equal(ours.masks, theirs.masks)
-        assert torch.equal(ours.tags, theirs.tags)
-        assert ours.forced is not None and theirs.forced is not None and torch.equal(ours.forced, theirs.forced)
-        for guest in filter(None, self.guests):
-            first, second = (
-                [getattr(row, name) for name in ("fault", "last_mask_status", "committed", "pending_drafts", "fills")] for row in guest.rows
-            )
-            assert first == second
+        python, native = self.memories
+        assert torch.equal(python.masks, native.masks)
+        assert torch.equal(python.tags, native.tags)
+        assert python.forced is not None and native.forced is not None and torch.equal(python.forced, native.forced)
+        for request in filter(None, self.requests):
+            row, native_row = request.rows
+            assert row.fault == native_row.fault
+            for name in ("last_mask_status", "committed", "pending_drafts"):
+                assert getattr(row, name) == getattr(native_row.struct, name)
         assert self.links[0].stats == self.links[1].stats
 
 
-def running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, last: int = 0, accepted: int = 0) -> None:
+def set_running(memory: Memory, row: MatcherRow, slot: int = 0, history: int = 0, last: int = 0, accepted: int = 0) -> None:
     memory.state[slot] = torch.tensor([row.owner, history, last, accepted, ROW_RUNNING])
 
 
-def letters(link: HostLink, owner: int = 9, compiler: GrammarCompiler = COMPILER) -> Any:
+def letters_row(link: HostLink, owner: int = 9, compiler: GrammarCompiler = COMPILER) -> Any:
     return link.row(owner, compiler.compile(Constraint.regex("[a-z]+")).matcher())
 
 

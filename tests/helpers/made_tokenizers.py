@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, made by their own libraries, and what it means that a vocabulary reads as they do."""
+"""Small tokenizers of each kind, built with their own libraries, and a check that a vocabulary decodes as they do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pieces(fallback: bool) -> Tokenizer:
     """In the manner of Llama 2 and Mistral; without byte fallback <0x0A> is six characters of text."""
     letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "\u2581the", "a\u2581b", "\u2581\u2581"]
-    made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
+    made = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=fallback))
     steps: list[Any] = [decoders.Replace("\u2581", " "), *([decoders.ByteFallback()] if fallback else []), decoders.Fuse()]
     made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     made.add_special_tokens(SPECIAL)
@@ -81,7 +81,7 @@ def made_table(kind: str) -> Vocabulary:
 
 
 def is_text_of(table: Vocabulary, ids: Ids, text: str, stripped: bool) -> bool:
-    """Decoders of sentence pieces take a space from the front of a whole text. What stands for broken characters is of many kinds."""
+    """Sentencepiece decoders remove a leading space of the whole text. Replacements of broken characters differ."""
     found = table.decode(ids)
     try:
         return text in (found.decode(), found.decode().removeprefix(" " if stripped else ""))

@@ -1,57 +1,47 @@
-"""Bugs and faults planted in a grammar library, below either host link."""
+"""Bugs and faults planted in a grammar library, beneath either host link."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_void_p
 from typing import Any
 
 from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct, XGrammarStruct
-from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher, XGrammarMatcher
-
-SIGNATURES = {
-    "accept": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
-    "fill": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
-    "rollback": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_void_p),
-    "forced": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p),
-    "is_terminated": ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p),
-}
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 
 def innermost(matcher: Matcher) -> Matcher:
-    """The library's own, inside a check and behind a marker."""
-    while isinstance(matcher, (CheckedMatcher, MarkerMatcher)):
-        matcher = matcher.inner
-    return matcher
+    """The library's matcher, without a marker around it."""
+    return matcher.inner if isinstance(matcher, MarkerMatcher) else matcher
 
 
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
-    """Put `bug(real, *arguments)` in the place of one of the five functions that a native row calls."""
+    """Replace one of the five functions that a native row calls with `bug(real, *arguments)`."""
     struct = XGrammarStruct if isinstance(innermost(row.matcher), XGrammarMatcher) else LLGuidanceStruct
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
-    real = SIGNATURES[name](getattr(library.functions, name))
-    entry = SIGNATURES[name](lambda *arguments: bug(real, *arguments))
+    real = CALLBACK_TYPES[name](getattr(library.functions, name))
+    entry = CALLBACK_TYPES[name](lambda *arguments: bug(real, *arguments))
     setattr(library.functions, name, ctypes.cast(entry, c_void_p).value)
     row.struct.library = ctypes.addressof(library)
-    row.planted = library, entry, real  # type: ignore[attr-defined]  # as long as the row lives
+    row.planted = library, entry, real  # type: ignore[attr-defined]  # lives as long as the row
 
 
-def fail(why: int, message: bytes) -> int:
-    """What a function of the library does that fails: its text into `why`, and -1."""
-    ctypes.memmove(why, message + b"\0", len(message) + 1)
+def fail(error: int, message: bytes) -> int:
+    """The behaviour of a failing library function: the message at address `error`, and -1."""
+    ctypes.memmove(error, message + b"\0", len(message) + 1)
     return -1
 
 
-def break_fill(row: MatcherRow, message: str, behind: int = 0) -> None:
-    """Every mask fails but the next ones, so many."""
-    left = iter(range(behind))
+def break_fill(row: MatcherRow, message: str, after: int = 0) -> None:
+    """Let every mask fail but the next `after` ones."""
+    left = iter(range(after))
     if isinstance(row, NativeRow):
-        plant(row, "fill", lambda real, *told: fail(told[-1], message.encode()) if next(left, None) is None else real(*told))
+        plant(row, "fill", lambda real, *args: fail(args[-1], message.encode()) if next(left, None) is None else real(*args))
         return
     real = row.matcher.fill_next_token_bitmask
 

@@ -1,7 +1,7 @@
-"""The JSON-Schema-Test-Suite (draft 2020-12, required tests) put to the grammars: every case passes or is classed as what it is.
+"""The JSON-Schema-Test-Suite (draft 2020-12, required tests) run against the grammars, and the class of each case.
 
-A value counts as taken where one of its writings is: object keys in any order, characters as they are or escaped, numbers as they
-stand or in full. So a valid value is not called rejected for its layout, and an invalid one has no writing by which to come through.
+A value counts as accepted where one of its written forms is: object keys in any order, characters plain or escaped, numbers with or
+without an exponent. So a valid value is not rejected for its layout, and an invalid one is tried in all forms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DATA = Path(__file__).parent.parent / "data"
 SUITE = DATA / "json_schema_test_suite.jsonl"
 TABLE = DATA / "json_schema_test_suite_classes.json"
 
-PASS, FALSE_ACCEPT, FALSE_REJECT = ".AR"  # of one case; a refused schema has the reason in place of a letter for every case
+PASS, FALSE_ACCEPT, FALSE_REJECT = ".AR"  # of one case; a rejected schema has its reason instead of one letter per case
 REFUSED = "refused: "
 MAX_WRITINGS = 400
 
@@ -32,7 +32,7 @@ BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b"<eos>"], stop_tok
 
 @dataclass(frozen=True)
 class Group:
-    """One schema and the values that it is tried on."""
+    """One schema and the values to try."""
 
     file: str
     description: str
@@ -50,7 +50,7 @@ def groups() -> list[Group]:
 
 
 def writings(value: Any) -> Iterator[str]:
-    """The texts of a JSON value in the default layout, the plainest first; and without blanks, as constants are written."""
+    """The written forms of a JSON value in the default layout, the plainest first, and without blanks, as for constants."""
     yield from dict.fromkeys(
         text for comma, colon in ((", ", ": "), (",", ":")) for text in islice(_laid_out(value, comma, colon), MAX_WRITINGS)
     )
@@ -81,7 +81,7 @@ def takes(compiled: CompiledConstraint, text: str) -> bool:
 
 
 def classed(group: Group, compiler: GrammarCompiler) -> str:
-    """One letter per case, or why the schema is refused."""
+    """One letter per case, or the reason why the schema is rejected."""
     try:
         compiled = compiler.compile(Constraint.json_schema(group.schema))
     except ValueError as error:
@@ -94,40 +94,40 @@ def classed(group: Group, compiler: GrammarCompiler) -> str:
 
 
 def totals(classes: dict[str, str]) -> dict[str, int]:
-    """How many cases are of each class; `classes` is by the place of each group."""
+    """The number of cases of each class; `classes` is by the key of each group."""
     counted = Counter[str]()
     for group in groups():
-        outcome = classes[place(group)]
+        outcome = classes[key(group)]
         counted.update(["refused"] * len(group.cases) if outcome.startswith(REFUSED) else outcome)
     names = {"pass": PASS, "refused": "refused", "false accept": FALSE_ACCEPT, "false reject": FALSE_REJECT}
     return {name: counted[key] for name, key in names.items()}
 
 
-def place(group: Group) -> str:
+def key(group: Group) -> str:
     return f"{group.file}: {group.description}"
 
 
 def outcomes() -> dict[str, dict[str, str]]:
-    """What every back end makes of every group, now. The reasons of both are those of "auto"; they are not told twice."""
+    """The current outcome of each group under each backend. "auto" has the reasons of both, which are not repeated."""
     compilers = {name: GrammarCompiler(BYTES, max_threads=1, backend=name) for name in BACKENDS}
-    found = {place(group): {str(name): classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
+    found = {key(group): {str(name): classed(group, compiler) for name, compiler in compilers.items()} for group in groups()}
     return {where: {**row, "auto": REFUSED if row["auto"].startswith(REFUSED) else row["auto"]} for where, row in found.items()}
 
 
 def kept() -> dict[str, dict[str, str]]:
-    """What the table says."""
+    """The outcomes in the table."""
     table: dict[str, dict[str, str]] = json.loads(TABLE.read_text(encoding="utf-8"))["groups"]
     return table
 
 
 def written(found: dict[str, dict[str, str]]) -> str:
-    """The table as text, with the totals in front."""
+    """The table as text, beginning with the totals."""
     table = {"totals": {name: totals({where: row[name] for where, row in found.items()}) for name in BACKENDS}, "groups": found}
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
 
 
 def differences(table: dict[str, dict[str, str]], found: dict[str, dict[str, str]]) -> list[str]:
-    """One line per outcome that is not the one in the table, for better or worse."""
+    """One line per outcome that differs from the table."""
     lines = []
     for where in sorted(table.keys() | found.keys()):
         before, now = table.get(where, {}), found.get(where, {})

@@ -83,7 +83,7 @@ def _byte_of_letter() -> dict[str, int]:
     """Byte-level BPE files write every byte as one printable letter."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [code for code in range(256) if code not in plain]
-    return {chr(code): code for code in plain} | {chr(256 + place): code for place, code in enumerate(others)}
+    return {chr(code): code for code in plain} | {chr(256 + index): code for index, code in enumerate(others)}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Masks along random chains of drafts, over vocabularies of 128k tokens and more: bit by bit those of a fresh matcher.
+"""Masks along random chains of drafts over vocabularies of at least 128k tokens: bit-identical to those of a fresh matcher.
 
-A chain is what a round makes of a matcher: drafts that are legal, illegal or the end, at every place, a mask behind each, and then
-any number of them taken back. `make soak` walks 20,000 places per library and vocabulary.
+A chain is what a round does to a matcher: legal, illegal and stop tokens as drafts, a mask after each, then a rollback of any number
+of them. `make soak` checks 20,000 masks per library and vocabulary.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EXPRESSIONS = {
     "xgrammar": Constraint.ebnf('root ::= e\ne ::= t (" "? [-+] " "? t)*\nt ::= [0-9]+ | "(" e ")" | "[" e ("," e)* "]"'),
     "llguidance": Constraint.lark('start: e\ne: t (/ ?[-+] ?/ t)*\nt: /[0-9]+/ | "(" e ")" | "[" e ("," e)* "]"'),
 }
-LONGEST = 40
-_SIGNS = frozenset([b'"', b"}", b"]", b")", b",", b"<", b"/", b"(", b"["])
+MAX_HISTORY = 40
+_PUNCTUATION = frozenset([b'"', b"}", b"]", b")", b",", b"<", b"/", b"(", b"["])
 Words = npt.NDArray[np.int32]
 
 
@@ -63,38 +63,37 @@ def compiled(name: str, backend: str) -> list[CompiledConstraint]:
     return [compiler.compile(constraint) for constraint in constraints(backend)]
 
 
-class Chains:
-    """Walks one matcher through chains of drafts, and counts the masks that are not a fresh matcher's."""
+class ChainWalker:
+    """Takes one matcher through chains of drafts and counts masks that differ from a fresh matcher's."""
 
     def __init__(self, constraint: CompiledConstraint, random: Random) -> None:
         self.constraint, self.vocabulary, self.random = constraint, constraint.vocabulary, random
         self.matcher, self.history = constraint.matcher(), list[int]()
         self.masks = torch.zeros(1, self.vocabulary.mask_words, dtype=torch.int32)
-        self.places = self.differences = self.illegal = self.ends = self.rollbacks = 0
+        self.num_masks = self.differences = self.illegal = self.ends = self.rollbacks = 0
 
-    def walk(self, places: int) -> None:
-        while self.places < places:
+    def walk(self, num_masks: int) -> None:
+        while self.num_masks < num_masks:
             drafts = self.random.randint(1, 8)
-            taken = 0
-            while taken < drafts and self.step():
-                taken += 1
-            # Back to any place of the chain, then on at once, as a round does: reject, take the target's token, only then a mask.
-            back = self.random.randint(0, taken) if len(self.history) < LONGEST else len(self.history)
-            self.matcher.rollback(back)
-            del self.history[len(self.history) - back :]
-            self.rollbacks += back > 0
-            status, row = self.filled(self.fresh())  # not of the walking one, whose next mask is to be the one behind the token
-            if back and status == MaskStatus.OK:
+            accepted = 0
+            while accepted < drafts and self.step():
+                accepted += 1
+            # As in a round: reject drafts, accept the target's token, and only then fill a mask.
+            rejected = self.random.randint(0, accepted) if len(self.history) < MAX_HISTORY else len(self.history)
+            self.matcher.rollback(rejected)
+            del self.history[len(self.history) - rejected :]
+            self.rollbacks += rejected > 0
+            status, row = self.filled(self.fresh())  # not of self.matcher: its next mask is the one after the token
+            if rejected and status == MaskStatus.OK:
                 self.history.append(self.pick(ids_of(row)))
                 assert self.matcher.accept_token(self.history[-1])
 
     def step(self) -> bool:
-        """A mask, compared, and a draft behind it; False where the chain ends."""
+        """Compare one mask and accept one draft; False at the end of the chain."""
         status, row = self.filled(self.matcher)
-        fresh = self.fresh()
-        wanted_status, wanted = self.filled(fresh)
-        self.places += 1
-        self.differences += status != wanted_status or not np.array_equal(row, wanted)
+        expected_status, expected = self.filled(self.fresh())
+        self.num_masks += 1
+        self.differences += status != expected_status or not np.array_equal(row, expected)
         token = self.draft(row)
         allowed = bool(int(row[token // 32]) >> token % 32 & 1)
         accepted = self.matcher.accept_token(token)
@@ -119,10 +118,10 @@ class Chains:
         return self.pick(legal)
 
     def pick(self, legal: list[int]) -> int:
-        """Signs rather than letters, of which there are so many more: they are what leads from one state to another."""
-        some = self.random.choices(legal, k=12)
-        signs = [token for token in some if self.vocabulary.tokens[token][:1] in _SIGNS]
-        return self.random.choice(signs or some) if self.random.random() < 0.7 else some[0]
+        """Prefers punctuation, which changes the grammar's state, over letters, of which there are many more."""
+        sample = self.random.choices(legal, k=12)
+        punctuation = [token for token in sample if self.vocabulary.tokens[token][:1] in _PUNCTUATION]
+        return self.random.choice(punctuation or sample) if self.random.random() < 0.7 else sample[0]
 
     def fresh(self) -> Matcher:
         fresh = self.constraint.matcher()
@@ -141,20 +140,20 @@ def ids_of(row: Words) -> list[int]:
     return found
 
 
-def walk_all(name: str, backend: str, places: int, seed: int, without: Sequence[Constraint] = ()) -> list[Chains]:
+def walk_all(name: str, backend: str, num_masks: int, seed: int, without: Sequence[Constraint] = ()) -> list[ChainWalker]:
     grammars = [grammar for grammar in compiled(name, backend) if grammar.constraint not in without]
-    walkers = [Chains(constraint, Random(seed + index)) for index, constraint in enumerate(grammars)]
+    walkers = [ChainWalker(constraint, Random(seed + index)) for index, constraint in enumerate(grammars)]
     for walker in walkers:
-        walker.walk(-(-places // len(walkers)))
+        walker.walk(-(-num_masks // len(walkers)))
     return walkers
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_masks_along_drafts_are_those_of_a_fresh_matcher(backend: str) -> None:
-    slow = [BRACKETS["xgrammar"], Constraint.json_object(backend="xgrammar")]  # a place of theirs takes 20 to 40 ms
+def test_masks_along_drafts_equal_those_of_a_fresh_matcher(backend: str) -> None:
+    slow = [BRACKETS["xgrammar"], Constraint.json_object(backend="xgrammar")]  # 20 to 40 ms per mask
     walkers = walk_all("synthetic", backend, 1000, 1, without=slow)
     assert [walker.differences for walker in walkers] == [0] * len(walkers)
-    assert sum(walker.places for walker in walkers) >= 1000
+    assert sum(walker.num_masks for walker in walkers) >= 1000
     assert sum(walker.illegal for walker in walkers) > 100 and sum(walker.rollbacks for walker in walkers) > 100
     assert sum(walker.ends for walker in walkers) > 5
 
@@ -162,23 +161,23 @@ def test_masks_along_drafts_are_those_of_a_fresh_matcher(backend: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_twenty_thousand_masks_are_those_of_a_fresh_matcher(name: str, backend: str) -> None:
+def test_twenty_thousand_masks_equal_those_of_a_fresh_matcher(name: str, backend: str) -> None:
     walkers = walk_all(name, backend, 20_000, 7)
     assert [walker.differences for walker in walkers] == [0] * len(walkers)
-    assert sum(walker.places for walker in walkers) >= 20_000
+    assert sum(walker.num_masks for walker in walkers) >= 20_000
 
 
-def test_the_walk_finds_a_mask_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_detects_a_mask_that_is_cached_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LLGuidanceMatcher._compute
     monkeypatch.setattr(LLGuidanceMatcher, "_compute", lambda self, row: None if row is self._scratch else real(self, row))
     (brackets,) = (grammar for grammar in compiled("synthetic", "llguidance") if grammar.constraint == BRACKETS["llguidance"])
-    walker = Chains(brackets, Random(1))
+    walker = ChainWalker(brackets, Random(1))
     walker.walk(400)
     assert walker.differences > 0
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_vocabularies_are_of_the_size_that_models_have(name: str) -> None:
+def test_vocabularies_have_the_size_of_real_ones(name: str) -> None:
     table: Vocabulary = vocabulary(name)
     assert len(table.tokens) >= 128_000 and table.logits_width >= len(table.tokens)
     assert {bytes([code]) for code in range(0x20, 0x7F)} <= set(table.tokens)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepgraph.sampling import params
-from stepgraph.sampling.grammar.compile import limits
+from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
 from tests.fuzz.loop import Door, Find, attempt, fuzz
@@ -76,8 +76,8 @@ def test_kept_inputs_are_refused_or_work(doors: Callable[[str], Door], case: Pat
 # Guards taken away, and the input that needed each.
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "sampling_long_value": (params, "shown", repr),
-    "constraint_ebnf_payload": (limits, "_grammar_of", lambda payload: json.loads(payload)[1]),
-    "ranks_wide": (table, "MOST_IDS", 10**60),
+    "constraint_ebnf_payload": (backends, "_grammar_of", lambda payload: json.loads(payload)[1]),
+    "ranks_wide": (table, "MAX_IDS", 10**60),
 }
 
 

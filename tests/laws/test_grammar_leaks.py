@@ -1,4 +1,4 @@
-"""Thousands of schemas that are never seen again: memory, matchers and the cache stay where they were."""
+"""Thousands of distinct schemas: memory, live matchers and the grammar cache stay bounded."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import pytest
 
 from stepgraph import Constraint, Engine, FinishReason
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher, XGrammarMatcher
-from stepgraph.sampling.grammar.compile.cache import GrammarCache
+from stepgraph.sampling.grammar.compile.compiler import GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine
 
 CACHE_BYTES = MIB // 4
-AHEAD = sum(constraint is not None for constraint in CONSTRAINTS)  # compiled with the engine
+PRECOMPILED = sum(constraint is not None for constraint in CONSTRAINTS)  # compiled with the engine
 ROWS = 4
 STATUS = Path("/proc/self/status")
-pytestmark = pytest.mark.skipif(not STATUS.exists() or "RssAnon" not in STATUS.read_text(), reason="the system does not tell")
+pytestmark = pytest.mark.skipif(not STATUS.exists() or "RssAnon" not in STATUS.read_text(), reason="no RssAnon in /proc/self/status")
 
 
 def resident_bytes() -> int:
-    """Of the heaps, without what they can give back; not of mapped files, which come and go."""
+    """Anonymous resident memory after trimming the heap; mapped files are not counted."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # a C library without it
+    with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     found = re.search(r"RssAnon:\s+(\d+) kB", STATUS.read_text())
     assert found is not None
@@ -41,8 +41,8 @@ def live_matchers() -> int:
 
 
 def unique(number: int) -> Constraint:
-    """A schema of tens of kilobytes, compiled, by either library."""
-    properties = {f"p{number}_{place}": {"type": ["string", "integer"]} for place in range(12)}
+    """A schema that compiles to tens of kilobytes; every tenth with llguidance."""
+    properties = {f"p{number}_{index}": {"type": ["string", "integer"]} for index in range(12)}
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     return Constraint.json_schema(schema, backend="llguidance" if number % 10 == 0 else "xgrammar")
 
@@ -54,16 +54,16 @@ def serve(engine: Engine, numbers: range) -> None:
         while engine.has_work:
             engine.step()
         assert all(job.finish_reason == FinishReason.LENGTH for job in jobs), [job.error for job in jobs if job.error]
-    engine.generate([1], max_new_tokens=40)  # rounds without matchers: the last ones of those that had some are still in hand
+    engine.generate([1], max_new_tokens=40)  # releases the rows of the last constrained rounds
 
 
-def check_flat(engine: Engine, settling: int, more: int, growth: int) -> None:
-    """After `settling` schemas, `more` others leave as many matchers, no more in the cache than it may hold, and `growth` bytes at most."""
-    serve(engine, range(settling))
+def check_no_growth(engine: Engine, warm_up: int, more: int, growth: int) -> None:
+    """After `warm_up` schemas, `more` others add no matchers, keep the cache within its limit and add at most `growth` bytes."""
+    serve(engine, range(warm_up))
     matchers, resident = live_matchers(), resident_bytes()
-    serve(engine, range(settling, settling + more))
+    serve(engine, range(warm_up, warm_up + more))
     stats = engine.stats().grammars
-    assert stats.misses == settling + more + AHEAD and stats.running == stats.failures == 0
+    assert stats.misses == warm_up + more + PRECOMPILED and stats.running == stats.failures == 0
     assert stats.nbytes <= CACHE_BYTES and stats.grammars + stats.dropped == stats.misses
     assert live_matchers() <= matchers
     assert resident_bytes() - resident <= growth
@@ -75,8 +75,8 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_sixty_schemas_leave_nothing_behind(engine: Engine) -> None:
-    check_flat(engine, 20, 40, growth=12 * MIB)
+def test_sixty_schemas_leak_nothing(engine: Engine) -> None:
+    check_no_growth(engine, 20, 40, growth=12 * MIB)
 
 
 def keep_matchers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,17 +97,17 @@ LEAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("leak", LEAKS)
-def test_a_planted_leak_is_found(engine: Engine, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_leak_is_detected(engine: Engine, leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
     LEAKS[leak](monkeypatch)
     with pytest.raises(AssertionError):
-        check_flat(engine, 5, 15, growth=1 << 40)
+        check_no_growth(engine, 5, 15, growth=1 << 40)
 
 
 @pytest.mark.soak
-def test_two_thousand_schemas_leave_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured: 3 to 8 MiB, as heaps break up; what the C library has given out is the same to 0.2 MiB."""
-    check_flat(engine, 200, 1800, growth=24 * MIB)
+def test_two_thousand_schemas_leak_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured growth: 3 to 8 MiB from heap fragmentation; allocated bytes stay equal within 0.2 MiB."""
+    check_no_growth(engine, 200, 1800, growth=24 * MIB)
     resident = resident_bytes()
     monkeypatch.setattr(GrammarCache, "_shrink", lambda cache: None)
     serve(engine, range(2000, 3000))
-    assert resident_bytes() - resident > 24 * MIB, "a leak of every grammar is not seen"
+    assert resident_bytes() - resident > 24 * MIB, "the limit must detect a leak of every grammar"

@@ -24,9 +24,9 @@ from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
-from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MOST_JSON_BYTES
-from stepgraph.sampling.grammar.xgrammar_lib.json_ebnf import MAX_WHITESPACE
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
+from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
 from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, filled
@@ -44,9 +44,9 @@ FIXED = {
     "repetitions in a pattern": MAX_REPEAT,
     "characters or ids of a marker": MAX_MARKER,
     "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
-    "bytes of a JSON file of a model": MOST_JSON_BYTES,
+    "bytes of a JSON file of a model": MAX_JSON_BYTES,
     "parameters that a config may claim": float(f"{_MAX_PARAMETERS:.1e}"),
-    "ids of a tokenizer": MOST_IDS,
+    "ids of a tokenizer": MAX_IDS,
     "tensors, fields and values of arrays of a GGUF file": MAX_GGUF_ENTRIES,
     "bytes of an index of hidden states": MOST_INDEX_BYTES,
 }
@@ -124,22 +124,22 @@ def full_gguf(path: Path) -> None:
 
 
 def wide_tokenizer(path: Path) -> None:
-    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MOST_IDS}}, "decoder": {"type": "ByteLevel"}}))
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": MAX_IDS}}, "decoder": {"type": "ByteLevel"}}))
     Vocabulary.from_tokenizer_json(path)
 
 
 HUGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 4096, "num_attention_heads": 128, "vocab_size": 9}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"want at most {MAX_GIVEN_CHARS}"),
+    "given": (lambda folder: Constraint.json_schema("{" + " " * MAX_GIVEN_CHARS + "}"), f"expected at most {MAX_GIVEN_CHARS}"),
     "levels": (lambda folder: COMPILER.check(Constraint.json_schema(nested(MAX_DEPTH + 1))), f"more than {MAX_DEPTH} levels"),
     "repetitions": (lambda folder: COMPILER.check(Constraint.regex(f"a{{{MAX_REPEAT + 1}}}")), f"at most {MAX_REPEAT} repetitions"),
-    "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"want at most {MAX_MARKER}"),
+    "marker": (lambda folder: Constraint.json_object().after("x" * (MAX_MARKER + 1)), f"expected at most {MAX_MARKER}"),
     "JSON file": (
-        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MOST_JSON_BYTES + 1)),
-        f"at most {MOST_JSON_BYTES}",
+        lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),
+        f"at most {MAX_JSON_BYTES}",
     ),
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
-    "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"want one from 0 to {MOST_IDS - 1}"),
+    "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
     "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
 }

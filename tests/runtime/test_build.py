@@ -33,8 +33,8 @@ def wrong_type(history: History, index: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        (wrong_shape, r"drafts of the proposer: got shape \(1, 1\), want \(1, 2\)"),
-        (wrong_type, "drafts of the proposer: got torch.int32, want torch.int64"),
+        (wrong_shape, r"drafts of the proposer: got shape \(1, 1\), expected \(1, 2\)"),
+        (wrong_type, "drafts of the proposer: got torch.int32, expected torch.int64"),
     ],
 )
 def test_a_proposer_that_breaks_its_promise_is_named_at_capture(formula: Any, message: str) -> None:

@@ -162,7 +162,7 @@ def test_ignore_eos_goes_on_after_the_stop_token_but_not_after_the_requests_own(
 
 
 def test_bias_lists_are_bounded_by_name() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.max_bias_ids: got 0, want a whole number >= 1"):
+    with pytest.raises(ValueError, match=r"EngineConfig.max_bias_ids: got 0, expected a whole number >= 1"):
         EngineConfig(max_bias_ids=0)
     engine = shared_engine(Setup(k=0, greedy_only=False))
     most = engine.limits.max_bias_ids

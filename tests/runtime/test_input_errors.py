@@ -64,8 +64,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
         r"attention: got 'fast', expected one of 'auto', .*'reference'",
     ),
-    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', want one of auto, native, python"),
-    (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, want at most 3600"),
+    (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', expected one of auto, native, python"),
+    (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected at most 3600"),
     (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, want 0 to 1"),
     (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, want whole numbers from 0 to 2"),
     (
@@ -79,14 +79,14 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, expected a string"),  # type: ignore[arg-type]
-    (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), want a JSON object"),
+    (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0, b"b": 1}, special_tokens={"\ud800": 2}),
-        r"got the special token '\\ud800', want a text without halves of surrogate pairs",
+        r"got the special token '\\ud800', expected text without surrogates",
     ),
     (
         lambda: Vocabulary.from_tiktoken({b"a": 0}, special_tokens={"<|im_end|>": 1}, logits_width=0),
-        r"logits_width: got 0, want a whole number from 1 to 2097152, or None",
+        r"logits_width: got 0, expected a whole number from 1 to 2097152, or None",
     ),
 ]
 
@@ -108,19 +108,19 @@ def test_the_tape_records_memory_of_the_cpu_only() -> None:
 
 
 def test_a_link_in_c_has_room_for_some_rows_and_rounds() -> None:
-    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, want 1 to \d+ slots and a depth of at least 1"):
+    with pytest.raises(ValueError, match=r"NativeLink: got 1 slots and depth 0, expected 1 to \d+ slots and a depth of at least 1"):
         NativeLink(load(), *host_buffers(1), 0)
 
 
 NO_SCHEMAS: list[tuple[Any, dict[str, Any], str]] = [
-    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
-    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", want a number'),
-    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
-    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", want a list of strings'),
-    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, want a string"),
-    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, want a list of schemas"),
-    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, want an object"),
-    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, want an object, true or false"),
+    ("xgrammar", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
+    ("xgrammar", {"type": "number", "minimum": "1"}, '#: minimum: got "1", expected a number'),
+    ("xgrammar", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("xgrammar", {"type": "object", "required": "a"}, '#: required: got "a", expected a list of strings'),
+    ("llguidance", {"type": "string", "pattern": 1}, "#: pattern: got 1, expected a string"),
+    ("llguidance", {"type": "array", "prefixItems": {}}, "#: prefixItems: got {}, expected a list of schemas"),
+    ("llguidance", {"type": "object", "properties": 1}, "#: properties: got 1, expected an object"),
+    ("llguidance", {"anyOf": [5]}, "#/anyOf/0: schema: got 5, expected an object, true or false"),
 ]
 
 
@@ -132,9 +132,9 @@ def test_what_is_no_schema_is_refused_with_its_place(backend: Any, schema: dict[
 
 def test_other_texts_of_constraints_are_refused_with_their_place() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1)
-    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, want bounds that ascend"):
+    with pytest.raises(ValueError, match=r"got \{3,2\} at position 1, expected bounds that ascend"):
         compiler.compile(Constraint.regex("a{3,2}"))
-    with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', want what Constraint\.ebnf writes"):
+    with pytest.raises(ValueError, match=r"Constraint\.payload of ebnf: got '\[1\]', expected a payload that Constraint\.ebnf creates"):
         compiler.compile(replace(Constraint.ebnf('root ::= "a"'), payload="[1]"))
 
 
@@ -143,7 +143,7 @@ def test_files_of_tokens_are_refused_or_read_line_by_line(tmp_path: Path) -> Non
     (tmp_path / "some.tiktoken").write_bytes(ranks)
     assert len(Vocabulary.from_tiktoken(tmp_path / "some.tiktoken", special_tokens={"<|im_end|>": 4}).tokens) == 5, "between empty lines"
     (tmp_path / "tokenizer.json").write_text('{"model": "\\ud800"}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"tokenizer\.json: no JSON: half of a surrogate pair in a text"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not JSON: half of a surrogate pair in a string"):
         Vocabulary.from_tokenizer_json(tmp_path / "tokenizer.json")
 
 

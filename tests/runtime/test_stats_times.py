@@ -18,9 +18,9 @@ from stepgraph.sampling.grammar.link.layout import layout_of
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
-from tests.helpers.link_bench import WALK, Foreign, Memory, native_link, running
+from tests.helpers.link_bench import WALK, ForeignMatcher, Memory, native_link, set_running
 from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
 
@@ -81,7 +81,7 @@ def test_what_has_no_grammar_waits_for_none() -> None:
     assert engine.stats().host_nodes.count == engine.backend.stats.host_nodes > before.host_nodes.count
 
 
-class Slow(Foreign):
+class Slow(ForeignMatcher):
     """Takes two milliseconds for a mask, whatever the machine does besides."""
 
     def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
@@ -99,7 +99,7 @@ def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: s
     memory.drafts[:] = CONTROL  # never legal: one mask a node
     for turn in range(3):
         row = link.row(turn + 1, matcher if turn == 1 else grammar.matcher())
-        running(memory, row)
+        set_running(memory, row)
         link.push_batch([row])
         link.node(WALK)()
     stats, slow = link.stats, NODE_BOUNDS_NS.index(1_000_000) + 1

@@ -253,7 +253,7 @@ def test_a_trace_is_told_when_it_has_ended_and_one_at_a_time(traced: Traced) -> 
     with traced.engine.trace(rounds=1) as trace:
         with pytest.raises(RuntimeError, match="before the with block"):
             _ = trace.timeline
-        with pytest.raises(RuntimeError, match="a trace is under way"), traced.engine.trace():
+        with pytest.raises(RuntimeError, match="a trace is already running"), traced.engine.trace():
             pass
     assert trace.timeline.rounds == ()
     with pytest.raises(KeyError), traced.engine.trace(rounds=1):

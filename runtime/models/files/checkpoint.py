@@ -24,8 +24,8 @@ from stepgraph.runtime.models.files.weights import (
 )
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
-from stepgraph.sampling.grammar.tokenizers.gguf import from_metadata
-from stepgraph.sampling.grammar.tokenizers.tokenizer_json import from_folder
+from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
+from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
@@ -99,15 +99,16 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     if path.suffix == ".gguf" and path.is_file():
         source = gguf = GgufSource(path)
         config = read_config(gguf.config)
-        vocabulary = from_metadata(gguf.metadata, path, config.vocab_size)
+        table = table_of_metadata(gguf.metadata, path, config.vocab_size)
     elif path.is_dir():
         fields = read_json(path / "config.json")
         config = read_config(fields)
         mtp_modules = mtp_count(fields)
         source = SafetensorsSource(path)
-        vocabulary = from_folder(path, fields, config.vocab_size)
+        table = read_folder(path, fields, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
+    vocabulary = Vocabulary.from_table(table)
     checkpoint = Checkpoint(path, config if dtype is None else replace(config, dtype=dtype), vocabulary, source, mtp_modules)
     outline = checkpoint.outline()
     unused = checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
-from stepgraph.sampling.grammar.tokenizers.gguf import from_metadata, read_gguf_header
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -125,7 +125,7 @@ def _open_gguf(path: Path) -> OpenedTokenizer:
         ids["bos_token"],
         adds_begin_id if isinstance(adds_begin_id, bool) else None,
         ChatTemplate(template, special) if isinstance(template, str) else None,
-        lambda: from_metadata(metadata, path, None),
+        lambda: Vocabulary.from_table(table_of_metadata(metadata, path, None)),
     )
 
 

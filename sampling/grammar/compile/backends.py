@@ -1,33 +1,44 @@
-"""Which grammar libraries there are, in which order they are asked, and what becomes of a constraint under them."""
+"""The grammar libraries, the order in which they are tried, and the checks that apply to both."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import torch
 
-from stepgraph.sampling.grammar.compile.limits import GrammarLimits, check_size, named
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
+from stepgraph.sampling.grammar.llguidance_lib.lark import PIECE
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
-from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import EndlessError
 
-# Under "auto" in this order. xgrammar first: its grammars are written here rule by rule and keep the masks of their states, so a
-# mask costs about a microsecond in most places. llguidance enforces more schemas; its masks are computed anew each time.
+# "auto" tries them in this order. xgrammar first: its compiled grammars store the masks of their states, so that a mask usually costs
+# about a microsecond. llguidance enforces more schemas but computes each mask anew.
 BACKENDS = ("xgrammar", "llguidance")
-MAX_REASON = 600  # characters of a refusal
+MAX_REASON = 600  # characters of a library's reason in an error message
+
+_STRING, _CLASS = r'"(?:[^"\\]|\\.)*"', r"\[(?:[^\]\\]|\\.)*\]"
+# The tokens among which brackets are counted. A regular expression inside a Lark grammar is counted by itself.
+_PIECES = {
+    "regex": re.compile(rf"\\.|{_CLASS}|[()]", re.DOTALL),
+    "ebnf": re.compile(rf"{_STRING}|{_CLASS}|[()]", re.DOTALL),
+    "lark": PIECE,
+}
 
 Result = TypeVar("Result")
 
 
 class Grammar(Protocol):
-    """A constraint as one library compiled it; immutable, shared by any number of matchers."""
+    """A constraint compiled by one library; immutable, shared by any number of matchers."""
 
     @property
     def nbytes(self) -> int: ...
@@ -36,24 +47,24 @@ class Grammar(Protocol):
 
 
 class Builder(Protocol):
-    """Builds grammars over one vocabulary; from any thread."""
+    """Builds grammars over one vocabulary; safe to call from any thread."""
 
     @property
     def name(self) -> str: ...
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError, a RefusedError where the place is known, for what would not be enforced, as far as it is seen without the library."""
+        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> Grammar:
-        """ValueError, a RefusedError where the place is known, for what would not be enforced. Without a worker: in this process."""
+        """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
 
 
 def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def asked(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
-    """The libraries to try, first the one that is preferred."""
+def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, ...]:
+    """The libraries to try, in order of preference."""
     choice = constraint.backend if constraint.backend != "auto" else default
     return BACKENDS if choice == "auto" else (choice,)
 
@@ -70,7 +81,7 @@ def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_thread
 
 
 class Backends:
-    """The libraries that are asked about a constraint, one after another, and the reasons of those that would not have it."""
+    """Tries the libraries one after another, and collects the reasons of those that reject a constraint."""
 
     def __init__(self, vocabulary: Vocabulary, choice: BackendChoice, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._choice, self._limits, self._max_threads = vocabulary, choice, limits, max_threads
@@ -78,47 +89,47 @@ class Backends:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError naming the kind and the reasons, where that is known without compiling."""
+        """ValueError with the kind and the reasons of all libraries, as far as they are known without compiling."""
         self._first(constraint, lambda name: self._builder(name).check(constraint))
 
     def build(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[Grammar, str, str]:
-        """The grammar, its library, and why it is not an earlier one; ValueError naming the kind and the reasons."""
+        """The grammar, the name of its library, and why earlier ones rejected it; ValueError with the kind and all reasons."""
 
-        def tried_out(name: str) -> Grammar:
+        def attempt(name: str) -> Grammar:
             grammar = self._builder(name).build(constraint, worker)
-            try_out(grammar, constraint, self._vocabulary)
+            check_first_mask(grammar, constraint, self._vocabulary)
             return grammar
 
-        return self._first(constraint, tried_out)
+        return self._first(constraint, attempt)
 
     def _first(self, constraint: Constraint, attempt: Callable[[str], Result]) -> tuple[Result, str, str]:
         reasons = dict[str, str]()
         try:
             check_size(constraint, self._limits)
-            for name in asked(constraint, self._choice):
+            for name in backends_for(constraint, self._choice):
                 try:
                     result = attempt(name)
-                except (WorkerError, EndlessError):
-                    raise  # a limit is not what another library is there for
-                except Exception as error:  # numbers beyond floats, depths beyond the stack: what a constraint brings about is its fault
+                except CompileAbortedError:
+                    raise  # a limit holds for every library
+                except Exception as error:  # also OverflowError and RecursionError: a constraint may not fail the engine
                     reasons[name] = reason_of(error)
                     continue
-                return result, name, "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+                return result, name, _joined(reasons)
         except ValueError as error:
             reasons = {"": str(error)}
-        told = list(dict.fromkeys(reasons.values()))
-        why = told[0] if len(told) == 1 else "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+        distinct = set(reasons.values())
+        why = distinct.pop() if len(distinct) == 1 else _joined(reasons)
         raise ValueError(f"constraint {constraint.kind}: cannot be compiled: {why}")
 
     def _builder(self, name: str) -> Builder:
-        with self._lock:  # a token table takes a while to build, and no one needs two
+        with self._lock:  # a token table is slow to build, so build it once
             if name not in self._builders:
                 self._builders[name] = builder(name, self._vocabulary, self._limits, self._max_threads)
         return self._builders[name]
 
 
-def try_out(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) -> None:
-    """ValueError where no text satisfies a grammar, or the empty one although it is no JSON."""
+def check_first_mask(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) -> None:
+    """ValueError where no text satisfies the grammar, or where a JSON grammar accepts the empty text."""
     first = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)
     matcher = grammar.matcher()
     if matcher.fill_next_token_bitmask(first, 0) not in (MaskStatus.OK, MaskStatus.COMPLETE):
@@ -127,7 +138,38 @@ def try_out(grammar: Grammar, constraint: Constraint, vocabulary: Vocabulary) ->
         raise ValueError("the empty text would be accepted, which is not JSON")
 
 
+def check_size(constraint: Constraint, limits: GrammarLimits) -> None:
+    """ValueError where the text of a constraint exceeds `max_chars` or `max_nesting`."""
+    kind, payload = constraint.kind, constraint.payload
+    if len(payload) > limits.max_chars:
+        raise ValueError(over("max_chars", f"{len(payload)} characters", limits.max_chars))
+    text = _grammar_of(payload) if kind == "ebnf" else payload
+    if kind in _PIECES and (depth := _depth(kind, text)) > limits.max_nesting:
+        raise ValueError(over("max_nesting", f"{depth} brackets open at once", limits.max_nesting))
+
+
+def _grammar_of(payload: str) -> str:
+    """The grammar in the payload of a constraint of kind ebnf."""
+    parts = json.loads(payload)
+    if not isinstance(parts, list) or [type(part) for part in parts] != [str, str]:
+        raise ValueError(f"Constraint.payload of ebnf: got {clip_repr(payload)}, expected a payload that Constraint.ebnf creates")
+    return str(parts[1])
+
+
+def _depth(kind: str, text: str) -> int:
+    depth = deepest = 0
+    for found in _PIECES[kind].finditer(text):
+        piece = found.group()
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(piece, 0)
+        deepest = max(deepest, depth + (_depth("regex", piece[1:-1]) if found.lastgroup == "regex" else 0))
+    return deepest
+
+
+def _joined(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
 def reason_of(error: Exception) -> str:
-    """In words, not all too many: the libraries repeat what they were given, however long."""
+    """The message of an error, shortened: the libraries repeat the whole input."""
     reason = named(str(error)) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return reason if len(reason) <= MAX_REASON else f"{reason[: MAX_REASON // 2]} ... {reason[-MAX_REASON // 2 :]}"

@@ -1,27 +1,28 @@
-"""From a constraint to a grammar over one vocabulary, once per constraint, in threads of its own.
+"""Compiles constraints over one vocabulary in background threads, and caches the compiled grammars.
 
-Compiling takes from microseconds to seconds, and some grammars take all there is. Whoever wants one claims it and is told when
-it is there; xgrammar runs in a process that may be ended (`isolation` "process"), or in this one ("none").
+Compiling takes from microseconds to seconds, and some grammars would take all time and memory. A caller takes a `Claim` on a grammar
+and is called back once it is compiled. The libraries run in a process that can be killed (`isolation` "process") or in this one.
 """
 
 from __future__ import annotations
 
-import collections
 import threading
 import time
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from stepgraph.sampling.fields import is_int
+from stepgraph.sampling.fields import check_value, is_int, one_of
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
-from stepgraph.sampling.grammar.compile.cache import CacheEntry, Claim, GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint, checked_backend
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 from stepgraph.sampling.lifetimes import end_at_exit
 
 Isolation = Literal["process", "none"]
@@ -31,13 +32,13 @@ CACHE_BYTES = 256 * MIB
 
 @dataclass(frozen=True, eq=False)
 class CompiledConstraint:
-    """Immutable and shared by any number of matchers, each of which keeps it alive whatever the cache does."""
+    """Immutable, shared by any number of matchers; each keeps it alive after the cache has dropped it."""
 
     constraint: Constraint
     vocabulary: Vocabulary
     grammar: Grammar
     backend: str  # the library that enforces it
-    reason: str  # why it is not the one that would have been preferred; empty where it is
+    reason: str  # why the preferred library rejected the constraint; empty where that one enforces it
     seconds: float
     marker: Marker | None = None
     check_masks: bool = False
@@ -56,25 +57,153 @@ class CompiledConstraint:
 
 @dataclass(frozen=True)
 class CompileStats:
-    hits: int = 0  # claims of a grammar that was compiled already, or on its way
+    hits: int = 0  # claims of a grammar that is compiled or being compiled
     misses: int = 0
     failures: int = 0
-    running: int = 0  # compiles in a thread
-    waiting: int = 0  # compiles for a thread
-    grammars: int = 0  # compiled, in the cache
-    nbytes: int = 0  # of them
+    running: int = 0  # compiles in progress
+    waiting: int = 0  # compiles waiting for a thread
+    grammars: int = 0  # in the cache
+    nbytes: int = 0  # of these
     dropped: int = 0  # from the cache, to make room
     workers_started: int = 0
-    compiles: int = 0  # that ended with a grammar, whoever still wanted it
+    compiles: int = 0  # that succeeded, whether or not still claimed
     compile_seconds: float = 0.0  # of these
     longest_compile_seconds: float = 0.0
 
 
-class GrammarCompiler:
-    """Claims, a cache in front of the compiler, and up to `max_compiles` compiles at a time; safe to use from any thread.
+@dataclass(eq=False)
+class CacheEntry:
+    """One constraint in the cache, compiled or being compiled."""
 
-    A thread and, with `isolation` "process", its worker exist from the first compile that needs them: the thread until there is
-    nothing more to compile, the worker until `close` or the compiler's end.
+    constraint: Constraint
+    claims: set[Claim] = field(default_factory=set)
+    compiled: bool = False
+    nbytes: int = 0
+    result: Future[CompiledConstraint] = field(default_factory=Future)
+
+    def settle(self, compiled: CompiledConstraint) -> None:
+        """Set the result. A Future keeps its callbacks and thereby their matchers alive, so the entry continues with a new one."""
+        done: Future[CompiledConstraint] = Future()
+        done.set_result(compiled)
+        pending, self.result = self.result, done
+        pending.set_result(compiled)
+
+
+class Claim:
+    """A request's reference to one grammar. A claimed grammar stays in the cache; a compile that is no longer claimed is cancelled.
+
+    Creating a claim takes nothing yet, so that after an interrupt in `take` there is an object to release."""
+
+    def __init__(self, compiler: GrammarCompiler, constraint: Constraint) -> None:
+        self._compiler, self.constraint = compiler, constraint
+        self.entry: CacheEntry | None = None
+
+    def take(self) -> None:
+        """Claim the grammar and start its compile if necessary; ValueError as by `GrammarCompiler.check`."""
+        self._compiler.take(self)
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` will not wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> CompiledConstraint:
+        """The grammar, waited for; ValueError with the constraint's kind and the reason where it cannot be compiled."""
+        return self._future.result(timeout)
+
+    def then(self, call: Callable[[Claim], object]) -> None:
+        """Call back once it is done: from the compiling thread, or at once."""
+        self._future.add_done_callback(lambda _: call(self))
+
+    @property
+    def _future(self) -> Future[CompiledConstraint]:
+        assert self.entry is not None, "the claim was not taken"
+        return self.entry.result
+
+    def release(self) -> None:
+        """Drop the reference; a second call does nothing."""
+        self._compiler.release(self)
+
+
+class GrammarCache:
+    """At most `max_bytes` of grammars, as the libraries report them; the least recently released one is dropped first.
+
+    A claimed grammar is never dropped, so the grammars in use may exceed `max_bytes`. The caller holds a lock. An interrupt may leave
+    any method: by then the claim is either in its entry's `claims`, so that it can be released, or nothing has changed.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: dict[Constraint, CacheEntry] = {}
+        self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # compiled, without claims
+        self.grammars = self.nbytes = self.hits = self.misses = self.dropped = 0
+
+    def find(self, constraint: Constraint) -> CacheEntry | None:
+        """The entry of a constraint, if there is one."""
+        return self._entries.get(constraint)
+
+    def hold(self, entry: CacheEntry, claim: Claim) -> None:
+        """Add a claim to an entry that was found."""
+        self.hits += 1
+        entry.claims.add(claim)
+        self._idle.pop(entry, None)
+
+    def add(self, entry: CacheEntry, claim: Claim) -> None:
+        """Add an entry that is to be compiled, with its first claim."""
+        assert entry.constraint not in self._entries
+        self.misses += 1
+        entry.claims.add(claim)
+        self._entries[entry.constraint] = entry
+
+    def keep(self, entry: CacheEntry, nbytes: int) -> None:
+        """Record that an entry was compiled."""
+        if self._entries.get(entry.constraint) is not entry:
+            return  # removed in the meantime
+        entry.compiled, entry.nbytes = True, nbytes
+        self.grammars += 1
+        self.nbytes += nbytes
+        if not entry.claims:
+            self._idle[entry] = None
+        self._shrink()
+
+    def forget(self, entry: CacheEntry) -> bool:
+        """Remove an entry that will not be compiled; False where it was removed before."""
+        known = self._entries.get(entry.constraint) is entry
+        if known:
+            del self._entries[entry.constraint]
+        return known
+
+    def release(self, entry: CacheEntry, claim: Claim) -> bool:
+        """Remove a claim; True where that leaves an uncompiled entry without claims."""
+        entry.claims.remove(claim)
+        if entry.claims or self._entries.get(entry.constraint) is not entry:
+            return False
+        if not entry.compiled:
+            return True
+        self._idle[entry] = None
+        self._shrink()
+        return False
+
+    def clear(self) -> None:
+        """Remove all entries; their claims may still be released."""
+        self._entries.clear()
+        self._idle.clear()
+        self.grammars = self.nbytes = 0
+
+    def _shrink(self) -> None:
+        while self.nbytes > self._max_bytes and self._idle:
+            entry, _ = self._idle.popitem(last=False)
+            del self._entries[entry.constraint]
+            self.grammars -= 1
+            self.nbytes -= entry.nbytes
+            self.dropped += 1
+
+
+class GrammarCompiler:
+    """A cache of compiled grammars, and up to `max_compiles` compiles at a time; safe to call from any thread.
+
+    Threads and, with `isolation` "process", worker processes are started when a compile needs them. A thread ends when nothing is
+    left to compile, a worker with `close` or the compiler.
     """
 
     def __init__(
@@ -91,7 +220,7 @@ class GrammarCompiler:
     ) -> None:
         for name, value in (("max_threads", max_threads), ("max_compiles", max_compiles), ("cache_bytes", cache_bytes)):
             if not is_int(value) or value < 1:
-                raise ValueError(f"GrammarCompiler.{name}: got {value!r}, want an int >= 1")
+                raise ValueError(f"GrammarCompiler.{name}: got {value!r}, expected an int >= 1")
         checked_backend("GrammarCompiler.backend", backend)
         checked_isolation("GrammarCompiler.isolation", isolation)
         self.limits, self._isolation = limits or GrammarLimits(), isolation
@@ -100,7 +229,7 @@ class GrammarCompiler:
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
         self._lock = threading.Lock()
         self._cache = GrammarCache(cache_bytes)
-        self._waiting: collections.deque[CacheEntry] = collections.deque()
+        self._waiting: deque[CacheEntry] = deque()
         self._running: dict[CacheEntry, CompileWorker | None] = {}
         self._workers: list[CompileWorker] = []
         self._idle_workers: list[CompileWorker] = []
@@ -115,11 +244,11 @@ class GrammarCompiler:
         return self._vocabulary
 
     @property
-    def told(self) -> str:
-        """Where grammars are compiled, for a report."""
+    def note(self) -> str:
+        """Where grammars are compiled, for the capture report."""
         limits = self.limits
         if self._isolation == "none":
-            return "compiled in this process, whatever time and memory they take"
+            return "compiled in this process, without limits on time and memory"
         return f"compiled in a worker process, in at most {limits.compile_seconds:g} s and {limits.compile_bytes // MIB} MiB"
 
     @property
@@ -142,15 +271,15 @@ class GrammarCompiler:
             )
 
     def check(self, constraint: Constraint) -> None:
-        """ValueError for what is seen to be wrong without a library: sizes, keywords, patterns, markers. Takes no longer than reading."""
+        """ValueError for errors that are found without a library: in sizes, keywords, patterns, markers. Linear in the input."""
         if not isinstance(constraint, Constraint):
-            raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
+            raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         self._backends.check(constraint)
         if constraint.marker is not None:
             check_marker(constraint.marker, self._vocabulary)
 
     def claim(self, constraint: Constraint) -> Claim:
-        """A hold on the grammar of a constraint, taken; ValueError as by `check`."""
+        """Take a claim on the grammar of a constraint; ValueError as by `check`."""
         claim = Claim(self, constraint)
         try:
             claim.take()
@@ -160,7 +289,7 @@ class GrammarCompiler:
         return claim
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """The grammar of a constraint, waited for; ValueError naming its kind and the reason where it cannot be enforced."""
+        """The grammar of a constraint, waited for; ValueError with its kind and the reason where it cannot be compiled."""
         claim = Claim(self, constraint)
         try:
             claim.take()
@@ -169,13 +298,13 @@ class GrammarCompiler:
             claim.release()
 
     def close(self, seconds: float = 0.0) -> None:
-        """End what is being compiled, and the workers; who waits is told. What was compiled lives as long as it is used.
+        """Cancel all compiles, with an error for their claims, and end the workers. Compiled grammars remain usable.
 
-        What is compiled in this process cannot be ended; it is waited for so long at most.
+        A compile in this process cannot be cancelled; wait for it at most `seconds`.
         """
         with self._lock:
             self._closed = True
-            waiting, self._waiting = self._waiting, collections.deque()
+            waiting, self._waiting = self._waiting, deque()
             for busy in filter(None, self._running.values()):
                 busy.kill()
             idle, self._idle_workers = self._idle_workers, []
@@ -195,10 +324,10 @@ class GrammarCompiler:
                 return
         self.check(constraint)
         with self._lock:
-            if not self._hold(claim):  # somebody may have been quicker
+            if not self._hold(claim):  # another thread may have been faster
                 self._ensure_thread()
                 claim.entry = entry
-                self._waiting.append(entry)  # first: what is in the cache is sure to be compiled
+                self._waiting.append(entry)  # before the cache: every entry there must be compiled
                 self._cache.add(entry, claim)
 
     def _hold(self, claim: Claim) -> bool:
@@ -215,7 +344,7 @@ class GrammarCompiler:
         try:
             self._threads.add(thread)
             thread.start()
-        except BaseException:  # none is to be had; or it was an interrupt, and this one finds nothing to do
+        except BaseException:  # no thread can be started; or an interrupt, and the thread will find nothing to do
             self._threads.discard(thread)
             raise
 
@@ -232,7 +361,7 @@ class GrammarCompiler:
                 worker.kill()
 
     def _work(self) -> None:
-        """Compile until there is nothing more to compile."""
+        """Compile until nothing is waiting."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -276,7 +405,7 @@ class GrammarCompiler:
             marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
         except ValueError as error:
             return None, error
-        except BaseException as error:  # whatever it is, it is this constraint's fault, and somebody waits to hear of it
+        except BaseException as error:  # the claims must be settled, whatever failed
             return None, ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
         seconds = time.perf_counter() - start
         return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks), None
@@ -287,5 +416,4 @@ class GrammarCompiler:
 
 
 def checked_isolation(name: str, value: object) -> None:
-    if value not in get_args(Isolation):
-        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(get_args(Isolation))}")
+    check_value(name, value, one_of(get_args(Isolation)))

@@ -1,6 +1,6 @@
-"""What is enforced of a constraint, and by whom: every keyword that a library refuses, with its place and the reason.
+"""Reports which parts of a constraint each grammar library does not enforce, and why.
 
-Found out by compiling, under the limits of any compile and in a worker process of its own.
+Found by compiling, under the limits of any compile and in a worker process that ends with the call.
 """
 
 from __future__ import annotations
@@ -11,94 +11,96 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepgraph.sampling.grammar.compile.backends import Builder, asked, builder, reason_of, try_out
-from stepgraph.sampling.grammar.compile.limits import GrammarLimits, check_size
-from stepgraph.sampling.grammar.compile.worker_process import CompileWorker, WorkerError
+from stepgraph.sampling.grammar.compile.backends import Builder, backends_for, builder, check_first_mask, check_size, reason_of
+from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.unsupported import Refusal, RefusedError
+from stepgraph.sampling.grammar.constraints.unsupported import Unsupported, UnsupportedError
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import EndlessError
 
-MAX_REFUSALS = 100
+MAX_UNSUPPORTED = 100
 _BYTES = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """`refusals` by library that was asked: empty where it enforces the constraint as it stands."""
+    """What the libraries make of a constraint; `unsupported` is empty for a library that enforces all of it."""
 
-    backend: str | None  # the one that would enforce it; None where none does, and compiling it is refused
-    refusals: Mapping[str, tuple[Refusal, ...]]
+    backend: str | None  # the library that would enforce it; None where compiling it raises an error
+    unsupported: Mapping[str, tuple[Unsupported, ...]]  # by library
 
     @property
     def enforced(self) -> bool:
         return self.backend is not None
 
     @property
-    def unenforced(self) -> tuple[Refusal, ...]:
-        """What neither library enforces."""
+    def unenforced(self) -> tuple[Unsupported, ...]:
+        """The parts that no library enforces."""
         if self.enforced:
             return ()
-        places = [{(refusal.where, refusal.keyword) for refusal in told} for told in self.refusals.values()]
-        return tuple(
-            refusal for told in self.refusals.values() for refusal in told if (refusal.where, refusal.keyword) in set.intersection(*places)
-        )
+        parts = [{(part.where, part.keyword) for part in found} for found in self.unsupported.values()]
+        common = set.intersection(*parts)
+        return tuple(part for found in self.unsupported.values() for part in found if (part.where, part.keyword) in common)
 
 
 def coverage(constraint: Constraint, limits: GrammarLimits | None = None) -> Coverage:
-    limits, names = limits or GrammarLimits(), asked(constraint, "auto")
+    """What each grammar library makes of a constraint, and which one would enforce it.
+
+    Takes seconds: it starts a worker process, and for each library at most twice `compile_seconds`.
+    """
+    limits, names = limits or GrammarLimits(), backends_for(constraint, "auto")
     try:
         check_size(constraint, limits)
     except ValueError as error:
-        return Coverage(None, dict.fromkeys(names, (Refusal("#", constraint.kind, str(error)),)))
-    worker, refusals, backend = CompileWorker(_BYTES, limits, max_threads=1), dict[str, tuple[Refusal, ...]](), None
+        return Coverage(None, dict.fromkeys(names, (Unsupported("#", constraint.kind, str(error)),)))
+    worker, unsupported, backend = CompileWorker(_BYTES, limits, max_threads=1), dict[str, tuple[Unsupported, ...]](), None
     try:
         for name in names:
-            told, too_much = _refusals(name, constraint, limits, worker)
-            refusals[name] = told
-            if not told and backend is None:
+            found, aborted = _unsupported(name, constraint, limits, worker)
+            unsupported[name] = found
+            if not found and backend is None:
                 backend = name
-            if too_much and backend is None:
-                break  # a limit is not what another library is there for, nor is it asked when the constraint is compiled
+            if aborted and backend is None:
+                break  # as in a compile, a limit holds for every library
     finally:
         worker.close()
-    return Coverage(backend, refusals)
+    return Coverage(backend, unsupported)
 
 
-def _refusals(name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker) -> tuple[tuple[Refusal, ...], bool]:
-    """All of them, as far as they are found in the time of one compile: what is refused is taken out, and the rest is tried again. And
-    whether the constraint as it stands came to a limit."""
-    found, kind, end = list[Refusal](), constraint.kind, time.monotonic() + limits.compile_seconds
+def _unsupported(name: str, constraint: Constraint, limits: GrammarLimits, worker: CompileWorker) -> tuple[tuple[Unsupported, ...], bool]:
+    """The unsupported parts found in the time of one compile, by removing each from the schema and compiling the rest again; and
+    whether the whole constraint reached a limit."""
+    found, kind, end = list[Unsupported](), constraint.kind, time.monotonic() + limits.compile_seconds
     library: Builder | None = None
-    while not found or (len(found) < MAX_REFUSALS and time.monotonic() < end):
+    while not found or (len(found) < MAX_UNSUPPORTED and time.monotonic() < end):
         try:
             library = library or builder(name, _BYTES, limits, max_threads=1)
-            try_out(library.build(constraint, worker), constraint, _BYTES)
-        except RefusedError as error:
-            found.append(error.refusal)
-            pruned = _without(constraint.payload, error.refusal) if kind == "json_schema" else None
-            if pruned is None:
+            check_first_mask(library.build(constraint, worker), constraint, _BYTES)
+        except UnsupportedError as error:
+            found.append(error.unsupported)
+            rest = _without(constraint.payload, error.unsupported) if kind == "json_schema" else None
+            if rest is None:
                 break
-            constraint = replace(constraint, payload=pruned)
-        except (WorkerError, EndlessError) as error:
-            found.append(Refusal("#", kind, str(error)))
+            constraint = replace(constraint, payload=rest)
+        except CompileAbortedError as error:
+            found.append(Unsupported("#", kind, str(error)))
             return tuple(found), len(found) == 1
-        except Exception as error:  # what a constraint brings about in a library is its fault
-            found.append(Refusal("#", kind, reason_of(error)))
+        except Exception as error:  # a library's error is a property of the constraint
+            found.append(Unsupported("#", kind, reason_of(error)))
             break
         else:
             break
     return tuple(found), False
 
 
-def _without(payload: str, refusal: Refusal) -> str | None:
-    """The schema without the keyword that was refused; None where it is not one that can be taken out."""
+def _without(payload: str, part: Unsupported) -> str | None:
+    """The schema without an unsupported keyword; None where that is not a keyword of an object."""
     schema = json.loads(payload)
     node: Any = schema
-    for part in refusal.where.split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
+    for step in part.where.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
         node = node[int(name)] if isinstance(node, list) else node[name]
-    if not isinstance(node, dict) or refusal.keyword not in node:
+    if not isinstance(node, dict) or part.keyword not in node:
         return None
-    del node[refusal.keyword]
+    del node[part.keyword]
     return json.dumps(schema, separators=(",", ":"))

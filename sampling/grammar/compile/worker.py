@@ -1,8 +1,8 @@
-"""The compile worker: xgrammar and llguidance in a process of their own, which may be ended at any time.
+"""The compile worker: xgrammar and llguidance in a separate process that may be killed at any time.
 
-Run as a script by `WorkerProcess`, with the parent's `sys.path` as its arguments and a socket as its standard input. It imports
-nothing but the libraries' bindings: neither torch nor stepgraph, so that it starts in a tenth of a second and takes 50 MB.
-A message is a list of byte strings. The first one sets it up; each later one is a call, answered by its status and a result.
+Run as a script by `CompileWorker`, with the parent's `sys.path` as arguments and a socket as standard input. It imports the libraries'
+bindings and the few modules of stepgraph that write grammars, but not torch: it starts in 0.1 to 0.3 s and takes about 50 MB.
+A message is a list of byte strings. The first one configures the worker; each later one is a call, answered by a status and a result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import array
 import importlib
 import importlib.util
 import json
+import os
 import resource
 import signal
 import socket
@@ -20,8 +21,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-DONE, REFUSED, NO_MEMORY, TOO_LARGE = b"done", b"refused", b"no memory", b"too large"
-HEAD = struct.Struct("<IQ")  # the number of parts, and the bytes of their lengths and texts
+DONE, FAILED, ABORTED, NO_MEMORY, TOO_LARGE = b"done", b"failed", b"aborted", b"no memory", b"too large"
+HEAD = struct.Struct("<IQ")  # number of parts, bytes of the body
 
 
 def packed(parts: Sequence[bytes]) -> bytes:
@@ -30,7 +31,7 @@ def packed(parts: Sequence[bytes]) -> bytes:
 
 
 def received(connection: socket.socket) -> list[bytes]:
-    """The next message; EOFError where the other side is gone."""
+    """The next message; EOFError where the other side has closed the socket."""
     count, size = HEAD.unpack(_exactly(connection, HEAD.size))
     return split(_exactly(connection, size), count)
 
@@ -47,7 +48,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def joined(tokens: Sequence[bytes]) -> bytes:
-    """A token table as one text."""
+    """A token table as one byte string."""
     return packed(tokens)[HEAD.size :]
 
 
@@ -61,59 +62,50 @@ def split(table: bytes, count: int) -> list[bytes]:
 
 
 class Libraries:
-    """The libraries over one vocabulary; each is loaded for its first call."""
+    """Both libraries over one vocabulary. The public methods are the calls that the parent may make."""
 
     def __init__(self, setup: Sequence[bytes]) -> None:
         import numpy
 
-        options, encoded, spoken = setup
+        # Here and not above: the script must first make the package importable, and the parent needs only the functions above.
+        from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
+
+        options, for_xgrammar, for_llguidance = setup
         self._options: dict[str, Any] = json.loads(options)
-        self._spoken = spoken
+        self._for_llguidance = for_llguidance
+        self._parsed_grammar = parsed_grammar
         self._core = _xgrammar_bindings()
-        width, tokens = self._options["width"], split(encoded, self._options["num_tokens"])
-        raw = 0  # the library's word for tokens that are bytes
+        width, tokens = self._options["width"], split(for_xgrammar, self._options["num_tokens"])
+        raw = 0  # the library's enum value for tokens that are bytes
         tokenizer = self._core.TokenizerInfo(tokens, raw, width, self._options["stop_token_ids"], False)
         self._compiler = self._core.GrammarCompiler(tokenizer, self._options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
-        self.grammar(b'root ::= "a"', b"root")  # what is loaded with a first compile is here before memory is limited
+        self.xgrammar(b"regex", b"a", b"")  # load everything that a compile needs before memory is limited
 
     def prepare(self, name: str) -> bool:
-        """Load what a call needs; True where that took memory that the call is not to answer for."""
+        """Load the library of a call; True where that took memory that the call's limit should not include."""
         if name != "lark" or self._llguidance is not None:
             return False
-        self._llguidance = _LLGuidance(split(self._spoken, self._options["width"]), self._options)
+        self._llguidance = _LLGuidance(split(self._for_llguidance, self._options["width"]), self._options)
         return True
 
-    def schema(self, text: bytes, longest_blank: bytes) -> bytes:
-        """The library's grammar of a JSON schema, as text."""
-        blank = int(longest_blank)
-        arguments = (text.decode(), blank > 0, None, None, True, blank or None, False, False)
-        return str(self._core.Grammar.from_json_schema(*arguments).to_string()).encode()
-
-    def written(self, text: bytes, root: bytes) -> bytes:
-        """A grammar as the library writes it."""
-        return str(self._core.Grammar.from_ebnf(text.decode(), root.decode()).to_string()).encode()
-
-    def parsed(self, text: bytes, root: bytes) -> bytes:
-        """A grammar as data, before it is compiled."""
-        return str(self._core.Grammar.from_ebnf(text.decode(), root.decode()).serialize_json()).encode()
-
-    def grammar(self, text: bytes, root: bytes) -> bytes:
-        """A compiled grammar, serialised; its first mask is tried out."""
-        compiled = self._compiler.compile_grammar_from_strings(text.decode(), root.decode())
+    def xgrammar(self, kind: bytes, payload: bytes, any_whitespace: bytes) -> bytes:
+        """The serialised compiled grammar of a constraint. Its first mask is filled here, as that may fail too."""
+        parsed = self._parsed_grammar(self._core, kind.decode(), payload.decode(), bool(any_whitespace), self._options["least_bytes"])
+        compiled = self._compiler.compile_grammar_ebnf(parsed)
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
         return str(compiled.serialize_json()).encode()
 
     def lark(self, text: bytes) -> bytes:
-        """Nothing, where llguidance takes the grammar and fills its first mask; the parent will do the same again."""
-        self._llguidance.try_out(text.decode(), self._mask)
+        """Compile with llguidance and fill the first mask. Its grammars cannot be sent, so the parent compiles again."""
+        self._llguidance.try_grammar(text.decode(), self._mask)
         return b""
 
 
 class _LLGuidance:
-    """The token table as the library wants it, and a trial."""
+    """The token table in the form that the library expects, and a trial compile."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -128,30 +120,35 @@ class _LLGuidance:
         self._matcher = llguidance.LLMatcher
 
     def __call__(self, text: str) -> Sequence[int]:
-        raise RuntimeError("no grammar here has tokens of its own")
+        raise RuntimeError("no grammar names tokens, so no text is tokenized")
 
-    def try_out(self, grammar: str, mask: Any) -> None:
+    def try_grammar(self, grammar: str, mask: Any) -> None:
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if not matcher.is_error():  # what is wrong with a grammar is told by the parent, which comes to the same end
+        if not matcher.is_error():  # the parent reports errors, which it finds in the same way
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
+def _add_package(name: str, path: Sequence[str]) -> None:
+    """A package whose modules can be imported, without running its __init__."""
+    package = types.ModuleType(name)
+    package.__path__ = list(path)
+    sys.modules[name] = package
+
+
 def _xgrammar_bindings() -> Any:
-    """The bindings alone: importing the package itself would load torch and transformers, 270 MB in seconds."""
+    """The bindings without the package, which would load torch and transformers: 270 MB, and seconds."""
     spec = importlib.util.find_spec("xgrammar")
     if spec is None:
         raise ImportError("xgrammar is not installed")
-    package = types.ModuleType("xgrammar")
-    package.__path__ = list(spec.submodule_search_locations or [])
-    sys.modules["xgrammar"] = package
-    hidden: dict[str, Any] = {"torch": None}  # tvm-ffi takes it along where it is installed
+    _add_package("xgrammar", spec.submodule_search_locations or [])
+    hidden: dict[str, Any] = {"torch": None}  # tvm-ffi would import it
     sys.modules.update(hidden)
     importlib.import_module("xgrammar.load_binding")
     return importlib.import_module("xgrammar.base")._core
 
 
 def _memory_bytes() -> int:
-    """Address space of this process; 0 where the system does not tell."""
+    """Address space of this process; 0 without /proc."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -159,30 +156,43 @@ def _memory_bytes() -> int:
         return 0
 
 
-def _limit_memory(most: int) -> None:
-    if most:
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+def _limit_memory(num_bytes: int) -> None:
+    if num_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _answer(call: Any, arguments: Sequence[bytes], result_bytes: int) -> tuple[bytes, bytes]:
+    from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
+
     try:
         result: bytes = call(*arguments)
     except MemoryError:
         return NO_MEMORY, b""
-    except Exception as error:  # the C++ side raises RuntimeError and several types of its own
-        told = str(error)
-        return (NO_MEMORY, b"") if "bad_alloc" in told else (REFUSED, told.encode(errors="replace"))
+    except CompileAbortedError as error:
+        return ABORTED, str(error).encode()
+    except Exception as error:  # the libraries raise RuntimeError and several types of their own
+        message = str(error)
+        return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))
     return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)).encode())
 
 
 def main() -> None:
     sys.path[:] = sys.argv[1:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent ends this process
+    grammar = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sampling = os.path.dirname(grammar)
+    # Their __init__ would import torch, and an editable installation is not found by sys.path alone.
+    for package, path in (
+        ("stepgraph", os.path.dirname(sampling)),
+        ("stepgraph.sampling", sampling),
+        ("stepgraph.sampling.grammar", grammar),
+    ):
+        _add_package(package, [path])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent ends this process
     connection = socket.socket(fileno=0)
     limits, *setup = received(connection)
     seconds, compile_bytes, result_bytes = json.loads(limits)
     libraries = Libraries(setup)
-    at_rest = _memory_bytes()
+    idle_bytes = _memory_bytes()
     connection.sendall(packed([DONE, b"", b""]))
     while True:
         try:
@@ -190,13 +200,13 @@ def main() -> None:
         except EOFError:
             return
         if libraries.prepare(name.decode()):
-            at_rest = _memory_bytes()
-        _limit_memory(at_rest and at_rest + compile_bytes)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # its signal ends this process, whatever it is doing, parent or no parent
+            idle_bytes = _memory_bytes()
+        _limit_memory(idle_bytes and idle_bytes + compile_bytes)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends this process even without the parent
         status, result = _answer(getattr(libraries, name.decode()), arguments, result_bytes)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        tired = _memory_bytes() > at_rest + compile_bytes // 2
-        connection.sendall(packed([status, result, b"tired" if tired else b""]))
+        bloated = _memory_bytes() > idle_bytes + compile_bytes // 2
+        connection.sendall(packed([status, result, b"bloated" if bloated else b""]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The compile worker as its parent sees it: calls with limits, and an error that says what became of one that did not return.
+"""The parent's side of the compile worker: starts the process, calls it under limits, and reports why a call did not return.
 
-One call at a time, by one thread; `kill` from any. A worker that was killed, crashed or ran into a limit is of no further use.
+One thread makes one call at a time; `kill` is for any thread. A process that was killed, crashed or exceeded a limit is replaced.
 """
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ from pathlib import Path
 from typing import IO
 
 from stepgraph.sampling.grammar.compile import worker as compile_worker
-from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits, over
-from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
-GRACE_SECONDS = 1.0  # the worker's own timer comes first; this is for one that was stopped
+GRACE_SECONDS = 1.0  # after the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
-NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # of C++, of Rust, of the system's loader
+NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 _alive: weakref.WeakSet[CompileWorker] = weakref.WeakSet()
-
-
-class WorkerError(ValueError):
-    """What became of a call that did not return."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +49,13 @@ class _Process:
 
 
 class CompileWorker:
-    """A worker process for one compile after another: started for the first call, and again where it was lost."""
+    """A worker process for one compile at a time: started by the first call, and again after it was lost."""
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
         self._vocabulary, self._limits, self._max_threads = vocabulary, limits, max_threads
         self._process: _Process | None = None
         self._finalizer: weakref.finalize[..., CompileWorker] | None = None
-        self._cancelled = self._doomed = False
+        self._cancelled = self._kill_pending = False
         self.started = 0  # processes
         _alive.add(self)
 
@@ -68,49 +64,49 @@ class CompileWorker:
         return self._process.popen.pid if self._process else None
 
     def begin(self) -> None:
-        """Another compile: what was cancelled was the one before, whose end may have come first. Then the process is still to die."""
-        self._doomed |= self._cancelled
+        """Start another compile: a `kill` so far was for the previous one. If that had ended already, the process is still to be killed."""
+        self._kill_pending |= self._cancelled
         self._cancelled = False
 
     def call(self, name: str, *arguments: str) -> str:
-        """The result of one of `compile_worker.Libraries`' methods, ValueError in the library's words where it refuses, WorkerError
-        where a limit was reached or the worker died."""
+        """The result of a method of `compile_worker.Libraries`; ValueError with the library's message, or CompileAbortedError where
+        a limit was reached or the process died."""
         process = self._process
-        if process is None or self._doomed or process.owner != os.getpid() or process.popen.poll() is not None:
+        if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
         limits, encoded = self._limits, [part.encode() for part in (name, *arguments)]
         try:
-            status, result, tired = self._exchange(encoded, limits.compile_seconds + GRACE_SECONDS)
+            status, result, bloated = self._exchange(encoded, limits.compile_seconds + GRACE_SECONDS)
         except (OSError, EOFError) as error:  # a time-out is an OSError
-            told = self._fate(error)
+            message = self._failure(error)
             self.close()
-            raise WorkerError(told) from None
-        if tired or status == NO_MEMORY:
+            raise CompileAbortedError(message) from None
+        if bloated or status == NO_MEMORY:
             self.close()
         if status == NO_MEMORY:
-            raise WorkerError(self._no_memory())
+            raise CompileAbortedError(self._no_memory())
         if status == TOO_LARGE:
-            raise WorkerError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
+            raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status != DONE:
-            raise ValueError(result.decode())
+            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
         return result.decode()
 
     def kill(self) -> None:
-        """End the compile that it is busy with; from any thread."""
+        """End the running compile; from any thread."""
         self._cancelled = True
         process = self._process
         if process is not None and process.owner == os.getpid():
             process.popen.kill()
 
     def close(self) -> None:
-        """End the process; the next call starts another."""
+        """End the process; the next call starts a new one."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._finalizer = None
 
     def _start(self) -> None:
         self.close()
-        self._doomed = False
+        self._kill_pending = False
         vocabulary, limits = self._vocabulary, self._limits
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
@@ -119,20 +115,21 @@ class CompileWorker:
             "width": vocabulary.logits_width,
             "max_threads": self._max_threads,
             "fuel": limits.fuel,
+            "least_bytes": limits.least_bytes,
         }
         bounds = json.dumps([limits.compile_seconds, limits.compile_bytes, limits.result_bytes]).encode()
         tables = joined(vocabulary.for_xgrammar), joined(vocabulary.for_llguidance)
-        self._process = process = _started()
+        self._process = process = _start_process()
         self._finalizer = weakref.finalize(self, process.end)
         self.started += 1
         try:
             if self._cancelled:
-                raise EOFError  # `kill` found no process
+                raise EOFError  # `kill` came before the process existed
             self._exchange([bounds, json.dumps(options).encode(), *tables], START_SECONDS)
         except (OSError, EOFError) as error:
-            told, said = self._fate(error), self._epitaph()
+            message, stderr = self._failure(error), self._stderr_tail()
             self.close()
-            raise WorkerError(f"{told}, before it was ready{said and ': ' + said}") from None
+            raise CompileAbortedError(f"{message}, before it was ready{stderr and ': ' + stderr}") from None
 
     def _exchange(self, parts: list[bytes], seconds: float) -> list[bytes]:
         assert self._process is not None
@@ -141,33 +138,33 @@ class CompileWorker:
         connection.sendall(packed(parts))
         return received(connection)
 
-    def _fate(self, error: BaseException) -> str:
+    def _failure(self, error: BaseException) -> str:
+        """Why a call did not return."""
         limits = self._limits
         if self._cancelled:
             return "the compile was cancelled"
         if isinstance(error, TimeoutError):
             return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
-        code = self._code()
+        code = self._exit_code()
         if code == -signal.SIGALRM:
             return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        if any(sign in self._epitaph() for sign in NO_MEMORY_SIGNS):
+        if any(sign in self._stderr_tail() for sign in NO_MEMORY_SIGNS):
             return self._no_memory()
         if code >= 0:
             return f"the compile worker ended with exit code {code}"
-        memory = ", as where the system is out of memory" if code == -signal.SIGKILL else ""
+        memory = ", which may mean that the system is out of memory" if code == -signal.SIGKILL else ""
         return f"the compile worker died of {signal.Signals(-code).name}{memory}"
 
     def _no_memory(self) -> str:
         return over("compile_bytes", "a compile that takes more", self._limits.compile_bytes // MIB, "MiB of memory")
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.popen.wait(GRACE_SECONDS)
         return 0
 
-    def _epitaph(self) -> str:
-        """The end of what the worker said."""
+    def _stderr_tail(self) -> str:
         assert self._process is not None
         stderr = self._process.stderr
         size = stderr.seek(0, os.SEEK_END)
@@ -175,12 +172,12 @@ class CompileWorker:
         return stderr.read().decode(errors="replace").strip()
 
 
-def _started() -> _Process:
+def _start_process() -> _Process:
     if os.name != "posix":
-        raise WorkerError(f"there is no compile worker on {os.name}")
-    # Apart from this interpreter's settings and signals: only the path is handed on.
+        raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
+    # Isolated from this interpreter's settings and signals; only sys.path is passed on.
     command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
-    # Threads that a compile is not to answer for would take address space, and so would a heap for each of those that it uses.
+    # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     with contextlib.ExitStack() as undo:
         ours, theirs = map(undo.enter_context, socket.socketpair())
@@ -190,18 +187,18 @@ def _started() -> _Process:
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
             )
         except (OSError, ValueError) as error:
-            raise WorkerError(f"the compile worker did not start: {error}") from error
+            raise CompileAbortedError(f"the compile worker did not start: {error}") from error
         undo.pop_all()
         theirs.close()
     return _Process(popen, ours, stderr, os.getpid())
 
 
-def _leave_to_parent() -> None:
-    """In a fork: the socket is let go of, so that the worker still sees its parent end."""
+def _close_sockets() -> None:
+    """In a forked child: close its copies of the sockets, so that a worker still notices the end of its parent."""
     for worker in list(_alive):
         if worker._process is not None:
             worker._process.connection.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=_close_sockets)

@@ -1,17 +1,17 @@
-"""Sets of characters, and their spelling as a class of a grammar."""
+"""Sets of Unicode characters, and the classes that denote them in a grammar or a regular expression."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-CharSet = tuple[tuple[int, int], ...]  # first and last code points, ascending, apart from each other
+CharSet = tuple[tuple[int, int], ...]  # first and last code points of ranges, ascending, not adjacent
 
 LAST, LAST_ASCII = 0x10FFFF, 0x7F
 _SURROGATES = (0xD800, 0xDFFF)
 
 
 def charset(*parts: str | tuple[int, int]) -> CharSet:
-    """The characters of every string, and of every range of code points."""
+    """The characters of all strings and of all ranges of code points."""
     pairs = list[tuple[int, int]]()
     for part in parts:
         pairs += [(ord(char), ord(char)) for char in part] if isinstance(part, str) else [part]
@@ -29,7 +29,7 @@ def union(pairs: Iterable[tuple[int, int]]) -> CharSet:
 
 
 def complement(chars: CharSet) -> CharSet:
-    """All other characters of Unicode. Surrogates are none: no UTF-8 text holds one."""
+    """All other characters of Unicode, without surrogates, which UTF-8 cannot encode."""
     gaps, start = list[tuple[int, int]](), 0
     for first, last in (*union((*chars, _SURROGATES)), (LAST + 1, LAST + 1)):
         if start < first:
@@ -42,32 +42,32 @@ def intersection(left: CharSet, right: CharSet) -> CharSet:
     return complement(union((*complement(left), *complement(right))))
 
 
-def spelled(chars: CharSet) -> str:
-    """A class of these characters in EBNF. All by number: the parser takes `\\x1fc` for one character."""
-    return f"[{''.join(map(_spelled, chars))}]"
+def ebnf_class(chars: CharSet) -> str:
+    """The class of these characters in EBNF. Escapes have eight digits: the parser reads `\\x1fc` as one character."""
+    return f"[{''.join(map(_code_range, chars))}]"
 
 
-def spelled_open(chars: CharSet) -> str:
-    """The same where anything may stand in front of it, and where it may be counted.
+def readable_ebnf_class(chars: CharSet) -> str:
+    """The same for a class that may follow any element, or be repeated.
 
-    The library looks ahead in a class as it is written, and of each end of a range it compares the last byte of its number: U+0430 to
-    U+044F would hold "0" to "O". Ranges that cannot be cut so that their last bytes hold no ASCII but the class's own make a second
-    alternative, which is looked at in no such way; counted, that is slow, so U+E000, where a range must begin, is rather given up.
+    The library's look-ahead compares the last byte of each end of a range: U+0430 to U+044F would include "0" to "O". So ranges are
+    cut until their last bytes contain no ASCII besides the class's own. Where that is impossible, the remaining ranges become a second
+    alternative, to which the look-ahead does not apply; as that is slow when repeated, U+E000, where a range must begin, is left out.
     """
     has_nul = bool(chars) and chars[0][0] == 0
-    pieces = tuple(piece for first, last in chars for piece in _apart(first, last, has_nul))
+    pieces = tuple(piece for first, last in chars for piece in _cut(first, last, has_nul))
     own = {code for first, last in pieces for code in range(first, min(last, LAST_ASCII) + 1)}
     taken = {code for first, last in pieces for code in range(first & 0xFF, min(last & 0xFF, LAST_ASCII) + 1)}
     if taken <= own:
-        return spelled(pieces)
+        return ebnf_class(pieces)
     if len(pieces) == 1:
         (first, last), *_ = pieces
-        return f'"{_spelled(pieces[0])}"' if first == last else f"({spelled(((first, first),))} | {spelled(((first + 1, last),))})"
-    return f"({spelled(pieces[:1])} | {spelled(pieces[1:])})"
+        return f'"{_code_range(pieces[0])}"' if first == last else f"({ebnf_class(((first, first),))} | {ebnf_class(((first + 1, last),))})"
+    return f"({ebnf_class(pieces[:1])} | {ebnf_class(pieces[1:])})"
 
 
-def _apart(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
-    """A range as ranges, which may overlap: ASCII, and what lies beyond with as little ASCII in its last bytes as can be."""
+def _cut(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
+    """A range as several, which may overlap: ASCII, and the rest with as little ASCII in its last bytes as possible."""
     if first <= LAST_ASCII:
         yield first, min(last, LAST_ASCII)
         first = LAST_ASCII + 1
@@ -84,16 +84,16 @@ def _apart(first: int, last: int, has_nul: bool) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def spelled_in_regex(chars: CharSet) -> str:
-    """The class as engines of regular expressions write it."""
+def regex_class(chars: CharSet) -> str:
+    """The class in the syntax of regular expressions."""
     return "[" + "".join(f"\\u{{{first:x}}}-\\u{{{last:x}}}" for first, last in chars) + "]"
 
 
-def _spelled(piece: tuple[int, int]) -> str:
+def _code_range(piece: tuple[int, int]) -> str:
     first, last = piece
     return f"\\U{first:08x}-\\U{last:08x}" if last > first else f"\\U{first:08x}"
 
 
 EVERY = complement(())
-IN_JSON = complement(charset((0, 0x1F), '"\\'))  # what a JSON string may hold as it is
-SPELLABLE = complement(charset((0, 7), "\v", (0x0E, 0x1F), "\x7f"))  # what it may hold as it is or as a backslash and a letter
+IN_JSON = complement(charset((0, 0x1F), '"\\'))  # characters of a JSON string that need no escape
+SPELLABLE = complement(charset((0, 7), "\v", (0x0E, 0x1F), "\x7f"))  # those that need no escape, or a backslash and one character

@@ -1,9 +1,8 @@
-"""Regular expressions, as rules of a grammar: read as JavaScript reads them without flags, anchored at both ends.
+"""Translates regular expressions into grammar rules: the syntax of JavaScript without flags, anchored at both ends.
 
-The grammar library has two readers of its own, neither of which is used. One takes an escaped caret at the front of a class for
-a negation and `\\x61b` for one character, drops an anchor in the middle of a pattern, and has an escape without a meaning
-(`\\A`) stand for its letter. The other, for patterns inside JSON strings, takes "b" for a text of `(ab+)?`, lets bytes through
-that are no UTF-8, and ignores look-around.
+xgrammar's two own parsers are not used. One reads an escaped caret at the start of a class as a negation and `\\x61b` as one
+character, drops an anchor in the middle of a pattern, and reads an unknown escape (`\\A`) as its letter. The other, for patterns
+inside JSON strings, accepts "b" for `(ab+)?`, allows bytes that are not UTF-8, and ignores look-around.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from stepgraph.sampling.grammar.constraints.charset import (
     charset,
     complement,
     intersection,
-    spelled_in_regex,
-    spelled_open,
+    readable_ebnf_class,
+    regex_class,
     union,
 )
 
@@ -46,35 +45,35 @@ class _Context(NamedTuple):
     alphabet: CharSet
     spell: Callable[[CharSet], str]
 
-    def refuse(self, piece: str, position: int, want: str) -> NoReturn:
-        raise ValueError(f"{self.where}: got {piece} at position {position}, want {want}")
+    def reject(self, piece: str, position: int, expected: str) -> NoReturn:
+        raise ValueError(f"{self.where}: got {piece} at position {position}, expected {expected}")
 
 
-def ebnf_of(pattern: str, where: str, in_json: bool = False) -> str:
-    """The right-hand side of a rule for the texts that the pattern matches; ValueError where it says what cannot be enforced.
+def pattern_to_ebnf(pattern: str, where: str, in_json: bool = False) -> str:
+    """The right-hand side of a rule for the texts that the pattern matches; ValueError for what cannot be enforced.
 
-    Inside a JSON string, `.` and `[^...]` leave out the characters that must be escaped there; to name one is refused.
+    Inside a JSON string, `.` and `[^...]` exclude the characters that must be escaped there; a pattern that names one is an error.
     """
-    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, spelled_open), "(", '""'))
+    return " ".join(_translated(pattern, _Context(where, IN_JSON if in_json else EVERY, readable_ebnf_class), "(", '""'))
 
 
-def regex_of(pattern: str, where: str, in_json: bool = False) -> str:
-    """The same for engines of regular expressions: every class is spelled out by number, so that all engines agree on it.
+def pattern_to_regex(pattern: str, where: str, in_json: bool = False) -> str:
+    """The same as a regular expression: every class is written with numbers, so that all regex engines read it alike.
 
-    Inside a JSON string, characters are left out that would need an escape by number there.
+    Inside a JSON string, characters are excluded that need a numeric escape there.
     """
-    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, spelled_in_regex), "(?:", ""))
+    return "".join(_translated(pattern, _Context(where, SPELLABLE if in_json else EVERY, regex_class), "(?:", ""))
 
 
 def _translated(pattern: str, context: _Context, opening: str, empty: str) -> list[str]:
     pieces, depth, before = [empty], 0, "|"
-    atoms = {")": ")"}  # a long pattern repeats its letters
+    atoms = {")": ")"}  # cache: a long pattern repeats its letters
     for token in _TOKEN.finditer(pattern):
         text, start = token.group(), token.start()
         if token["anchor"]:
             after = pattern[token.end() : token.end() + 1] or "|"
             if depth or (before if text == "^" else after) != "|":
-                context.refuse(repr(text), start, "anchors at the ends of the whole pattern only")
+                context.reject(repr(text), start, "anchors at the ends of the whole pattern only")
         elif token["repeat"]:
             pieces[-1] += _repeat(text, start, before, context)
         elif token["group"] or text == "|":
@@ -86,7 +85,7 @@ def _translated(pattern: str, context: _Context, opening: str, empty: str) -> li
             pieces.append(atoms[text])
         depth += {"(": 1, ")": -1}.get(text[0], 0)
         if depth < 0:
-            context.refuse(text, start, "a parenthesis that was opened")
+            context.reject(text, start, "a parenthesis that was opened")
         before = "{" if token["repeat"] else text
     if depth:
         raise ValueError(f"{context.where}: the parenthesis is not closed")
@@ -95,35 +94,35 @@ def _translated(pattern: str, context: _Context, opening: str, empty: str) -> li
 
 def _repeat(text: str, start: int, before: str, context: _Context) -> str:
     if before[0] in "|^({":
-        context.refuse(text, start, "something to repeat in front of it, and one repetition only")
+        context.reject(text, start, "an element before it, and one repetition only")
     bounds = re.findall(r"\d+", text)
     if any(len(bound) > 6 or int(bound) > MAX_REPEAT for bound in bounds):
-        context.refuse(text[:40], start, f"at most {MAX_REPEAT} repetitions")
+        context.reject(text[:40], start, f"at most {MAX_REPEAT} repetitions")
     if [int(bound) for bound in bounds] != sorted(int(bound) for bound in bounds):
-        context.refuse(text, start, "bounds that ascend")
-    return text[0] if text[0] in "*+?" else text.rstrip("?")  # a lazy repetition takes the same texts
+        context.reject(text, start, "bounds that ascend")
+    return text[0] if text[0] in "*+?" else text.rstrip("?")  # a lazy repetition matches the same texts
 
 
 def _check_group(token: re.Match[str], context: _Context) -> None:
     if token.group() == "(" and token.string[token.end() : token.end() + 1] == "?":
-        context.refuse(token.string[token.start() :][:3], token.start(), "no look-around and no flags")
+        context.reject(token.string[token.start() :][:3], token.start(), "no look-around and no flags")
 
 
 def _atom(token: re.Match[str], context: _Context) -> str:
     text, start = token.group(), token.start()
     if token["other"] and text in "[{\\":
-        context.refuse(text, start, "its end, or a backslash in front of it")
+        context.reject(text, start, "its end, or a backslash before it")
     chars = _read_set(text, start, context) if token["set"] else _DOT if text == "." else _read_item(text, start, context)
     if not token["set"] and len(chars) == 1 and chars[0][0] == chars[0][1]:
         _check_literal(chars, text, start, context)
     chars = intersection(chars, context.alphabet)
     if not chars:
-        context.refuse(text[:40], start, "a class of at least one character")
+        context.reject(text[:40], start, "a class of at least one character")
     return context.spell(chars)
 
 
 def _read_set(text: str, start: int, context: _Context) -> CharSet:
-    """The characters of `[...]`; a hyphen is a range between two characters and itself anywhere else."""
+    """The characters of `[...]`; a hyphen is a range between two characters and literal anywhere else."""
     negated = text.startswith("[^")
     chars = list[tuple[int, int]]()
     items = [(item.group(), start + 1 + negated + item.start()) for item in _ITEM.finditer(text[1 + negated : -1])]
@@ -136,7 +135,7 @@ def _read_set(text: str, start: int, context: _Context) -> CharSet:
             end, at_end = items[index + 2]
             last = _read_item("\\x08" if end == "\\b" else end, at_end, context)
             if last < first:
-                context.refuse(f"{item}-{end}", at, "a range that ascends")
+                context.reject(f"{item}-{end}", at, "a range that ascends")
             chars.append((first[0][0], last[0][1]))
         else:
             if not negated and item[1:] not in _SETS:
@@ -147,7 +146,7 @@ def _read_set(text: str, start: int, context: _Context) -> CharSet:
 
 
 def _read_item(item: str, start: int, context: _Context) -> CharSet:
-    """The characters of one escape or of one that stands for itself."""
+    """The characters of one escape or one literal character."""
     if item[0] != "\\":
         return charset(item)
     name = item[1:2]
@@ -162,12 +161,12 @@ def _read_item(item: str, start: int, context: _Context) -> CharSet:
     elif len(item) == 2 and not name.isalnum():
         code = ord(name)
     else:
-        context.refuse(item, start, "an escape that has a meaning")
+        context.reject(item, start, "an escape that has a meaning")
     if not intersection(((code, code),), EVERY):
-        context.refuse(item, start, "a character of Unicode, which a surrogate is not; write \\u{...}")
+        context.reject(item, start, "a Unicode character other than a surrogate; write \\u{...}")
     return ((code, code),)
 
 
 def _check_literal(chars: CharSet, text: str, start: int, context: _Context) -> None:
     if not intersection(chars, context.alphabet):
-        context.refuse(repr(text), start, "no character that JSON strings escape")
+        context.reject(repr(text), start, "no character that JSON strings escape")

@@ -1,4 +1,4 @@
-"""A refusal to take a constraint that would not be enforced: where in the schema, which keyword, why."""
+"""The error for a part of a constraint that would not be enforced."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NoReturn
 
 
 @dataclass(frozen=True)
-class Refusal:
-    where: str  # a JSON pointer, "#" for the whole
+class Unsupported:
+    """One part of a constraint that a grammar library does not enforce."""
+
+    where: str  # a JSON pointer into the schema; "#" is the whole constraint
     keyword: str
     reason: str
 
@@ -16,16 +18,17 @@ class Refusal:
         return f"{self.where}: {self.keyword}: {self.reason}"
 
 
-class RefusedError(ValueError):
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(str(refusal))
-        self.refusal = refusal
+class UnsupportedError(ValueError):
+    def __init__(self, unsupported: Unsupported) -> None:
+        super().__init__(str(unsupported))
+        self.unsupported = unsupported
 
 
-def refuse(where: str, keyword: str, reason: str) -> NoReturn:
-    raise RefusedError(Refusal(where, keyword, reason))
+def reject(where: str, keyword: str, reason: str) -> NoReturn:
+    """Raise UnsupportedError."""
+    raise UnsupportedError(Unsupported(where, keyword, reason))
 
 
-def step(where: str, *names: str | int) -> str:
-    """The pointer to something below `where`."""
+def pointer(where: str, *names: str | int) -> str:
+    """The JSON pointer to a child of `where`."""
     return "/".join([where, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])

@@ -1,21 +1,21 @@
-"""The structs of host_link.h as ctypes sees them, and the proof that a compiled library has the same ones."""
+"""The structs of host_link.h for ctypes, and the values that the loader compares with those of the compiled library."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
 
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction
 from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, TokenTable
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 
-VERSION = 9  # of the layout: counted up whenever the two sides would misunderstand each other
+VERSION = 10  # of the layout: incremented with every change that sizes do not show
 FAULT_BYTES = 480
 MAX_SLOTS = 4096
 
 
 class LibraryStruct(Structure):
-    """What a row asks of a grammar library: five functions."""
+    """The five functions of a grammar library that a row calls."""
 
     _fields_ = tuple((name, c_void_p) for name in ("accept", "fill", "rollback", "is_terminated", "forced"))
 
@@ -54,7 +54,7 @@ class LLGuidanceStruct(Structure):
 
 class TokensStruct(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("texts", "starts", "ids", "places", "buckets", "singles")),
+        *((name, c_void_p) for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")),
         ("num_tokens", c_int64),
         ("longest", c_int32),
         ("merges", c_int32),
@@ -74,30 +74,19 @@ class ForcedTextStruct(Structure):
 
 class MarkerStruct(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("symbols", "shorter", "rows", "masks", "text_words", "bytes", "starts")),
+        *((name, c_void_p) for name in ("symbols", "fallback", "mask_index", "masks", "text_words", "bytes", "starts")),
         ("num_tokens", c_int64),
         ("complete", c_int32),
     )
 
 
-class MarkerTextStruct(Structure):
+class MarkerProgressStruct(Structure):
     _fields_ = (
         ("table", c_void_p),
         ("states", c_void_p),
         ("room", c_int64),
-        ("taken", c_int64),
-        ("behind", c_int64),
-    )
-
-
-class CheckedStruct(Structure):
-    _fields_ = (
-        ("backend", c_char_p),
-        ("masks", c_void_p),
-        ("places", c_void_p),
-        ("room", c_int64),
-        ("words", c_int64),
-        ("accepted", c_int64),
+        ("num_free", c_int64),
+        ("num_inner", c_int64),
     )
 
 
@@ -107,21 +96,19 @@ class RowStruct(Structure):
         ("matcher", c_void_p),
         ("text_words", c_void_p),
         ("stop_words", c_void_p),
-        ("mixed", c_void_p),
-        ("num_mixed", c_int64),
+        ("partial_words", c_void_p),
+        ("num_partial", c_int64),
         ("num_tokens", c_int64),
         ("owner", c_int64),
         ("committed", c_int64),
         ("pending_drafts", c_int64),
-        ("fills", c_int64),
         ("fuel_seconds", c_double),
         ("last_mask_status", c_int32),
-        ("open", c_int32),
+        ("known_open", c_int32),
         ("faulted", c_int),
         ("fault", c_char * FAULT_BYTES),
         ("forced", ForcedTextStruct),
-        ("marker", MarkerTextStruct),
-        ("checked", CheckedStruct),
+        ("marker", MarkerProgressStruct),
     )
 
 
@@ -142,7 +129,7 @@ class ShapeStruct(Structure):
 
 
 class StepStruct(Structure):
-    _fields_ = (("action", c_int32), ("index", c_int32))
+    _fields_ = (("action", c_int32), ("stage", c_int32))
 
 
 class NodeStruct(Structure):
@@ -172,7 +159,7 @@ OWN_LAYOUT = (
     RowStruct.fault.offset,
     *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct)),
     *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct, TokensStruct, ForcedTextStruct)),
-    *(sizeof(struct) for struct in (MarkerStruct, MarkerTextStruct, CheckedStruct)),
+    *(sizeof(struct) for struct in (MarkerStruct, MarkerProgressStruct)),
     len(HostColumn),
     TAG_FIELDS,
     ROW_RUNNING,
@@ -185,9 +172,9 @@ OWN_LAYOUT = (
 
 
 def tokens_struct(table: TokenTable) -> TokensStruct:
-    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "places", "buckets", "singles")}
+    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")}
     struct = TokensStruct(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
-    struct.table = table  # as long as the C side may read it
+    struct.table = table  # keeps the arrays alive
     return struct
 
 

@@ -1,13 +1,10 @@
-"""The native half of the host link: a small C library, built when the package is installed where there is a compiler.
-
-Knows how to find and check it; native_link.py uses it.
-"""
+"""Loads the C library of the native host link and declares its functions. It is built at installation if there is a C compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 from stepgraph.sampling.grammar.link.layout import (
@@ -27,7 +24,7 @@ __all__ = ["NativeLibrary", "Unavailable", "find_library", "load"]
 
 
 class NativeLibrary:
-    """The loaded library. `quick` keeps the GIL around calls that only touch a few words; `waiting` releases it."""
+    """The loaded library. Functions of `quick` keep the GIL because they only access a few words; those of `waiting` release it."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -63,20 +60,11 @@ class NativeLibrary:
 
     @functools.cached_property
     def llguidance(self) -> LLGuidanceBinding:
-        """Unavailable, with the reason, where that library cannot be called from C."""
+        """Raises Unavailable with the reason if llguidance cannot be called from C."""
         return LLGuidanceBinding(self.quick, llguidance_api())
-
-    def counts(self, link: int) -> CountsStruct:
-        counts = CountsStruct()
-        self.quick.stepgraph_counts(link, byref(counts))
-        return counts
-
-    def fault(self, row: RowStruct) -> str:
-        text: bytes = self.quick.stepgraph_fault(byref(row))
-        return text.decode(errors="replace")
 
 
 @functools.cache
 def load() -> NativeLibrary:
-    """The library of this installation; Unavailable, with the reason, if it cannot be used."""
+    """The library of this installation. Raises Unavailable with the reason if it cannot be used."""
     return NativeLibrary(find_library())

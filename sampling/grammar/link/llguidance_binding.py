@@ -1,6 +1,6 @@
-"""llguidance's C API, which its wheel exports beside the Python module: looked up by name, used where version and structs are as expected.
+"""llguidance's C API, which its wheel exports next to the Python module. It is used only if version and structs are as expected.
 
-Made here: a tokenizer per vocabulary, and per grammar a matcher that is never moved. Every row has a clone of it, made and moved in C.
+Created here: one tokenizer per vocabulary and one unused start matcher per grammar. Each row clones it in C.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
-SYMBOLS = {  # what host nodes call
+SYMBOLS = {  # called by host nodes
     "compute_mask_into": "llg_matcher_compute_mask_into",
     "compute_mask": "llg_matcher_compute_mask",
     "validate_tokens": "llg_matcher_validate_tokens",
@@ -33,10 +33,10 @@ SYMBOLS = {  # what host nodes call
     "free": "llg_free_matcher",
 }
 VERSION = re.compile(rb"llguidance@1\.9\.([1-9]\d*)(?!\S)")
-_MARK = b"\xff"  # in front of what is no text
+_MARK = b"\xff"  # prefix of tokens that are not text
 _ERROR_BYTES = 1000
 _UNTOUCHED = 0xA5
-MOST_LESSONS = 8
+MAX_LEXER_UPDATES = 8
 
 
 class LimitsStruct(Structure):
@@ -94,7 +94,7 @@ DEFAULTS = {
 
 
 class LLGuidanceApi:
-    """The library that the Python module has loaded, and the addresses of its functions."""
+    """The library that the Python module has loaded and the addresses of its functions."""
 
     def __init__(self, module: ModuleType) -> None:
         path = module.__file__ or ""
@@ -106,7 +106,7 @@ class LLGuidanceApi:
             raise Unavailable(f"llguidance's module does not export its C API: {error}") from error
         version: bytes = self.library.llg_get_version()
         if VERSION.match(version) is None:
-            raise Unavailable(f"llguidance's C API is {version.decode(errors='replace')}, want llguidance@1.9.1 or a later 1.9")
+            raise Unavailable(f"llguidance's C API: got {version.decode(errors='replace')}, expected llguidance@1.9.1 or a later 1.9")
         self._check_layout()
 
     def tokenizer(self, vocabulary: Vocabulary) -> LLGuidanceTokenizer:
@@ -128,18 +128,18 @@ class LLGuidanceApi:
         library.llg_free_matcher.restype, library.llg_free_matcher.argtypes = None, (c_void_p,)
 
     def _check_layout(self) -> None:
-        """The struct of a constraint has no version of its own. The library fills one in: where, and how far, tells its layout."""
+        """LlgConstraintInit has no version field. Its layout is inferred from where the library writes the default values."""
         room = (c_uint8 * (2 * ctypes.sizeof(ConstraintStruct)))(*[_UNTOUCHED] * (2 * ctypes.sizeof(ConstraintStruct)))
         self.library.llg_constraint_init_set_defaults(room, room)
         filled = ConstraintStruct.from_buffer(room)
         limits = {name: getattr(filled.limits, name) for name in DEFAULTS}
         beyond = bytes(room)[ctypes.sizeof(ConstraintStruct) :]
         if filled.tokenizer != ctypes.addressof(room) or limits != DEFAULTS or set(beyond) != {_UNTOUCHED}:
-            raise Unavailable(f"llguidance's LlgConstraintInit is laid out otherwise: got limits of {limits}, want {DEFAULTS}")
+            raise Unavailable(f"llguidance's LlgConstraintInit has another layout: got limits {limits}, expected {DEFAULTS}")
 
 
 class LLGuidanceTokenizer:
-    """A vocabulary as the library keeps it; from any thread."""
+    """A vocabulary in the library's form; usable from any thread."""
 
     def __init__(self, api: LLGuidanceApi, vocabulary: Vocabulary) -> None:
         self.api, self._bytes = api, vocabulary.mask_words * np.dtype(np.int32).itemsize
@@ -148,20 +148,20 @@ class LLGuidanceTokenizer:
         lengths = (c_uint32 * len(tokens))(*map(len, tokens))
         first, *others = vocabulary.stop_token_ids
         more = (c_uint32 * len(others))(*others)
-        told = TokenizerStruct(
+        config = TokenizerStruct(
             struct_size=ctypes.sizeof(TokenizerStruct),
             vocab_size=len(tokens),
             tok_eos=first,
             token_lens=lengths,
             token_bytes=b"".join(tokens),
-            use_approximate_greedy_tokenize_fn=True,  # nothing here is ever tokenized: see `no_forcing` in llguidance_grammar.py
+            use_approximate_greedy_tokenize_fn=True,  # never used: `no_forcing` in llguidance_lib/lark.py
             tok_eos_extra=more,
             tok_eos_extra_count=len(others),
         )
         error = ctypes.create_string_buffer(_ERROR_BYTES)
-        self.address: int | None = api.library.llg_new_tokenizer_v2(byref(told), error, _ERROR_BYTES)
+        self.address: int | None = api.library.llg_new_tokenizer_v2(byref(config), error, _ERROR_BYTES)
         if not self.address:
-            raise Unavailable(f"llguidance's C API makes no tokenizer of this vocabulary: {error.value.decode(errors='replace')}")
+            raise Unavailable(f"llguidance's C API rejects this vocabulary: {error.value.decode(errors='replace')}")
         weakref.finalize(self, api.library.llg_free_tokenizer, self.address).atexit = False
 
     def grammar(self, lark: str, fuel: dict[str, int]) -> LLGuidanceNativeGrammar:
@@ -169,7 +169,7 @@ class LLGuidanceTokenizer:
 
 
 class LLGuidanceStart:
-    """A matcher at the start of a text, for rows to clone. It is never moved."""
+    """A matcher at the start of a text, which rows clone and never advance."""
 
     def __init__(self, api: LLGuidanceApi, address: int) -> None:
         self.address = address
@@ -177,37 +177,39 @@ class LLGuidanceStart:
 
 
 class LLGuidanceNativeGrammar:
-    """What rows begin with. A lexer works its states out as it meets them, and a clone has its own: so the first rows that end
-    leave behind what theirs has learnt, and later ones are spared it. Who finds no room in it for more goes on from the `cold` one.
+    """The matchers that rows start from.
+
+    A lexer computes its states lazily, and each clone has its own. So the lexers of the first rows that end are kept for later rows.
+    `cold_start` has an empty lexer, for rows whose lexer is full.
     """
 
     def __init__(self, tokenizer: LLGuidanceTokenizer, lark: str, fuel: dict[str, int], mask_bytes: int) -> None:
-        """ValueError in the library's words where the grammar is none."""
-        assert "\0" not in lark, "the library would read less than all of it"
+        """ValueError with the library's message if the grammar is invalid."""
+        assert "\0" not in lark, "the library reads up to the first NUL"
         self.tokenizer, self._api, api = tokenizer, tokenizer.api, tokenizer.api
-        self._lessons = 0
-        # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
+        self._lexer_updates = 0
+        # Steps are bounded by counted work before they are by time, so that a text fails on every machine or on none.
         limits = LimitsStruct(**DEFAULTS | fuel | {"verbose_errors": False})
-        told = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
-        self.start = self.cold = LLGuidanceStart(api, api.library.llg_new_matcher(byref(told), b"lark", lark.encode()))
+        config = ConstraintStruct(tokenizer=tokenizer.address, limits=limits)
+        self.start = self.cold_start = LLGuidanceStart(api, api.library.llg_new_matcher(byref(config), b"lark", lark.encode()))
         error: bytes | None = api.library.llg_matcher_get_error(self.start.address)
         if error is not None:
             raise ValueError(error.decode(errors="replace"))
         assert api.library.llg_matcher_get_mask_byte_size(self.start.address) == mask_bytes
 
     @property
-    def learns(self) -> bool:
-        """What a lexer knows takes memory, and of some grammars there is no end to it."""
-        return self._lessons < MOST_LESSONS
+    def keeps_lexers(self) -> bool:
+        """Whether the lexer of the next row that ends is kept. Bounded, as the states of some grammars grow without limit."""
+        return self._lexer_updates < MAX_LEXER_UPDATES
 
-    def learn(self, address: int) -> None:
-        """From now on rows begin with this matcher, which is at the start of a text."""
-        self._lessons += 1
+    def replace_start(self, address: int) -> None:
+        """Let later rows start from this matcher, which is at the start of a text."""
+        self._lexer_updates += 1
         self.start = LLGuidanceStart(self._api, address)
 
 
 class LLGuidanceBinding:
-    """The functions of a row in C over those of the library."""
+    """The functions that a row calls, bound to the library."""
 
     def __init__(self, link: ctypes.CDLL, api: LLGuidanceApi) -> None:
         self.struct = LLGuidanceStruct(**api.addresses)
@@ -220,7 +222,7 @@ class LLGuidanceBinding:
 
 @functools.cache
 def llguidance_api() -> LLGuidanceApi:
-    """Unavailable, with the reason, where host nodes cannot call the library themselves."""
+    """Raises Unavailable with the reason if host nodes cannot call the library."""
     try:
         from llguidance import _lib
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""When host nodes ran, one by one: memory that a link writes into while it is asked to, from C as well.
+"""The times of single host nodes, in memory that a host link writes to while it is requested, also from C.
 
-A number before anything else: how many nodes were noted. Then three per node: whether it was the first of its round, its begin
-and its end by the monotonic clock, in nanoseconds.
+Layout: the number of recorded nodes, then three numbers per node: whether it was the first of its round, its begin and its end on the
+monotonic clock, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NodeTime(NamedTuple):
 
 
 class NodeLog:
-    """Room for so many nodes; what comes later is lost, and nothing waits."""
+    """Room for a number of nodes; later ones are dropped."""
 
     def __init__(self, room: int) -> None:
         assert room > 0
@@ -32,13 +32,13 @@ class NodeLog:
         return int(self._memory.ctypes.data)
 
     def add(self, first: bool, start_ns: int, end_ns: int) -> None:
-        at = 1 + FIELDS * int(self._memory[0])
-        if at < len(self._memory):
-            self._memory[at : at + FIELDS] = first, start_ns, end_ns
+        index = 1 + FIELDS * int(self._memory[0])
+        if index < len(self._memory):
+            self._memory[index : index + FIELDS] = first, start_ns, end_ns
             self._memory[0] += 1
 
     @property
     def times(self) -> list[NodeTime]:
-        """For a device that is idle."""
-        lines = self._memory[1 : 1 + FIELDS * int(self._memory[0])].reshape(-1, FIELDS).tolist()
-        return [NodeTime(bool(first), start, end) for first, start, end in lines]
+        """Read while no node is running."""
+        entries = self._memory[1 : 1 + FIELDS * int(self._memory[0])].reshape(-1, FIELDS).tolist()
+        return [NodeTime(bool(first), start, end) for first, start, end in entries]

@@ -1,8 +1,8 @@
-"""The contract between a round and whoever drives its matchers: rows, steps, host nodes, announcements.
+"""The interface between a round and the host link that drives its matchers: rows, steps, host nodes, batches.
 
-Knows pinned arrays and matchers; knows nothing of graphs, streams or requests. Every mask row that a link fills carries a
-tag (owner, committed tokens, index, status): a mask of another row, round or place is never used. The index says which of
-the row's K + 1 mask rows it is; the stage is the place in pinned memory through which it travels.
+Knows pinned arrays and matchers, not graphs, streams or requests. Every mask row carries a tag (owner, committed tokens, index,
+status), so that the device never uses a mask of another row, round or position. The index says which of the row's K + 1 masks it
+is; the stage is the index in pinned memory through which it is transferred.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from stepgraph.sampling.grammar.link.node_log import NodeLog
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+
+NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)  # as in host_link.c
 
 
 class HostAction(IntEnum):
-    """What a host node does to its batch or to each of its rows. native/host_link.h has the same numbers."""
+    """What a step does to the batch or to each of its rows. Same values as in host_link.h."""
 
-    BEGIN_ROUND = 0  # first of a round: take its batch, and withdraw every mask that an earlier round left
-    FILL_NEW = 1  # fill row 0 of the requests that have not been in a round before
-    COMMIT = 2  # roll back the rejected drafts, accept what the target added, fill row 0
-    ADVANCE = 3  # accept one draft, fill the row behind it
-    END_ROUND = 4  # last of a round: let go of the batch
+    BEGIN_ROUND = 0  # take the round's batch and invalidate all masks of earlier rounds
+    FILL_NEW = 1  # fill mask 0 of the requests that have no mask yet
+    COMMIT = 2  # roll back rejected drafts, accept the token that the target added, fill mask 0
+    ADVANCE = 3  # accept one draft, fill the mask after it
+    END_ROUND = 4  # release the batch
 
 
 class HostStep(NamedTuple):
     action: HostAction
-    stage: int = 0  # the mask row that FILL_NEW or ADVANCE fills; for ADVANCE also which draft it accepts, from 1
+    stage: int = 0  # FILL_NEW, ADVANCE: where the mask is written; ADVANCE: also which draft is accepted, from 1
 
 
 BEGIN_ROUND, COMMIT, END_ROUND = HostStep(HostAction.BEGIN_ROUND), HostStep(HostAction.COMMIT), HostStep(HostAction.END_ROUND)
@@ -43,7 +45,7 @@ def advance(index: int) -> HostStep:
 
 
 class MatcherRow(Protocol):
-    """One constrained request as the host nodes see it; touched by them alone from its first round to its last."""
+    """One constrained request. From its first round to its last only host nodes access it."""
 
     @property
     def owner(self) -> int: ...
@@ -53,27 +55,25 @@ class MatcherRow(Protocol):
 
     @property
     def fault(self) -> str:
-        """Why no mask of this row will come any more; empty while it works."""
-
-
-NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)  # host_link.c has the same
+        """Why this row will get no further masks; empty without a fault."""
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """Counts, and what the nodes took by the clock, which is not compared. A node that ends just then may be in some of them only."""
+    """Counters of a host link. Times are wall clock and excluded from comparison. Nodes that end during the reading may be counted
+    in some fields only."""
 
     fills: int = 0
     accepts: int = 0
     rollbacks: int = 0
-    looks: int = 0  # for a forced text
+    looks: int = 0  # searches for forced text
     node_ns: int = field(default=0, compare=False)
     longest_node_ns: int = field(default=0, compare=False)
-    nodes: tuple[int, ...] = field(default=(0,) * (len(NODE_BOUNDS_NS) + 1), compare=False)  # that took at most each bound, then the rest
+    nodes: tuple[int, ...] = field(default=(0,) * (len(NODE_BOUNDS_NS) + 1), compare=False)  # per bound, then the rest
 
 
 class HostLink(Protocol):
-    """Drives the matchers of a batch. Its nodes are called in the order of the rounds, and never overlap."""
+    """Drives the matchers of a batch. Its nodes run in the order of the rounds and never overlap."""
 
     @property
     def name(self) -> str:
@@ -83,19 +83,19 @@ class HostLink(Protocol):
     def stats(self) -> HostStats: ...
 
     def row(self, owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
-        """A row for `push_batch`. The matcher belongs to the host nodes from now on. From any thread."""
+        """A row for `push_batch`; callable from any thread. Afterwards only host nodes may use the matcher."""
 
     def node(self, steps: Sequence[HostStep]) -> Callable[[], object]:
         """A host node for `CaptureContext.host_node`. A round's first step is BEGIN_ROUND and its last one END_ROUND."""
 
     def push_batch(self, batch: Sequence[MatcherRow | None]) -> None:
-        """Say who sits in which slot of the next round; by the launching thread, before the launch."""
+        """Set the row of each batch slot for the next round; called by the launching thread before the launch."""
 
     def release_finished(self) -> None:
-        """Drop the rows of rounds that have ended; by the launching thread."""
+        """Release the rows of rounds that have ended; called by the launching thread."""
 
     def note_nodes(self, log: NodeLog | None) -> None:
-        """Write down from now on when every node ran; None: no longer. While no node is running."""
+        """Start or stop recording the times of nodes; called while no node is running."""
 
     def close(self) -> None:
-        """End threads, free memory. After the last node has run."""
+        """End threads and free memory; called after the last node has run."""

@@ -1,6 +1,6 @@
-"""The host side of a round in Python: the reference, and what runs where the native link cannot.
+"""The host link in Python: the reference for the native one, and the fallback where that one is not available.
 
-Called from host nodes of consecutive rounds. A row's fault stays in that row: nothing here raises for it.
+Its nodes run in the order of the rounds. An exception in a row's matcher becomes the fault of that row; a node raises for none.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from torch import Tensor
 from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import ForcedText, Forcing
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import ROW_RUNNING, HostColumn, MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
 
 
 @dataclass
 class PythonRow:
     owner: int
     matcher: Matcher
-    committed: int = 0  # tokens of the history that the matcher has accepted for good
-    pending_drafts: int = 0  # drafts accepted on top of them
-    last_mask_status: MaskStatus = MaskStatus.NONE  # status of the newest mask row; drafts go on only after OK
-    fills: int = 0
+    committed: int = 0  # tokens of the history that the matcher has accepted permanently
+    pending_drafts: int = 0  # drafts accepted after them
+    last_mask_status: MaskStatus = MaskStatus.NONE  # the walk over drafts continues only after OK
     fault: str = ""
     forced: ForcedText = field(default_factory=ForcedText)
 
 
 class PythonLink:
-    """Every step is done for all rows, one after another, under the GIL. `why` there is no native link, where one was wanted."""
+    """Processes all rows one after another, under the GIL. `reason`: why this is not the native link, for the capture report."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class PythonLink:
         drafts_host: Tensor,
         masks_host: Tensor,
         tags_host: Tensor,
-        why: str = "",
+        reason: str = "",
         forcing: Forcing | None = None,
     ) -> None:
-        self.name = f"python, under the GIL: {why}" if why else "python, under the GIL"
+        self.name = f"python, under the GIL: {reason}" if reason else "python, under the GIL"
         self._masks = masks_host  # [stages, B, words] int32
         self._state_np: npt.NDArray[np.int64] = state_host.numpy()  # [B, HOST_COLUMNS]
-        self._drafts_np: npt.NDArray[np.int64] = drafts_host.numpy()  # [K, B], -1 where there is none
+        self._drafts_np: npt.NDArray[np.int64] = drafts_host.numpy()  # [K, B], -1: no draft
         self._tags_np: npt.NDArray[np.int64] = tags_host.numpy()  # [stages, B, TAG_FIELDS]
         self._pushed: collections.deque[tuple[PythonRow | None, ...]] = collections.deque()
         self._batch: tuple[PythonRow | None, ...] = ()
@@ -73,7 +72,7 @@ class PythonLink:
             for step in steps:
                 self._run(step)
             end = time.perf_counter_ns()
-            self._note(end - begin)
+            self._count_time(end - begin)
             if self._log:
                 self._log.add(steps[0].action == HostAction.BEGIN_ROUND, begin, end)
 
@@ -85,15 +84,15 @@ class PythonLink:
         self._pushed.append(rows)
 
     def release_finished(self) -> None:
-        """The rounds' own END_ROUND does."""
+        """END_ROUND has released them."""
 
     def note_nodes(self, log: NodeLog | None) -> None:
         self._log = log
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """No threads, no memory of its own."""
 
-    def _note(self, taken_ns: int) -> None:
+    def _count_time(self, taken_ns: int) -> None:
         self._node_ns += taken_ns
         self._longest_ns = max(self._longest_ns, taken_ns)
         self._nodes[bisect.bisect_left(NODE_BOUNDS_NS, taken_ns)] += 1
@@ -106,7 +105,7 @@ class PythonLink:
             if self._forcing:
                 self._forcing.forced_host.fill_(-1)
         elif step.action == HostAction.FILL_NEW:
-            self._each_row(lambda slot, row: self._start_row(slot, row, step.stage))
+            self._each_row(lambda slot, row: self._fill_new_row(slot, row, step.stage))
         elif step.action == HostAction.COMMIT:
             self._each_row(self._commit_row)
         elif step.action == HostAction.ADVANCE:
@@ -121,14 +120,14 @@ class PythonLink:
                 continue
             try:
                 work(slot, row)
-            except Exception as error:  # one row's fault is that row's error: without a tag the device uses no mask of it
+            except Exception as error:  # a row's fault is its own: without a valid tag the device uses no mask of it
                 row.fault = f"{type(error).__name__}: {error}"
             row.fault = row.matcher.fault or row.fault
-            if row.fault and draft:  # the draft that it failed behind is judged all the same, by the mask before it
+            if row.fault and draft:  # the draft itself was still verified, by the mask before it
                 row.last_mask_status = MaskStatus.FAULT
                 self._tags_np[draft, slot] = (row.owner, row.committed, draft, row.last_mask_status)
 
-    def _start_row(self, slot: int, row: PythonRow, stage: int) -> None:
+    def _fill_new_row(self, slot: int, row: PythonRow, stage: int) -> None:
         if row.last_mask_status == MaskStatus.NONE:
             self._fill(slot, row, 0, stage)
 
@@ -159,7 +158,7 @@ class PythonLink:
     def _advance_row(self, slot: int, row: PythonRow, index: int) -> None:
         token = int(self._drafts_np[index - 1, slot])
         if token < 0 or row.pending_drafts != index - 1 or row.last_mask_status != MaskStatus.OK:
-            return  # the walk ended at an earlier draft
+            return  # an earlier draft ended the walk
         self._accepts += 1
         if not row.matcher.accept_token(token):
             row.last_mask_status = MaskStatus.ILLEGAL
@@ -171,18 +170,17 @@ class PythonLink:
 
     def _fill(self, slot: int, row: PythonRow, index: int, stage: int) -> None:
         self._fills += 1
-        row.fills += 1
         row.last_mask_status = row.matcher.fill_next_token_bitmask(self._masks[stage], slot)
         self._tags_np[stage, slot] = (row.owner, row.committed, index, row.last_mask_status)
         if row.last_mask_status == MaskStatus.OK and stage == index:
             self._force(slot, row, index)
 
     def _force(self, slot: int, row: PythonRow, index: int) -> None:
-        """Say which token the place behind a filled mask is forced to."""
+        """Write the token that is forced after mask `index`."""
         if self._forcing is None or index == len(self._forcing.forced_host):
             return
-        before, mask = row.forced.looks, self._masks[index, slot].numpy()
+        looks, mask = row.forced.looks, self._masks[index, slot].numpy()
         try:
             self._forcing.forced_host[index, slot] = row.forced.propose(row.committed + index, mask, self._forcing.table, row.matcher)
         finally:
-            self._looks += row.forced.looks - before
+            self._looks += row.forced.looks - looks

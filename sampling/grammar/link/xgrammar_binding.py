@@ -1,7 +1,7 @@
-"""xgrammar's methods as C functions: looked up by name in tvm-ffi's type table, and bound only where each is as expected.
+"""xgrammar's methods as C functions, looked up by name in tvm-ffi's type table.
 
-None of this is a documented C API of xgrammar. So the versions, the names and the signatures are compared first, and a
-difference is a reason to stay in Python, told by name.
+None of this is a documented C API of xgrammar. So versions, names and signatures are checked first; on any difference the binding
+raises Unavailable with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.link.layout import XGrammarStruct
 from stepgraph.sampling.native import Unavailable
 
 MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
-SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
+SIGNATURES: dict[str, tuple[str, ...]] = {  # result type, then argument types
     "accept_token": ("bool", MATCHER, "int", "bool"),
     "fill_next_token_bitmask": ("bool", MATCHER, "Any", "int", "bool"),
     "rollback": ("None", MATCHER, "int"),
@@ -26,11 +26,11 @@ SIGNATURES: dict[str, tuple[str, ...]] = {  # result, then arguments
 }
 SYMBOLS = {"call": "TVMFFIFunctionCall", "take_error": "TVMFFIErrorMoveFromRaised", "release": "TVMFFIObjectDecRef"}
 TVM_VERSION = (0, 1)
-TVM_FUNCTION = 68  # type number of a function object
+TVM_FUNCTION = 68  # type index of function objects
 
 
 class XGrammarBinding:
-    """The bound methods; keeps the function objects alive that the struct points to."""
+    """The bound methods. Keeps the function objects alive that the struct points to."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         _check_xgrammar_version(importlib.metadata.version("xgrammar"))
@@ -50,16 +50,16 @@ class XGrammarBinding:
         return ctypes.addressof(self.struct)
 
     def handle_of(self, matcher: Any) -> int:
-        """The object behind an xgrammar.GrammarMatcher, borrowed."""
+        """The address of the C++ object of an xgrammar.GrammarMatcher, borrowed."""
         handle = int(matcher._handle.__chandle__())
-        assert _type_number(handle) == self.matcher_type
+        assert _type_index(handle) == self.matcher_type
         return handle
 
 
 def _check_xgrammar_version(version: str) -> None:
     numbers = re.match(r"0\.2\.(\d+)", version)
     if numbers is None or int(numbers.group(1)) < 8:
-        raise Unavailable(f"xgrammar is {version}, want 0.2.8 or a later 0.2")
+        raise Unavailable(f"xgrammar: got {version}, expected 0.2.8 or a later 0.2")
 
 
 def _loaded_tvm_ffi() -> ctypes.CDLL:
@@ -67,13 +67,13 @@ def _loaded_tvm_ffi() -> ctypes.CDLL:
         from tvm_ffi import libinfo
 
         path = libinfo.find_libtvm_ffi()
-        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)  # the one that xgrammar uses, or none
+        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | ctypes.DEFAULT_MODE)  # only the copy that xgrammar has loaded
     except Exception as error:
-        raise Unavailable(f"tvm-ffi's library is not at hand: {error}") from error
+        raise Unavailable(f"tvm-ffi's library is not loaded: {error}") from error
     version = (ctypes.c_uint32 * 3)()
     library.TVMFFIGetVersion(version)
     if tuple(version[:2]) != TVM_VERSION:
-        raise Unavailable(f"tvm-ffi is {'.'.join(map(str, version))}, want {'.'.join(map(str, TVM_VERSION))}")
+        raise Unavailable(f"tvm-ffi: got {'.'.join(map(str, version))}, expected {'.'.join(map(str, TVM_VERSION))}")
     return library
 
 
@@ -86,7 +86,7 @@ def _matcher_type() -> Any:
     except Exception as error:
         raise Unavailable(f"xgrammar's matcher is not in tvm-ffi's type table: {error}") from error
     if info.type_key != MATCHER:
-        raise Unavailable(f"xgrammar's matcher is called {info.type_key!r}, want {MATCHER!r}")
+        raise Unavailable(f"xgrammar's matcher type: got {info.type_key!r}, expected {MATCHER!r}")
     return info
 
 
@@ -97,11 +97,11 @@ def _method(info: Any, name: str) -> Any:
     try:
         schema = json.loads(found[0].metadata["type_schema"])
         signature = tuple(argument["type"] for argument in schema["args"])
-        number = _type_number(found[0].func.__chandle__())
+        kind = _type_index(found[0].func.__chandle__())
     except Exception as error:
-        raise Unavailable(f"xgrammar's {name} does not tell its signature: {error!r}") from error
-    if signature != SIGNATURES[name] or number != TVM_FUNCTION:
-        raise Unavailable(f"xgrammar's {name} is {' '.join(signature)}, want {' '.join(SIGNATURES[name])}")
+        raise Unavailable(f"xgrammar's {name} has no readable signature: {error!r}") from error
+    if signature != SIGNATURES[name] or kind != TVM_FUNCTION:
+        raise Unavailable(f"xgrammar's {name}: got {' '.join(signature)}, expected {' '.join(SIGNATURES[name])}")
     return found[0].func
 
 
@@ -112,6 +112,6 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
         raise Unavailable(f"tvm-ffi has no {symbol}") from error
 
 
-def _type_number(handle: int) -> int:
-    """The type of a tvm-ffi object: the word behind its reference counts."""
+def _type_index(handle: int) -> int:
+    """The type of a tvm-ffi object: the word after its reference counts."""
     return ctypes.c_int32.from_address(handle + 8).value

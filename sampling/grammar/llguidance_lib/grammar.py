@@ -1,4 +1,4 @@
-"""From a constraint to a grammar of llguidance. Imported where that library is installed only; see backends.py."""
+"""Compiles constraints with llguidance. Imported only where that library is installed, see backends.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import llguidance
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.constraints.pattern import regex_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
 from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_groups
-from stepgraph.sampling.grammar.constraints.unsupported import refuse
+from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher, SharedStart
@@ -22,8 +22,8 @@ from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
-# The library does not tell what a grammar takes. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two of this.
-# Nor what its lexer learns as masks are made, which is in no account: `GrammarLimits.lexer_states` alone bounds it.
+# The library does not report the memory of a grammar. Measured, with the copy for host nodes: 60 kB to 0.7 MB, within a factor of two
+# of this. The states that a lexer adds while masks are computed are not included; `GrammarLimits.lexer_states` bounds them.
 BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
 _NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
@@ -32,7 +32,7 @@ _HEAD = head({})
 
 @dataclass(frozen=True, eq=False)
 class LLGuidanceGrammar:
-    """Compiled once, copied by every matcher."""
+    """A compiled grammar, copied by each matcher."""
 
     start: SharedStart
     vocabulary: Vocabulary
@@ -45,7 +45,7 @@ class LLGuidanceGrammar:
 
 
 class _Tokens:
-    """The token table as the library wants it; marked ids are text nowhere."""
+    """The token table in the form that the library expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -56,50 +56,50 @@ class _Tokens:
         self.special_token_ids = sorted(vocabulary.non_text_ids)
 
     def __call__(self, text: str) -> Sequence[int]:
-        raise RuntimeError("no grammar here has tokens of its own")
+        raise RuntimeError("no grammar names tokens, so no text is tokenized")
 
 
 class LLGuidanceBuilder:
-    """Builds grammars over one vocabulary; from any thread."""
+    """Builds grammars over one vocabulary; safe to call from any thread."""
 
     name = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
         self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.stop_token_ids))  # type: ignore[arg-type]
-        # A step is bounded by counted work before it is by time, so that the same text is refused on every machine.
+        # Counted work limits a step before time does, so that the same text is rejected on every machine.
         self._fuel = llguidance.LLParserLimits(verbose_errors=False, **limits.fuel)  # type: ignore[arg-type]
         try:
             self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
-        except Unavailable:  # the native link tells why
+        except Unavailable:  # the native link reports why
             self._native = None
 
     def check(self, constraint: Constraint) -> None:
-        """RefusedError where the constraint is seen not to be enforced, without the library."""
+        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without calling the library."""
         lark_of(constraint)
 
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> LLGuidanceGrammar:
-        """The library's grammars do not travel: what the worker has survived is done here once more."""
+        """Compile in the worker as a trial, then here: the library's grammars cannot be sent between processes."""
         grammar = lark_of(constraint)
         if worker:
             worker.call("lark", grammar)
         start = SharedStart(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._fuel))
         if start.matcher.is_error():
-            refuse("#", constraint.kind, _NOISE.sub("", start.matcher.get_error()).strip())
+            reject("#", constraint.kind, _NOISE.sub("", start.matcher.get_error()).strip())
         native = self._native.grammar(grammar, self._limits.fuel) if self._native else None
         nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
         return LLGuidanceGrammar(start, self._vocabulary, self._limits.step_seconds, nbytes, native)
 
 
 def lark_of(constraint: Constraint) -> str:
-    """The constraint in the library's language; RefusedError where it would not be enforced."""
+    """The constraint in the library's Lark notation; UnsupportedError where it would not be enforced."""
     kind, payload = constraint.kind, constraint.payload
     if kind == "lark":
         return checked_lark(payload)
     if kind == "ebnf":
-        refuse("#", "ebnf", "is xgrammar's notation; llguidance wants lark")
+        reject("#", "ebnf", "is a notation of xgrammar; llguidance expects lark")
     if kind == "regex":
-        return f"{_HEAD}start: TEXT\nTEXT: /(?:{regex_of(payload, 'pattern')})/\n"
+        return f"{_HEAD}start: TEXT\nTEXT: /(?:{pattern_to_regex(payload, 'pattern')})/\n"
     if kind == "choice":
         return f"{_HEAD}start: {' | '.join(json.dumps(option) for option in json.loads(payload))}\n"
     if kind == "structural_tag":
@@ -109,10 +109,10 @@ def lark_of(constraint: Constraint) -> str:
 
 
 def _tagged(groups: Sequence[TagGroup], any_whitespace: bool) -> str:
-    """Free text, and a tag behind each trigger. The text behind the last tag holds no trigger, whose tag could be left out."""
+    """Free text, and one of the tags after each trigger. The text after the last tag contains no trigger, which would lack its tag."""
     rules, triggers = list[str](), list[str]()
     for index, group in enumerate(groups):
-        trigger = regex_of(_quoted(group.trigger), "trigger")
+        trigger = pattern_to_regex(_quoted(group.trigger), "trigger")
         triggers.append(trigger)
         tags = [f"{_literal(tag.begin)} %json {llguidance_schema(tag.schema, any_whitespace)} {_literal(tag.end)}" for tag in group.tags]
         rules.append(f"tag_{index}: trigger_{index} ({' | '.join(tags)})\ntrigger_{index}[lazy]: /(?s:.*){trigger}/\n")

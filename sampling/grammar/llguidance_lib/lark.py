@@ -1,4 +1,4 @@
-"""A grammar in the Lark notation of llguidance: taken apart as the library does, and refused where it would not hold for text."""
+"""Checks grammars in the Lark notation of llguidance, and adds the options that are needed here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 
 from stepgraph.sampling.grammar.constraints.constraint import no_constants, unique_keys
-from stepgraph.sampling.grammar.constraints.unsupported import refuse
+from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 
 PIECE = re.compile(
@@ -24,35 +24,35 @@ PIECE = re.compile(
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _REPEATS = re.compile(r"~[ \t]*[+-]?[0-9]")
 _DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=no_constants)
-# Where bytes are forced, the library would allow one tokenization of them only, by a tokenizer that it calls under the GIL.
+# Otherwise the library allows only one tokenization of forced bytes, by a tokenizer that it calls under the GIL.
 OPTIONS = {"no_forcing": True}
-_REFUSED = {
-    "max_tokens": "does not hold when drafts are taken back",
-    "stop": "does not hold when drafts are taken back; suffix= does",
-    "temperature": "is none of a grammar's concern here; a request has one",
+_UNSUPPORTED = {
+    "max_tokens": "is not enforced when drafts are rolled back",
+    "stop": "is not enforced when drafts are rolled back; suffix= is",
+    "temperature": "is a sampling parameter of the request",
 }
 
 
 def head(options: dict[str, object]) -> str:
-    """The line that a grammar begins with."""
+    """The first line of a grammar."""
     return f"%llguidance {json.dumps({**options, **OPTIONS})}\n"
 
 
 def checked_lark(grammar: str) -> str:
-    """The grammar under the options that are needed here, with its JSON schemas checked as all others are."""
+    """The grammar with the options needed here and its JSON schemas checked; UnsupportedError for what cannot be enforced on text."""
     if "\0" in grammar:
-        refuse("#", "lark", "holds a NUL character; write \\x00 in a regular expression")
+        reject("#", "lark", "contains a NUL character; write \\x00 in a regular expression")
     options: dict[str, object] | None = None
-    written, before, place = list[str](), "", 0
-    while found := PIECE.match(grammar, place):
-        kind, piece, place = found.lastgroup, found.group(), found.end()
+    written, before, position = list[str](), "", 0
+    while found := PIECE.match(grammar, position):
+        kind, piece, position = found.lastgroup, found.group(), found.end()
         if kind == "json":
-            value, end = _value(grammar, place, piece)
+            value, end = _value(grammar, position, piece)
             if piece == "%llguidance":
                 options, piece = _checked_options(value, options), ""
             else:
-                piece += llguidance_schema(value, any_whitespace=False) if piece == "%json" else grammar[place:end]
-            place = end
+                piece += llguidance_schema(value, any_whitespace=False) if piece == "%json" else grammar[position:end]
+            position = end
         elif kind != "blank":
             _check(piece, before, bool(_REPEATS.match(grammar, found.start())))
             before = piece
@@ -61,27 +61,27 @@ def checked_lark(grammar: str) -> str:
 
 
 def _check(piece: str, before: str, repeats: bool) -> None:
-    """What a piece means, by the one in front of it."""
+    """Check a token, given the previous one."""
     if piece[0] == "<" and len(piece) > 1:
-        refuse("#", piece[:40], "names tokens; a grammar here is one of text")
+        reject("#", piece[:40], "names tokens; a grammar describes text")
     if piece == "~" and not repeats and before != "&":
-        refuse("#", "~", "allows what is no text, unless it stands behind what it is taken from: /(?s:.*)/ & ~NAME")
-    if piece == "=" and before in _REFUSED:
-        refuse("#", f"{before}=", _REFUSED[before])
+        reject("#", "~", "allows bytes that are not text, unless it follows &: /(?s:.*)/ & ~NAME")
+    if piece == "=" and before in _UNSUPPORTED:
+        reject("#", f"{before}=", _UNSUPPORTED[before])
 
 
-def _value(grammar: str, place: int, keyword: str) -> tuple[object, int]:
-    """The JSON value behind a keyword, and where it ends."""
-    blanks = _BLANKS.match(grammar, place)
+def _value(grammar: str, position: int, keyword: str) -> tuple[object, int]:
+    """The JSON value after a keyword, and its end."""
+    blanks = _BLANKS.match(grammar, position)
     try:
-        return _DECODER.raw_decode(grammar, blanks.end() if blanks else place)
+        return _DECODER.raw_decode(grammar, blanks.end() if blanks else position)
     except (ValueError, RecursionError) as error:
-        refuse("#", "lark", f"what follows {keyword} is not JSON ({error})")
+        reject("#", "lark", f"the text after {keyword} is not JSON ({error})")
 
 
-def _checked_options(told: object, before: object) -> dict[str, object]:
-    if not isinstance(told, dict) or before is not None:
-        refuse("#", "lark", "its %llguidance line is not one JSON object")
-    if told.get("allow_invalid_utf8"):
-        refuse("#", "allow_invalid_utf8", "allows what is no text")
-    return told
+def _checked_options(options: object, before: object) -> dict[str, object]:
+    if not isinstance(options, dict) or before is not None:
+        reject("#", "lark", "its %llguidance line is not one JSON object")
+    if options.get("allow_invalid_utf8"):
+        reject("#", "allow_invalid_utf8", "allows bytes that are not text")
+    return options

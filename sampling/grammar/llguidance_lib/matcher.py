@@ -1,4 +1,4 @@
-"""llguidance behind the interface of a matcher. Its errors do not raise, and some of its states cannot be left again."""
+"""The matcher of grammars that llguidance compiled. The library does not raise its errors, and keeps some of them for good."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar
-from stepgraph.sampling.grammar.link.mask_row import checked_row, classify
+from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -19,8 +19,8 @@ LEXER_FULL = "too many states"
 
 
 class SharedStart:
-    """A matcher at the start of a text, for copies. They share its lexer, which works its states out as any of them meets them, and
-    keeps them: who finds no room in it for more goes on with another, and so do those who come later."""
+    """A matcher at the start of a text, to be copied. The copies share its lexer, which stores the states that any of them reaches. A
+    copy that finds the lexer full renews it, and later copies use the new one."""
 
     def __init__(self, make: Callable[[], llguidance.LLMatcher]) -> None:
         self._make, self.matcher = make, make()
@@ -31,9 +31,9 @@ class SharedStart:
 
 
 class LLGuidanceMatcher:
-    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: whatever goes wrong, the row is zero.
+    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
 
-    Stop tokens are kept from the library, whose rollback miscounts them. What it starts with is copied, never moved.
+    Stop tokens are not passed to the library, whose rollback miscounts them. The shared start is copied, never advanced.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class LLGuidanceMatcher:
         self._fuel_seconds = fuel_seconds
         self._stop_ids = frozenset(vocabulary.stop_token_ids)
         self._scratch: npt.NDArray[np.int32] = np.zeros(vocabulary.mask_words, dtype=np.int32)
-        self._history = list[int]()  # text tokens that the library has taken
-        self._filled = 0  # how many of them there were when a mask was last computed
+        self._history = list[int]()  # text tokens that the library has accepted
+        self._filled = 0  # its length when a mask was last computed
         self._ended = False
         self._dead_end = False
         self._fault = ""
@@ -66,26 +66,26 @@ class LLGuidanceMatcher:
 
     @property
     def native_grammar(self) -> LLGuidanceNativeGrammar | None:
-        """The same grammar for who drives the library without Python; this matcher then knows nothing of what was accepted."""
+        """The same grammar for the native host link. This matcher does not see tokens accepted through it."""
         return self._native_grammar
 
     @property
     def accepted_tokens(self) -> tuple[int, ...]:
-        """Accepted and not taken back; any stop token stands for the one that was."""
+        """Tokens accepted and not rolled back. The first stop token represents whichever was accepted."""
         return (*self._history, *self._vocabulary.stop_token_ids[: self._ended])
 
     @property
     def num_accepted(self) -> int:
-        """Tokens accepted and not taken back, a stop token included."""
+        """Tokens accepted and not rolled back, a stop token included."""
         return len(self._history) + self._ended
 
     @property
     def fault(self) -> str:
-        """Why this matcher is of no further use; empty while it works."""
+        """Why this matcher can no longer be used; empty while it works."""
         return self._fault
 
     def accept_token(self, token_id: int) -> bool:
-        """Take one token; False, and no change, where the grammar does not allow it here."""
+        """Append one token; False, and no change, where the grammar does not allow it."""
         vocabulary = self._vocabulary
         if not 0 <= token_id < len(vocabulary.tokens) or self._ended or self._dead_end or self._fault:
             return False
@@ -96,7 +96,7 @@ class LLGuidanceMatcher:
             return False
         start = time.thread_time()
         accepted = self._consumed(token_id)
-        if not accepted and self._begun_anew(token_id):
+        if not accepted and self._renewed_lexer(token_id):
             accepted = self._consumed(token_id)
         if accepted:
             self._history.append(token_id)
@@ -121,65 +121,59 @@ class LLGuidanceMatcher:
         return classify(row, self._vocabulary)
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted, a stop token included."""
+        """Remove the last `num_tokens` accepted tokens, a stop token included."""
         if not 0 <= num_tokens <= self.num_accepted:
-            raise ValueError(f"rollback.num_tokens: got {num_tokens}, want 0..{self.num_accepted}, the number of accepted tokens")
+            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
         count = num_tokens - self._ended if num_tokens else 0
         self._ended = self._ended and num_tokens == 0
         if count == 0 or self._fault:
             return
         del self._history[len(self._history) - count :]
         if self._dead_end:
-            self._begin_again()
+            self._restart()
             return
         start = time.thread_time()
         self._matcher.rollback(count)
-        if not self._begun_anew() and len(self._history) < self._filled:
-            # The library keeps its latest mask by the number of items and the state of its lexer. Along another path both may come
-            # up again over other items: only a mask computed here, where the paths part, drops the old one.
+        if not self._renewed_lexer() and len(self._history) < self._filled:
+            # The library caches its latest mask by the number of items and the lexer state, which another path may reach with other
+            # items. Only a mask computed here, where the paths diverge, replaces the cached one.
             self._compute(self._scratch)
         self._burn(start, "rollback")
 
     def is_terminated(self) -> bool:
-        """Whether a stop token was accepted."""
+        """Whether a stop token was accepted and not rolled back."""
         return self._ended
-
-    def reset(self) -> None:
-        """Back to the start of the text."""
-        self._history.clear()
-        self._ended, self._fault = False, ""
-        self._begin_again()
 
     def _compute(self, row: npt.NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._begun_anew():
+        if self._renewed_lexer():
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._filled = len(self._history)
-        # To the library a dead end is an error, and an error is for good. It is one draft's end only.
+        # The library reports a dead end as a permanent error; here it only ends one draft.
         self._dead_end = self._matcher.is_error() and self._matcher.get_error().startswith("NoExtensionBias")
 
     def _consumed(self, token_id: int) -> bool:
         return self._matcher.try_consume_tokens([token_id]) == 1
 
-    def _begun_anew(self, refused: int = -1) -> bool:
-        """Whether the lexer was full, and a new one has taken the text so far. What still fails takes more than it may all by itself.
+    def _renewed_lexer(self, rejected: int = -1) -> bool:
+        """Whether the lexer was full and a new one has accepted the text so far. A text that still fails exceeds the limit by itself.
 
-        A full lexer refuses tokens without a word: only a copy that is made to consume one says why, and is of no use then.
+        A full lexer rejects tokens without an error. Only a copy that must consume the rejected token reports one.
         """
-        asked = self._matcher
-        if refused >= 0 and not asked.is_error():
-            asked = asked.deep_copy()
-            asked.consume_token(refused)
-        if not asked.is_error() or LEXER_FULL not in asked.get_error():
+        probe = self._matcher
+        if rejected >= 0 and not probe.is_error():
+            probe = probe.deep_copy()
+            probe.consume_token(rejected)
+        if not probe.is_error() or LEXER_FULL not in probe.get_error():
             return False
         self._pristine = self._start.renew()
-        self._begin_again()
+        self._restart()
         return not self._fault
 
-    def _begin_again(self) -> None:
+    def _restart(self) -> None:
         self._matcher, self._dead_end, self._filled = self._pristine.deep_copy(), False, 0
         if self._matcher.try_consume_tokens(self._history) != len(self._history):
-            self._fault = "rollback: the tokens that were accepted are not accepted again"
+            self._fault = "rollback: the accepted tokens are not accepted again"
 
     def _burn(self, start: float, call: str) -> None:
         seconds = time.thread_time() - start

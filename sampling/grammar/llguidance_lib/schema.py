@@ -1,8 +1,8 @@
-"""JSON schemas for llguidance: what it enforces to the letter, written so that it reads them as they are read here.
+"""Checks that llguidance enforces a JSON schema exactly, and rewrites it so that the library reads it as JSON Schema does.
 
-It enforces more than a grammar can be written for (allOf, patternProperties, a pattern beside a length) and refuses by itself most
-of what it cannot. What it lets through in silence is refused or rewritten here: words that it does not know, `lenient` in a
-schema's own options, patterns that JavaScript reads otherwise, and names in escapes that are other names unescaped.
+It enforces more than xgrammar (allOf, patternProperties, a pattern together with a length) and rejects most of the rest itself. What
+it silently ignores is rejected or rewritten here: unknown keywords, `lenient` in a schema's own options, patterns with another meaning
+in JavaScript, and names with escapes that are equal to other names once unescaped.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from decimal import Decimal
 from typing import Any
 
 from stepgraph.sampling.grammar.constraints.charset import SPELLABLE, charset, intersection
-from stepgraph.sampling.grammar.constraints.pattern import regex_of
-from stepgraph.sampling.grammar.constraints.unsupported import refuse, step
-from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, MAX_DEPTH, SOVEREIGN, types_of
+from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
+from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
+from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, DOMINANT, MAX_DEPTH, types_of
 
 MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uuid".split())
-MAX_DIGITS = 15  # numbers go through floats of 64 bits
+MAX_DIGITS = 15  # numbers are converted to 64-bit floats
 _TABLES = ("properties", "patternProperties", "$defs", "definitions")
 _BRANCHES = ("prefixItems", "anyOf", "oneOf", "allOf")
 _CHILDREN = ("items", "additionalProperties")
@@ -32,13 +32,13 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def llguidance_schema(schema: Any, any_whitespace: bool) -> str:
-    """JSON of the schema with the library's options in it; RefusedError where it would not be enforced.
+    """JSON of the schema with the library's options; UnsupportedError where it would not be enforced.
 
-    Objects are closed unless they say otherwise, as in the grammars that are written here. Where the schema combines schemas
-    that each see a part of an object, closing one part would forbid the other: then they are open, as JSON Schema has it.
+    Objects are closed by default, as for xgrammar. Where the schema combines schemas that each describe a part of an object, closing
+    one part would forbid the others, so objects are open then, as in JSON Schema.
     """
     written = _written(schema, "#", 0, closed=not _combines(schema))
-    # Without "u": an additional key written in escapes may be a declared one when read.
+    # Without "u": an additional key written with escapes may equal a declared one.
     options: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "json_allowed_escapes": 'nrbtf\\"', "lenient": False}
     options |= {"whitespace_flexible": False, "coerce_one_of": False}
     if any_whitespace:
@@ -57,7 +57,7 @@ def _combines(node: Any) -> bool:
         return False
     applied = _COMBINING & node.keys()
     beside = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")} - applied
-    # Of oneOf too: closed, or with a type inferred, a branch may look apart from another one and not be.
+    # oneOf too: closing branches, or adding inferred types, may make them appear disjoint.
     several = any(isinstance(node.get(word), list) and len(node[word]) > 1 for word in ("allOf", "oneOf"))
     below = [node[word] for word in (*_BRANCHES, *_CHILDREN) if word in node]
     below += [child for word in _TABLES if isinstance(node.get(word), dict) for child in node[word].values()]
@@ -66,11 +66,11 @@ def _combines(node: Any) -> bool:
 
 def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
     if depth > MAX_DEPTH:
-        refuse(where, "nesting", f"got more than {MAX_DEPTH} levels, want fewer")
+        reject(where, "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
     if isinstance(node, bool):
         return node
     if not isinstance(node, dict):
-        refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object, true or false")
+        reject(where, "schema", f"got {json.dumps(node)[:40]}, expected an object, true or false")
     _check_words(node, where)
     _check_exclusive(node, where, closed)
     _check_least(node, where, closed)
@@ -81,72 +81,72 @@ def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
         elif keyword in _BRANCHES:
             written[keyword] = _list(keyword, value, where, depth, closed)
         elif keyword in _CHILDREN:
-            written[keyword] = _written(value, step(where, keyword), depth + 1, closed)
+            written[keyword] = _written(value, pointer(where, keyword), depth + 1, closed)
         elif keyword == "pattern":
             written[keyword] = f"^(?:{_regex(value, where)})$"
         elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
             written[keyword] = int(value)
         elif keyword in _KNOWN - {"uniqueItems", "$schema"}:
             written[keyword] = value
-    if closed and not any(word in node for word in SOVEREIGN):
+    if closed and not any(word in node for word in DOMINANT):
         _close(written, node, where)
     return written
 
 
 def _list(keyword: str, value: Any, where: str, depth: int, closed: bool) -> list[Any]:
     if not isinstance(value, list):
-        refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a list of schemas")
-    return [_written(child, step(where, keyword, index), depth + 1, closed) for index, child in enumerate(value)]
+        reject(where, keyword, f"got {json.dumps(value)[:40]}, expected a list of schemas")
+    return [_written(child, pointer(where, keyword, index), depth + 1, closed) for index, child in enumerate(value)]
 
 
 def _check_words(node: dict[str, Any], where: str) -> None:
     for keyword in sorted(node):
         if keyword not in _KNOWN and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-            refuse(where, keyword, "is not enforced; remove it or express it otherwise")
+            reject(where, keyword, "is not enforced; remove it or express it otherwise")
     for keyword in ("const", "enum", *sorted(_BOUNDS)):
         if reason := _inexact(node.get(keyword)):
-            refuse(where, keyword, reason)
+            reject(where, keyword, reason)
     if node.get("uniqueItems", False) is not False:
-        refuse(where, "uniqueItems", "is not enforced")
+        reject(where, "uniqueItems", "is not enforced")
     if "format" in node and node["format"] not in FORMATS:
-        refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
+        reject(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; expected one of {', '.join(sorted(FORMATS))}")
     if node.get("$schema", _DIALECT).rstrip("#") != _DIALECT:
-        refuse(where, "$schema", f"got {json.dumps(node['$schema'])[:60]}, want {_DIALECT}")
+        reject(where, "$schema", f"got {json.dumps(node['$schema'])[:60]}, expected {_DIALECT}")
 
 
 def _check_exclusive(node: dict[str, Any], where: str, alone: bool) -> None:
-    """An exclusive bound that is whole is taken for an inclusive one where the other bound is less than 1 away ("0" under 0 < x < 0.25).
+    """The library treats an integral exclusive bound as inclusive where the other bound is less than 1 away ("0" for 0 < x < 0.25).
 
-    Where schemas are combined, the other bound may be anywhere."""
+    Where schemas are combined, the other bound may be in any of them."""
     bounds = {keyword: node[keyword] for keyword in _BOUNDS - {"multipleOf"} if isinstance(node.get(keyword), (int, float))}
     low = max((value for keyword, value in bounds.items() if keyword in ("minimum", "exclusiveMinimum")), default=-math.inf)
     high = min((value for keyword, value in bounds.items() if keyword in ("maximum", "exclusiveMaximum")), default=math.inf)
     for keyword, value in sorted(bounds.items()):
         whole = keyword.startswith("exclusive") and float(value).is_integer()
         if whole and node.get("type") != "integer" and not (alone and high - low >= 1):
-            refuse(
+            reject(
                 where, keyword, f"got {value}; enforced for integers, and for numbers with the other bound at least 1 away in one schema"
             )
 
 
 def _check_least(node: dict[str, Any], where: str, alone: bool) -> None:
-    """A key that is not declared may come twice, and counts twice."""
+    """An undeclared key may occur twice and is counted twice."""
     least, required = node.get("minProperties", 0), node.get("required", [])
     declared_only = node.get("additionalProperties", not (alone and "properties" in node)) is False and "patternProperties" not in node
     most = (len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0) + 1
     if isinstance(least, (int, float)) and least > most and not declared_only:
-        refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
+        reject(where, "minProperties", f"got {least}, expected at most {most}: of the others only one is sure not to occur twice")
 
 
 def _inexact(value: Any) -> str:
-    """Why the library would enforce something near this constant or bound; empty where it is exact."""
+    """Why the library would not enforce this constant or bound exactly; empty where it does."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
         return next(filter(None, map(_inexact, value)), "")
     if isinstance(value, str):
-        unspelled = next((char for char in value if not intersection(charset(char), SPELLABLE)), "")
-        return unspelled and f"holds {unspelled!r}, which is left out where escapes by number are not allowed"
+        escaped = next((char for char in value if not intersection(charset(char), SPELLABLE)), "")
+        return escaped and f"contains {escaped!r}, which needs a numeric escape"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return ""
     exact = len(Decimal(repr(value)).normalize().as_tuple().digits) <= MAX_DIGITS
@@ -154,7 +154,7 @@ def _inexact(value: Any) -> str:
 
 
 def _close(written: dict[str, Any], node: dict[str, Any], where: str) -> None:
-    """Say what goes without saying for `check_schema`: the type that the keywords mean, and no properties but those declared."""
+    """Write out the defaults: the type that the keywords imply, and no undeclared properties."""
     types = types_of(node, where)
     if types and "type" not in node:
         written["type"] = types[0]
@@ -164,26 +164,26 @@ def _close(written: dict[str, Any], node: dict[str, Any], where: str) -> None:
 
 def _table(keyword: str, value: Any, where: str, depth: int, closed: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
-        refuse(where, keyword, f"got {json.dumps(value)[:40]}, want an object")
-    children = {name: _written(child, step(where, keyword, name), depth + 1, closed) for name, child in value.items()}
+        reject(where, keyword, f"got {json.dumps(value)[:40]}, expected an object")
+    children = {name: _written(child, pointer(where, keyword, name), depth + 1, closed) for name, child in value.items()}
     if keyword != "patternProperties":
         return children
-    return {_searching(name, where): child for name, child in children.items()}
+    return {_anchored_name_pattern(name, where): child for name, child in children.items()}
 
 
 def _regex(pattern: Any, where: str, keyword: str = "pattern") -> str:
     if not isinstance(pattern, str):
-        refuse(where, keyword, f"got {json.dumps(pattern)[:40]}, want a string")
+        reject(where, keyword, f"got {json.dumps(pattern)[:40]}, expected a string")
     try:
-        return regex_of(pattern, keyword, in_json=True)
+        return pattern_to_regex(pattern, keyword, in_json=True)
     except ValueError as error:
-        refuse(where, keyword, str(error).removeprefix(f"{keyword}: "))
+        reject(where, keyword, str(error).removeprefix(f"{keyword}: "))
 
 
-def _searching(pattern: str, where: str) -> str:
-    """The pattern of a name, which may match anywhere in it unless it is anchored."""
+def _anchored_name_pattern(pattern: str, where: str) -> str:
+    """The pattern of a property name, which matches anywhere in it unless anchored."""
     body = _regex(pattern, where, "patternProperties")
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
     if "|" in pattern and (starts or ends):
-        refuse(where, "patternProperties", f"got {pattern[:40]!r}, want anchors in a group, or no alternatives beside them")
+        reject(where, "patternProperties", f"got {pattern[:40]!r}, expected anchors in a group, or no alternatives at the same level")
     return f"^{'' if starts else '(?s:.*)'}(?:{body}){'' if ends else '(?s:.*)'}$"

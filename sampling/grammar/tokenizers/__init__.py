@@ -1,5 +1,5 @@
-"""From a tokenizer to the table that grammars need: which bytes each id stands for, which ids are no text, which of them end it.
+"""Readers of tokenizer files and objects: the bytes of each token id, the ids without text, and the ids that end a text.
 
-`Vocabulary.from_tokenizer_json`, `from_tokenizer`, `from_tiktoken` and `from_gguf` are the doors. Encoding text is left to the
-tokenizer's own library; a tokenizer whose tokens are spelled by their neighbours is refused by name.
+Each reader returns a `TokenTable`; `Vocabulary.from_tokenizer_json`, `from_tokenizer`, `from_tiktoken` and `from_gguf` call them.
+Encoding text is left to the tokenizer's own library. A tokenizer whose token bytes depend on adjacent tokens is rejected.
 """

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.grammar.tokenizers.spelling import LOW_LINE, by_letters, one_byte
-from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS, Table
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, decode_byte_escape, decode_byte_letters
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS, TokenTable
 
-MAX_GGUF_ENTRIES = 2 * MOST_IDS  # tensors, metadata entries and array values of one file
+MAX_GGUF_ENTRIES = 2 * MAX_IDS  # tensors, metadata entries and array values of one file
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
 _STRING, _ARRAY = 8, 9
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6  # token types
@@ -111,27 +110,26 @@ class _HeaderReader:
         return self._data[start : self._position]
 
 
-def from_gguf(path: Path, logits_width: int | None, stop_token_ids: Sequence[int] | None) -> Vocabulary:
-    return from_metadata(read_gguf_header(path).metadata, path, logits_width, stop_token_ids)
+def read_gguf(path: Path, logits_width: int | None) -> TokenTable:
+    return table_of_metadata(read_gguf_header(path).metadata, path, logits_width)
 
 
-def from_metadata(
-    metadata: Mapping[str, Any], path: Path, logits_width: int | None, stop_token_ids: Sequence[int] | None = None
-) -> Vocabulary:
-    """The vocabulary of a GGUF file whose metadata was read already."""
+def table_of_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int | None) -> TokenTable:
+    """The token table of a GGUF file whose metadata was read already."""
     kind, texts, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "tokens", "token_type"))
     complete = isinstance(texts, list) and isinstance(types, list) and 0 < len(texts) == len(types)
     if kind not in ("gpt2", "llama") or not complete or not all(isinstance(text, str) for text in texts or ()):
         raise ValueError(f"{path}: tokenizer.ggml: got the model {kind!r:.60}, expected 'gpt2' or 'llama' with tokens and their types")
-    table = Table(str(path), logits_width)
+    table = TokenTable(str(path), logits_width)
     for token_id, (text, type_) in enumerate(zip(texts or (), types or (), strict=True)):
         if type_ in (_UNKNOWN, _CONTROL, _UNUSED):
             table.add_control(token_id, text)
         elif type_ == _USER_DEFINED:
             table.add(token_id, text.encode(), text)
         elif kind == "gpt2":
-            table.add(token_id, by_letters(text), text)
+            table.add(token_id, decode_byte_letters(text), text)
         else:
-            table.add(token_id, one_byte(text) if type_ == _BYTE else text.replace(LOW_LINE, " ").encode(), text)
+            table.add(token_id, decode_byte_escape(text) if type_ == _BYTE else text.replace(SPACE_MARK, " ").encode(), text)
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return table.vocabulary(list(dict.fromkeys(end for end in ends if end is not None)), stop_token_ids)
+    table.stop_ids = [end for end in ends if end is not None]
+    return table

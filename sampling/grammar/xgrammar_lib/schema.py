@@ -1,7 +1,7 @@
-"""Which JSON schemas are enforced to the letter, and a refusal that names the keyword for every other one.
+"""Checks that xgrammar enforces a JSON schema exactly; for any other schema an error names the keyword.
 
-The grammar library accepts many keywords that it then ignores, alone or in the company of others. A text that breaks the
-schema it was generated under is worse than a refusal, so what is not enforced is refused here, before anything is compiled.
+The library accepts many keywords that it ignores, alone or in combination. A text that violates its schema is worse than an error,
+so unsupported schemas are rejected here, before anything is compiled.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from decimal import Decimal
 from typing import Any
 
 from stepgraph.sampling.fields import is_int
-from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, ebnf_of
-from stepgraph.sampling.grammar.constraints.unsupported import refuse, step
+from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, pattern_to_ebnf
+from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
 
 MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
-MAX_OPTIONAL = 500  # so it does with the optional properties of one object (2,000 take 17 s),
-MAX_COUNTED = 100  # and much more so where their number is bounded
+MAX_OPTIONAL = 500  # compile time also grows with the optional properties of one object (2,000 take 17 s),
+MAX_COUNTED = 100  # and much faster where their number is bounded
 MAX_MULTIPLE = 1000
-MAX_DECIMALS = 5  # narrower ranges of numbers take the empty text,
-MAX_FRACTIONAL, MAX_WHOLE = 10**9, 10**15  # and bounds of more digits are rounded
+MAX_DECIMALS = 5  # narrower ranges of numbers accept the empty text
+MAX_FRACTIONAL, MAX_WHOLE = 10**9, 10**15  # bounds with more digits are rounded
 INT64 = range(-(2**63), 2**63)
 
 ANNOTATIONS = frozenset("$schema $id $comment title description default examples deprecated readOnly writeOnly $defs definitions".split())
@@ -33,35 +33,35 @@ KEYWORDS = {
     "boolean": frozenset[str](),
     "null": frozenset[str](),
 }
-# Enforced by shape: a 30th of February is a date. The two json-pointer formats of the library emit raw quotes and backslashes.
+# Enforced by shape: a 30th of February is a date. The library's two json-pointer formats allow raw quotes and backslashes.
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uri-reference uuid uri-template".split())
-# In the order in which the grammar library looks for them: the first one found hides all the others.
-SOVEREIGN = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+# In the order in which the library looks for them: the first one found hides all others.
+DOMINANT = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 def check_schema(schema: Any) -> None:
-    """Raise ValueError naming the place and the keyword where a schema is malformed or would not be enforced."""
+    """UnsupportedError where a schema is malformed or would not be enforced."""
     _check_node(schema, schema, "#", 0)
 
 
 def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        refuse(where, "nesting", f"got more than {MAX_DEPTH} levels, want fewer")
+        reject(where, "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
     if node is True:
         return
     if not isinstance(node, dict):
-        refuse(where, "schema", f"got {json.dumps(node)[:40]}, want an object or true")
+        reject(where, "schema", f"got {json.dumps(node)[:40]}, expected an object or true")
     for table in ("$defs", "definitions"):
         for name, child in _table(node, table, where):
-            _check_node(child, root, step(where, table, name), depth + 1)
+            _check_node(child, root, pointer(where, table, name), depth + 1)
     asserted = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")}
-    sovereign = next((key for key in SOVEREIGN if key in node), None)
+    sovereign = next((key for key in DOMINANT if key in node), None)
     if sovereign is None:
         _check_typed(node, asserted, root, where, depth)
         return
     allowed = {"type"} if sovereign in ("const", "enum") else set()
     if hidden := sorted(asserted - {sovereign} - allowed):
-        refuse(where, hidden[0], f"is not enforced beside {sovereign}; want one or the other")
+        reject(where, hidden[0], f"is not enforced beside {sovereign}; expected one or the other")
     if sovereign == "$ref":
         _check_ref(node["$ref"], root, where)
     elif sovereign in ("const", "enum"):
@@ -73,7 +73,7 @@ def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
 def _table(node: dict[str, Any], keyword: str, where: str) -> Iterator[tuple[str, Any]]:
     table = node.get(keyword, {})
     if not isinstance(table, dict):
-        refuse(where, keyword, f"got {json.dumps(table)[:40]}, want an object")
+        reject(where, keyword, f"got {json.dumps(table)[:40]}, expected an object")
     yield from table.items()
 
 
@@ -83,9 +83,9 @@ def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str
     every = set[str]().union(*KEYWORDS.values())
     for keyword in sorted(asserted - known):
         if keyword in every:
-            wanted = " or ".join(name for name, words in KEYWORDS.items() if keyword in words)
-            refuse(where, keyword, f"needs type {wanted}, got {' or '.join(types) or 'no type'}")
-        refuse(where, keyword, "is not enforced; remove it or express it otherwise")
+            expected = " or ".join(name for name, words in KEYWORDS.items() if keyword in words)
+            reject(where, keyword, f"needs type {expected}, got {' or '.join(types) or 'no type'}")
+        reject(where, keyword, "is not enforced; remove it or express it otherwise")
     if "string" in types:
         _check_string(node, where)
     if "integer" in types or "number" in types:
@@ -97,7 +97,7 @@ def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str
 
 
 def types_of(node: dict[str, Any], where: str) -> list[str]:
-    """The types that a schema names, or the one that its keywords are taken to mean; none where it says nothing of types."""
+    """The types that a schema names, or the one that its keywords imply; empty without either."""
     if "type" not in node:
         for name in ("object", "array"):
             if KEYWORDS[name] & node.keys():
@@ -105,7 +105,7 @@ def types_of(node: dict[str, Any], where: str) -> list[str]:
         return []
     declared = node["type"] if isinstance(node["type"], list) else [node["type"]]
     if not declared or not all(isinstance(name, str) and name in KEYWORDS for name in declared):
-        refuse(where, "type", f"got {json.dumps(node['type'])[:60]}, want one or several of {', '.join(KEYWORDS)}")
+        reject(where, "type", f"got {json.dumps(node['type'])[:60]}, expected one or several of {', '.join(KEYWORDS)}")
     return declared
 
 
@@ -113,37 +113,37 @@ def _check_string(node: dict[str, Any], where: str) -> None:
     lengths = {"minLength", "maxLength"} & node.keys()
     _check_counts(node, "minLength", "maxLength", where)
     if "format" in node and node["format"] not in FORMATS:
-        refuse(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; want one of {', '.join(sorted(FORMATS))}")
+        reject(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; expected one of {', '.join(sorted(FORMATS))}")
     if "pattern" in node:
         if not isinstance(node["pattern"], str):
-            refuse(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, want a string")
+            reject(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, expected a string")
         try:
-            ebnf_of(node["pattern"], "pattern", in_json=True)
+            pattern_to_ebnf(node["pattern"], "pattern", in_json=True)
         except ValueError as error:
-            refuse(where, "pattern", str(error).removeprefix("pattern: "))
+            reject(where, "pattern", str(error).removeprefix("pattern: "))
     if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
         hidden = sorted(lengths or {"format"})[0]
-        refuse(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
+        reject(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
 
 
 def _check_number(node: dict[str, Any], types: list[str], where: str) -> None:
     for keyword in sorted(KEYWORDS["integer"] & node.keys()):
         value = node[keyword]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            refuse(where, keyword, f"got {json.dumps(value)[:40]}, want a number")
+            reject(where, keyword, f"got {json.dumps(value)[:40]}, expected a number")
         if "integer" in types and (int(value) != value or int(value) not in INT64):
-            refuse(where, keyword, f"got {value}, want a whole number of 64 bits for type integer")
+            reject(where, keyword, f"got {value}, expected a whole number of 64 bits for type integer")
         if "number" in types and keyword != "multipleOf" and not _is_exact(value):
             limits = f"at most {MAX_DECIMALS} decimals below {MAX_FRACTIONAL:.0e}, or a whole number below {MAX_WHOLE:.0e}"
-            refuse(where, keyword, f"got {value}; enforced for {limits}")
+            reject(where, keyword, f"got {value}; enforced for {limits}")
     if "multipleOf" in node:
         bounds = sorted({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"} & node.keys())
         if "number" in types or node["multipleOf"] < 1:
-            refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
+            reject(where, "multipleOf", f"got {node['multipleOf']}; enforced for whole numbers >= 1 and type integer only")
         if node["multipleOf"] > MAX_MULTIPLE:
-            refuse(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
+            reject(where, "multipleOf", f"got {node['multipleOf']}; enforced up to {MAX_MULTIPLE}")
         if bounds:
-            refuse(where, "multipleOf", f"is not enforced beside {bounds[0]}")
+            reject(where, "multipleOf", f"is not enforced beside {bounds[0]}")
 
 
 def _is_exact(value: float) -> bool:
@@ -157,49 +157,51 @@ def _check_counts(node: dict[str, Any], low: str, high: str, where: str) -> None
     for keyword in (low, high):
         value = node.get(keyword, 0)
         if not is_int(value) or not 0 <= value <= MAX_REPEAT:
-            refuse(where, keyword, f"got {json.dumps(value)[:40]}, want an integer in 0..{MAX_REPEAT}")
+            reject(where, keyword, f"got {json.dumps(value)[:40]}, expected an integer in 0..{MAX_REPEAT}")
     if high in node and node.get(low, 0) > node[high]:
-        refuse(where, low, f"got {node[low]}, want at most {high}, which is {node[high]}")
+        reject(where, low, f"got {node[low]}, expected at most {high}, which is {node[high]}")
 
 
 def _check_array(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
     _check_counts(node, "minItems", "maxItems", where)
     if node.get("uniqueItems", False) is not False:
-        refuse(where, "uniqueItems", "is not enforced")
+        reject(where, "uniqueItems", "is not enforced")
     prefix = node.get("prefixItems", [])
     if not isinstance(prefix, list):
-        refuse(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, want a list of schemas")
+        reject(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, expected a list of schemas")
     for index, child in enumerate(prefix):
-        _check_node(child, root, step(where, "prefixItems", index), depth + 1)
+        _check_node(child, root, pointer(where, "prefixItems", index), depth + 1)
     if node.get("items", True) is not False:
-        _check_node(node.get("items", True), root, step(where, "items"), depth + 1)
+        _check_node(node.get("items", True), root, pointer(where, "items"), depth + 1)
 
 
 def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
     _check_counts(node, "minProperties", "maxProperties", where)
     properties = dict(_table(node, "properties", where))
     for name, child in properties.items():
-        _check_node(child, root, step(where, "properties", name), depth + 1)
+        _check_node(child, root, pointer(where, "properties", name), depth + 1)
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        refuse(where, "required", f"got {json.dumps(required)[:40]}, want a list of strings")
+        reject(where, "required", f"got {json.dumps(required)[:40]}, expected a list of strings")
     if undeclared := [name for name in required if name not in properties]:
-        refuse(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
+        reject(where, "required", f"{undeclared[0]!r} is not in properties, so it would not be enforced; declare it there")
     optional = len(properties.keys() - set(required))
     limit = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
     if optional > limit:
-        refuse(where, "properties", f"got {optional} that are not required, want at most {limit}; require more of them")
-    # A key may come twice among additional properties. The last one counts, and it fits their schema as the others do: no harm
-    # but to a least number of properties. That it is none of the declared names is seen character by character.
+        reject(where, "properties", f"got {optional} that are not required, expected at most {limit}; require more of them")
+    # An additional key may occur twice. The last one counts, and it matches the same schema, so this matters only for minProperties.
+    # The grammar excludes the declared names character by character.
     additional = node.get("additionalProperties", "properties" not in node)
     if additional is False:
         return
-    _check_node(additional, root, step(where, "additionalProperties"), depth + 1)
+    _check_node(additional, root, pointer(where, "additionalProperties"), depth + 1)
     least, most = node.get("minProperties", 0), len(set(required)) + 1
     if least > most:
-        refuse(where, "minProperties", f"got {least}, want at most {most}: beside those required only one is sure not to come twice")
+        reject(where, "minProperties", f"got {least}, expected at most {most}: of the others only one is sure not to occur twice")
     if odd := [name for name in properties if not all(" " <= char <= "~" and char not in '"\\' for char in name)]:
-        refuse(where, "additionalProperties", f"is not enforced beside the name {odd[0]!r}; want false, or printable ASCII without quotes")
+        reject(
+            where, "additionalProperties", f"is not enforced with the name {odd[0]!r}; expected false, or printable ASCII without quotes"
+        )
 
 
 def _check_ref(reference: Any, root: Any, where: str) -> None:
@@ -208,11 +210,11 @@ def _check_ref(reference: Any, root: Any, where: str) -> None:
     while isinstance(node, dict) and "$ref" in node:
         reference = node["$ref"]
         if reference in seen:
-            refuse(where, "$ref", f"{reference!r} refers to itself and to nothing else")
+            reject(where, "$ref", f"{reference!r} refers to itself and to nothing else")
         seen.append(reference)
         node = _target(reference, root)
         if not isinstance(node, dict) and node is not True:
-            refuse(where, "$ref", f"got {json.dumps(reference)[:60]}, want '#', '#/$defs/...' or '#/definitions/...' of this schema")
+            reject(where, "$ref", f"got {json.dumps(reference)[:60]}, expected '#', '#/$defs/...' or '#/definitions/...' of this schema")
 
 
 def _target(reference: Any, root: Any) -> Any:
@@ -224,7 +226,7 @@ def _target(reference: Any, root: Any) -> Any:
     return root[parts[1]].get(parts[2]) if isinstance(root.get(parts[1]), dict) else None
 
 
-def _followed(node: Any, root: Any) -> Any:
+def _resolved(node: Any, root: Any) -> Any:
     while isinstance(node, dict) and "$ref" in node:
         node = _target(node["$ref"], root)
     return node
@@ -233,13 +235,13 @@ def _followed(node: Any, root: Any) -> Any:
 def _check_values(node: dict[str, Any], keyword: str, where: str) -> None:
     values = [node["const"]] if keyword == "const" else node["enum"]
     if not isinstance(values, list) or not values:
-        refuse(where, keyword, f"got {json.dumps(values)[:40]}, want a list of at least one value")
+        reject(where, keyword, f"got {json.dumps(values)[:40]}, expected a list of at least one value")
     types = types_of(node, where)
     for value in values:
         if types and not any(_is_of_type(value, name) for name in types):
-            refuse(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
+            reject(where, keyword, f"{json.dumps(value)[:40]} is not of type {' or '.join(types)}, which would not be enforced beside it")
         if is_int(value) and value not in INT64:
-            refuse(where, keyword, f"{value} does not fit 64 bits and would be rounded")
+            reject(where, keyword, f"{value} does not fit 64 bits and would be rounded")
 
 
 def _is_of_type(value: Any, name: str) -> bool:
@@ -251,39 +253,39 @@ def _is_of_type(value: Any, name: str) -> bool:
 
 def _check_branches(branches: Any, keyword: str, root: Any, where: str, depth: int) -> None:
     if not isinstance(branches, list) or not branches:
-        refuse(where, keyword, f"got {json.dumps(branches)[:40]}, want a list of at least one schema")
+        reject(where, keyword, f"got {json.dumps(branches)[:40]}, expected a list of at least one schema")
     if keyword == "allOf" and len(branches) > 1:
-        refuse(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
+        reject(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
     for index, child in enumerate(branches):
-        _check_node(child, root, step(where, keyword, index), depth + 1)
+        _check_node(child, root, pointer(where, keyword, index), depth + 1)
     if keyword == "oneOf":
-        followed = [_followed(child, root) for child in branches]
+        followed = [_resolved(child, root) for child in branches]
         for index, left in enumerate(followed):
             if not all(_disjoint(left, right) for right in followed[index + 1 :]):
-                refuse(where, keyword, "is enforced as anyOf; want branches that differ by type, const, or a required property's const")
+                reject(where, keyword, "is enforced as anyOf; expected branches that differ by type, const, or a required property's const")
 
 
 def _disjoint(left: Any, right: Any) -> bool:
-    """Whether two schemas are seen to share no value: by their constants, their types or a required property that tells them apart."""
+    """Whether two schemas share no value, as shown by their constants, their types, or a required property with different constants."""
     if left is True or right is True:
         return False
     ours, theirs = _constants(left), _constants(right)
     if ours and theirs:
         return not ours & theirs
     first, second = types_of(left, "oneOf"), types_of(right, "oneOf")
-    # A type that is only inferred tells nothing apart: what one branch writes, the other would take if it is of another type.
-    if "type" in left and "type" in right and not _spread(first) & _spread(second):
+    # Only declared types count: a branch with an inferred type accepts values of other types too.
+    if "type" in left and "type" in right and not _merged_numbers(first) & _merged_numbers(second):
         return True
     shared = set(left.get("required", [])) & set(right.get("required", []))
-    return first == second == ["object"] and any(_tagged(left["properties"][name], right["properties"][name]) for name in shared)
+    return first == second == ["object"] and any(_differ(left["properties"][name], right["properties"][name]) for name in shared)
 
 
-def _tagged(left: Any, right: Any) -> bool:
+def _differ(left: Any, right: Any) -> bool:
     ours, theirs = _constants(left), _constants(right)
     return bool(ours and theirs and not ours & theirs)
 
 
-def _spread(types: list[str]) -> set[str]:
+def _merged_numbers(types: list[str]) -> set[str]:
     return {"number" if name == "integer" else name for name in types}
 
 
@@ -295,5 +297,5 @@ def _constants(node: Any) -> set[str]:
 
 
 def _plain(text: str) -> float:
-    """JSON does not tell 1.0 from 1, nor -0.0 from 0."""
+    """JSON does not distinguish 1.0 from 1, nor -0.0 from 0."""
     return int(float(text)) if float(text).is_integer() else float(text)

@@ -1,8 +1,8 @@
-"""How much text a grammar wants at the least, computed before it is compiled: some want more than there will ever be.
+"""The length of the shortest text of each rule of a grammar, computed before it is compiled; some rules have no finite text.
 
-Forced drafts ask the library what must come next, and it writes all of it. Whatever the text so far, that is no more than the shortest
-end: of every rule begun and not ended, the rest of one of its alternatives. So none of those may want more than a limit, and what is
-forced is at most that much for every rule that is open. A matcher tells too late: the endless part may lie behind any state.
+Forced drafts ask the library for the bytes that must come next, and it returns all of them. Their length is at most that of the
+shortest completion: for each open rule, the rest of one of its alternatives. So the shortest text of every alternative is limited,
+and with it the forced text per open rule. A matcher would find an endless rule too late: it may be reached from any state.
 """
 
 from __future__ import annotations
@@ -16,42 +16,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepgraph.sampling.grammar.compile.limits import GrammarLimits, over
+from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, over
 
-# The library's kinds of expressions, by number; a token, a set of them and a part of a text want nothing that could grow.
+# The library's kinds of expressions, by number. A token, a set of tokens and a part of a text have a bounded length.
 _BYTES, _CLASS, _STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT, _TOKEN, _OTHER_TOKENS, _TOKEN_TAGS, _REGEX, _PART = range(14)
 _ESCAPE = rb"\\(?:[uxpP]\{[^}]*\}|.)"
 _REGEX_PIECE = re.compile(rb"\{(\d+)[\d,]*\}|" + _ESCAPE + rb"|\[(?:" + _ESCAPE + rb"|[^\]])*\]|[^()|?*+^$]", re.DOTALL)
 
 
-class EndlessError(ValueError):
-    """A grammar that asks for more text than there will be, by whichever library it were enforced."""
-
-
 @dataclass
 class _Alternative:
-    """One way to write a rule: some bytes, and other rules, each some number of times; and those that may be written besides."""
+    """One alternative of a rule: its own bytes, and the other rules it contains."""
 
     rule: int
     num_bytes: int = 0
-    parts: Counter[int] = field(default_factory=Counter)
-    others: set[int] = field(default_factory=set)
+    parts: Counter[int] = field(default_factory=Counter)  # how often a rule is required
+    optional: set[int] = field(default_factory=set)  # rules that may follow but need not
 
-    def total(self, least: dict[int, int]) -> int:
-        return self.num_bytes + sum(count * least[rule] for rule, count in self.parts.items())
+    def total(self, shortest: dict[int, int]) -> int:
+        return self.num_bytes + sum(count * shortest[rule] for rule, count in self.parts.items())
 
 
-class _Printed:
-    """A grammar as the library serialises it, before it is compiled."""
+class _SerialisedGrammar:
+    """A parsed grammar as the library serialises it."""
 
     def __init__(self, serialised: str) -> None:
-        told: dict[str, Any] = json.loads(serialised)
-        self._data: list[int] = told["grammar_expr_data"]
-        self._starts: list[int] = told["grammar_expr_indptr"]
-        # The library calls the first rule "root", and another one that was called so "root_0".
-        self.names = ["root" if rule[0] == "root_0" else str(rule[0]) for rule in told["rules"]]
-        self._bodies = [int(rule[1]) for rule in told["rules"]]
-        self.root = int(told["root_rule_id"])
+        grammar: dict[str, Any] = json.loads(serialised)
+        self._data: list[int] = grammar["grammar_expr_data"]
+        self._starts: list[int] = grammar["grammar_expr_indptr"]
+        # The library renames the root rule to "root", and another rule of that name to "root_0".
+        self.names = ["root" if rule[0] == "root_0" else str(rule[0]) for rule in grammar["rules"]]
+        self._bodies = [int(rule[1]) for rule in grammar["rules"]]
+        self.root = int(grammar["root_rule_id"])
 
     def alternatives(self) -> Iterator[_Alternative]:
         for rule, body in enumerate(self._bodies):
@@ -80,63 +76,63 @@ class _Printed:
         elif kind == _REPEAT and content[1]:
             alternative.parts[content[0]] += content[1]
         elif kind == _REPEAT:
-            alternative.others.add(content[0])
+            alternative.optional.add(content[0])
         elif kind == _TAGS:
-            alternative.others.update(content[1:-2:2])
+            alternative.optional.update(content[1:-2:2])
         elif kind == _TOKEN_TAGS:
-            alternative.others.update(content[2 : 1 + 2 * content[0] : 2])
+            alternative.optional.update(content[2 : 1 + 2 * content[0] : 2])
         elif kind == _REGEX:
-            alternative.num_bytes += _most_of(bytes(content[1:]))
+            alternative.num_bytes += _bound_of(bytes(content[1:]))
         elif kind not in (_STAR, _EMPTY, _TOKEN, _OTHER_TOKENS, _PART):
-            raise ValueError(f"the library's grammar has an expression of kind {kind}, which is not known here")
+            raise ValueError(f"the library's grammar has an expression of the unknown kind {kind}")
 
 
-def check_least(serialised: str, limits: GrammarLimits) -> None:
-    """EndlessError naming a rule that no text of finite length satisfies, or one whose shortest text is beyond the limit.
+def check_shortest_texts(serialised: str, least_bytes: int) -> None:
+    """CompileAbortedError naming a rule without a finite text, or with an alternative whose shortest text exceeds `least_bytes`.
 
-    Rules that are not reached from the first one may be what they like.
+    Rules that the root rule does not reach are ignored.
     """
-    grammar = _Printed(serialised)
+    grammar = _SerialisedGrammar(serialised)
     alternatives = list(grammar.alternatives())
-    least, reached = _least(alternatives), _reached(grammar.root, alternatives)
-    endless = reached - least.keys()
+    shortest, reached = _shortest(alternatives), _reached(grammar.root, alternatives)
+    endless = reached - shortest.keys()
     if endless:
-        named = min(endless - {grammar.root} or endless)  # which the first one is, where it leads to another
-        raise EndlessError(f"rule {grammar.names[named]}: no text of finite length satisfies it")
-    totals = [(alternative.total(least), alternative.rule) for alternative in alternatives if alternative.rule in reached]
-    too_long = [found for found in totals if found[0] > limits.least_bytes]
+        named = min(endless - {grammar.root} or endless)  # the root rule is endless too where it leads to another one
+        raise CompileAbortedError(f"rule {grammar.names[named]}: no text of finite length satisfies it")
+    totals = [(alternative.total(shortest), alternative.rule) for alternative in alternatives if alternative.rule in reached]
+    too_long = [found for found in totals if found[0] > least_bytes]
     if too_long:
         size, rule = min(too_long)
-        told = f"{size:,}" if size < 10**18 else "more than 10^18"
-        raise EndlessError(over("least_bytes", f"{told} bytes that rule {grammar.names[rule]} leads to", limits.least_bytes))
+        got = f"{size:,}" if size < 10**18 else "more than 10^18"
+        raise CompileAbortedError(over("least_bytes", f"{got} bytes that rule {grammar.names[rule]} leads to", least_bytes))
 
 
-def _least(alternatives: Sequence[_Alternative]) -> dict[int, int]:
-    """The bytes of the shortest text of each rule that has one, found in order of size: what is made of others is no shorter."""
-    wanted_by = defaultdict[int, list[int]](list)
-    for place, alternative in enumerate(alternatives):
+def _shortest(alternatives: Sequence[_Alternative]) -> dict[int, int]:
+    """The bytes of the shortest text of each rule that has a finite one, found in ascending order as in Dijkstra's algorithm."""
+    used_by = defaultdict[int, list[int]](list)
+    for index, alternative in enumerate(alternatives):
         for part in alternative.parts:
-            wanted_by[part].append(place)
+            used_by[part].append(index)
     missing = [len(alternative.parts) for alternative in alternatives]
     heap = [(alternative.num_bytes, alternative.rule) for alternative in alternatives if not alternative.parts]
     heapq.heapify(heap)
-    least = dict[int, int]()
+    shortest = dict[int, int]()
     while heap:
         size, rule = heapq.heappop(heap)
-        if rule in least:
+        if rule in shortest:
             continue
-        least[rule] = size
-        for place in wanted_by[rule]:
-            missing[place] -= 1
-            if not missing[place]:
-                heapq.heappush(heap, (alternatives[place].total(least), alternatives[place].rule))
-    return least
+        shortest[rule] = size
+        for index in used_by[rule]:
+            missing[index] -= 1
+            if not missing[index]:
+                heapq.heappush(heap, (alternatives[index].total(shortest), alternatives[index].rule))
+    return shortest
 
 
 def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
     leads_to = defaultdict[int, set[int]](set)
     for alternative in alternatives:
-        leads_to[alternative.rule] |= alternative.parts.keys() | alternative.others
+        leads_to[alternative.rule] |= alternative.parts.keys() | alternative.optional
     reached, waiting = {root}, [root]
     while waiting:
         new = leads_to[waiting.pop()] - reached
@@ -145,8 +141,8 @@ def _reached(root: int, alternatives: Sequence[_Alternative]) -> set[int]:
     return reached
 
 
-def _most_of(pattern: bytes) -> int:
-    """The shortest text of a regular expression is at most that: all its characters, as often as all its counts together say."""
+def _bound_of(pattern: bytes) -> int:
+    """An upper bound for the shortest text of a regular expression: all its characters times the product of all its counts."""
     pieces = list(_REGEX_PIECE.finditer(pattern))
     counts = [int(piece[1][:9]) for piece in pieces if piece[1]]
     return (len(pieces) - len(counts)) * math.prod(max(count, 1) for count in counts)

@@ -38,7 +38,7 @@ def call_from_foreign_thread(callback: HostCallback) -> None:
 
 @needs_no_gpu
 def test_without_a_gpu_the_error_says_what_is_missing_and_what_works() -> None:
-    with pytest.raises(RuntimeError, match=r"backend 'cuda': torch .* sees no CUDA device; backend 'tape' records the same steps"):
+    with pytest.raises(RuntimeError, match=r"backend 'cuda': torch .* has no CUDA device; use backend 'tape' on the CPU"):
         make_backend("cuda")
 
 
@@ -67,7 +67,7 @@ def test_driver_that_is_missing_is_named() -> None:
 
 
 def test_driver_without_a_needed_function_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"no cuGetErrorName: .*want a driver for CUDA 12"):
+    with pytest.raises(RuntimeError, match=r"no cuGetErrorName: .*expected a driver for CUDA 12"):
         Driver(ctypes.CDLL(None))
 
 
@@ -190,7 +190,7 @@ def test_native_function_is_called_directly_with_its_data(call: Caller) -> None:
 def test_native_function_needs_address_and_data() -> None:
     function = NativeNode()
     del function.native_data
-    with pytest.raises(ValueError, match="'half': got one of native_address and native_data, want both or neither"):
+    with pytest.raises(ValueError, match="'half': got one of native_address and native_data, expected both or neither"):
         HostCallback("half", function, HostErrors())
 
 

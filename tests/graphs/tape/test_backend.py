@@ -361,9 +361,9 @@ def test_through_the_public_function(buffers: StaticBuffers) -> None:
 
 
 def test_arguments_are_checked(buffers: StaticBuffers) -> None:
-    with pytest.raises(ValueError, match=r"poison: got 'never', want 'first' or 'every'"):
+    with pytest.raises(ValueError, match=r"poison: got 'never', expected 'first' or 'every'"):
         TapeBackend(poison="never")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"check: got 'thrice', want 'once' or 'twice'"):
+    with pytest.raises(ValueError, match=r"check: got 'thrice', expected 'once' or 'twice'"):
         TapeBackend().capture(lambda b: None, buffers, check="thrice")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Grammars over small vocabularies: what is refused, what is legal where, and that taking tokens back leaves no trace."""
+"""Grammars over small vocabularies: legal tokens, mask statuses, rollback, and errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.helpers.grammar_texts import COMPILER, CONTROL, EXAMPLES, PERSON, PRI
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_every_kind_takes_what_it_describes_and_nothing_else(kind: str) -> None:
+def test_each_kind_accepts_its_texts_only(kind: str) -> None:
     constraint, good, bad = EXAMPLES[kind]
     assert accepts(constraint, good)
     assert not accepts(constraint, bad)
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_every_token_of_a_legal_text_is_in_the_mask_in_front_of_it(kind: str) -> None:
+def test_mask_contains_each_token_of_a_legal_text(kind: str) -> None:
     constraint, good, _ = EXAMPLES[kind]
     matcher = matcher_of(constraint)
     for token_id in [*encode(good), STOP]:
@@ -36,7 +36,7 @@ def test_every_token_of_a_legal_text_is_in_the_mask_in_front_of_it(kind: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_status_at_each_place_of_a_text(backend: BackendChoice) -> None:
+def test_mask_status_along_a_text(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("ab?", backend))
     a, b = encode(b"a")[0], encode(b"b")[0]
     assert filled(matcher) == (MaskStatus.OK, [a])
@@ -50,12 +50,12 @@ def test_status_at_each_place_of_a_text(backend: BackendChoice) -> None:
     matcher.rollback(2)
     assert not matcher.is_terminated()
     assert filled(matcher) == (MaskStatus.OK, sorted([b, STOP]))
-    matcher.reset()
+    matcher.rollback(matcher.num_accepted)
     assert filled(matcher) == (MaskStatus.OK, [a]) and matcher.num_accepted == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_place_that_no_token_continues_is_a_dead_end(backend: BackendChoice) -> None:
+def test_dead_end_where_no_token_continues(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([b"a", b"b", b""], stop_token_ids=[2])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("a(b|ac)", backend)).matcher()
     assert matcher.accept_token(0) and matcher.accept_token(0)
@@ -67,7 +67,7 @@ def test_a_place_that_no_token_continues_is_a_dead_end(backend: BackendChoice) -
         assert matcher.accept_token(0)
 
 
-def test_a_failing_library_is_a_fault_of_this_matcher_and_the_row_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_error_is_a_fault_with_an_empty_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bool:
         raise RuntimeError("planted")
 
@@ -79,7 +79,7 @@ def test_a_failing_library_is_a_fault_of_this_matcher_and_the_row_is_zero(monkey
     assert matcher.fault == "fill_next_token_bitmask: planted"
 
 
-def test_a_step_that_takes_too_long_is_the_last_one() -> None:
+def test_slow_step_is_a_fault() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, limits=GrammarLimits(step_seconds=0.02))
     matcher = compiler.compile(Constraint.regex("((a{1,50}){1,50}){1,50}")).matcher()
     steps = 0
@@ -92,7 +92,7 @@ def test_a_step_that_takes_too_long_is_the_last_one() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token_id", [-1, len(PRINTABLE.tokens), 2**31, 2**32 + 65, 10**20])
-def test_ids_out_of_range_are_not_accepted(token_id: int, backend: BackendChoice) -> None:
+def test_out_of_range_ids_are_not_accepted(token_id: int, backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("[ -~]*", backend))
     before = filled(matcher)
     assert matcher.accept_token(token_id) is False
@@ -112,7 +112,7 @@ def test_padding_and_control_tokens_are_never_legal(backend: BackendChoice) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bits_beyond_the_vocabulary_are_clear_even_where_everything_is_legal(backend: BackendChoice) -> None:
+def test_bits_beyond_the_vocabulary_are_always_clear(backend: BackendChoice) -> None:
     vocabulary = Vocabulary([bytes([65 + index]) for index in range(26)], stop_token_ids=[25])
     matcher = GrammarCompiler(vocabulary).compile(Constraint.regex("[A-Z]*", backend)).matcher()
     assert filled(matcher, 1) == (MaskStatus.OK, list(range(26)))
@@ -123,7 +123,7 @@ walks = st.lists(st.tuples(st.sampled_from(["accept", "accept", "accept", "illeg
 
 @pytest.mark.parametrize("kind", EXAMPLES)
 @given(walk=walks)
-def test_a_walk_of_accepts_and_rollbacks_leaves_the_masks_of_a_fresh_matcher(kind: str, walk: list[tuple[str, int]]) -> None:
+def test_masks_after_rollbacks_equal_those_of_a_fresh_matcher(kind: str, walk: list[tuple[str, int]]) -> None:
     constraint, history = EXAMPLES[kind][0], list[int]()
     matcher = matcher_of(constraint)
     for action, number in walk:
@@ -146,11 +146,11 @@ def test_a_walk_of_accepts_and_rollbacks_leaves_the_masks_of_a_fresh_matcher(kin
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rollback_is_not_limited_to_a_window(backend: BackendChoice) -> None:
+def test_rollback_of_any_length(backend: BackendChoice) -> None:
     matcher = matcher_of(Constraint.regex("a*", backend))
     start = filled(matcher)
     assert all(matcher.accept_token(encode(b"a")[0]) for _ in range(500))
-    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, want 0\.\.500"):
+    with pytest.raises(ValueError, match=r"rollback.num_tokens: got 501, expected 0\.\.500"):
         matcher.rollback(501)
     matcher.rollback(500)
     assert filled(matcher) == start
@@ -168,14 +168,14 @@ def test_rollback_is_not_limited_to_a_window(backend: BackendChoice) -> None:
         (torch.zeros(PRINTABLE.mask_words, 2, dtype=torch.int32).t(), 0),
     ],
 )
-def test_a_mask_of_another_layout_is_refused(masks: torch.Tensor, index: int, backend: BackendChoice) -> None:
+def test_mask_of_another_layout_raises(masks: torch.Tensor, index: int, backend: BackendChoice) -> None:
     with pytest.raises(ValueError, match=r"(masks|index): got"):
         matcher_of(Constraint.regex("a", backend)).fill_next_token_bitmask(masks, index)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(options=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
-def test_choice_takes_any_strings(backend: BackendChoice, options: list[str]) -> None:
+def test_choice_accepts_arbitrary_strings(backend: BackendChoice, options: list[str]) -> None:
     options = [option.encode("utf-8", "ignore").decode() or "x" for option in options]
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b""], stop_token_ids=[256])
     compiled = GrammarCompiler(vocabulary, max_threads=1).compile(Constraint.choice(options, backend))
@@ -185,7 +185,7 @@ def test_choice_takes_any_strings(backend: BackendChoice, options: list[str]) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_whitespace_is_free_only_on_request_and_only_within_a_bound(backend: BackendChoice) -> None:
+def test_any_whitespace_is_optional_and_bounded(backend: BackendChoice) -> None:
     fixed, free = Constraint.json_schema(PERSON, backend=backend), Constraint.json_schema(PERSON, True, backend)
     text = '{%s"name": "a", "age": 1}'
     assert [accepts(fixed, (text % (" " * n)).encode()) for n in (0, 1)] == [True, False]
@@ -208,12 +208,12 @@ def test_whitespace_is_free_only_on_request_and_only_within_a_bound(backend: Bac
         lambda: COMPILER.compile("a+"),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_vocabularies_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want "):
+def test_malformed_vocabularies_raise(build: Any) -> None:
+    with pytest.raises(ValueError, match=r": got .*, expected "):
         build()
 
 
-def test_the_cache_is_bounded_and_what_it_drops_lives_on() -> None:
+def test_cache_is_bounded_and_dropped_grammars_stay_usable() -> None:
     first = GrammarCompiler(PRINTABLE).compile(Constraint.regex("a+"))
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, cache_bytes=3 * first.nbytes)
     first = compiler.compile(Constraint.regex("a+"))
@@ -228,7 +228,7 @@ def test_the_cache_is_bounded_and_what_it_drops_lives_on() -> None:
     assert matcher.accept_token(encode(b"a")[0]) and filled(matcher)[0] is MaskStatus.OK
 
 
-def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_one_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, calls, results = GrammarCompiler(PRINTABLE, max_threads=1), list[Constraint](), list[object]()
     library, gate = compiler._backends._builder("xgrammar"), threading.Barrier(9)
     build = library.build
@@ -251,7 +251,7 @@ def test_threads_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1 and len(results) == 8 and len({id(result) for result in results}) == 1
 
 
-def test_a_refusal_is_not_cached() -> None:
+def test_failed_compile_is_not_cached() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1)
     for _ in range(2):
         with pytest.raises(ValueError, match="constraint regex"):

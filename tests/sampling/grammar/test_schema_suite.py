@@ -1,6 +1,6 @@
-"""The JSON-Schema-Test-Suite as a ratchet: no invalid value is ever taken, and nothing gets worse or better without the table saying so.
+"""The JSON-Schema-Test-Suite as a ratchet: no invalid value is accepted, and every change of an outcome must change the table.
 
-After a change: `python tools/schema_suite.py` rewrites the table; its difference is part of the change.
+After a change: `python tools/schema_suite.py` rewrites the table; commit its difference with the change.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.helpers.schema_cases import (
     differences,
     groups,
     kept,
+    key,
     outcomes,
-    place,
     totals,
     writings,
     written,
@@ -30,14 +30,14 @@ from tests.helpers.schema_cases import TABLE as TABLE_FILE
 TABLE = kept()
 
 
-def test_the_grammars_do_what_the_table_says() -> None:
+def test_outcomes_equal_the_table() -> None:
     found = outcomes()
     changed = differences(TABLE, found)
-    assert not changed, f"{len(changed)} outcomes; run tools/schema_suite.py and look:\n" + "\n".join(changed[:20])
+    assert not changed, f"{len(changed)} outcomes; run tools/schema_suite.py and check:\n" + "\n".join(changed[:20])
     assert written(found) == TABLE_FILE.read_text(encoding="utf-8"), "the table's totals or its order are not those of its groups"
 
 
-def test_no_back_end_takes_an_invalid_value() -> None:
+def test_no_invalid_value_is_accepted() -> None:
     wrong = [
         f"{where}: {name}"
         for where, row in TABLE.items()
@@ -47,29 +47,29 @@ def test_no_back_end_takes_an_invalid_value() -> None:
     assert wrong == []
 
 
-def test_every_schema_of_the_suite_is_in_the_table_once() -> None:
-    places = [place(group) for group in groups()]
-    assert len(places) == len(set(places)) == len(TABLE) and set(places) == TABLE.keys()
-    assert sum(totals({where: REFUSED for where in places}).values()) == 1257
+def test_table_contains_each_schema_once() -> None:
+    keys = [key(group) for group in groups()]
+    assert len(keys) == len(set(keys)) == len(TABLE) and set(keys) == TABLE.keys()
+    assert sum(totals({where: REFUSED for where in keys}).values()) == 1257
 
 
-def test_a_keyword_that_is_no_longer_refused_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_schema_check_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xgrammar_grammar, "check_schema", lambda schema: None)
     unguarded = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
     chosen = [group for group in groups() if group.file in ("not", "uniqueItems")]
-    found = {place(group): {**TABLE[place(group)], "xgrammar": classed(group, unguarded)} for group in chosen}
+    found = {key(group): {**TABLE[key(group)], "xgrammar": classed(group, unguarded)} for group in chosen}
     table = {where: TABLE[where] for where in found}
     assert any(FALSE_ACCEPT in row["xgrammar"] and not row["xgrammar"].startswith(REFUSED) for row in found.values())
     assert len(differences(table, found)) > 10 and len(differences(found, table)) > 10
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [
         ({"a": 1, "b": [2.0, "é"]}, ['{"a": 1, "b": [2.0, "é"]}', '{"b": [2, "\\u00e9"], "a": 1}', '{"a":1,"b":[2.0,"é"]}']),
         (1e308, ["1e+308", "1" + "0" * 308]),
     ],
 )
-def test_a_value_is_tried_in_all_its_writings(value: Any, wanted: list[str]) -> None:
+def test_value_is_tried_in_all_its_written_forms(value: Any, expected: list[str]) -> None:
     found = list(writings(value))
-    assert found[0] == wanted[0] and set(wanted) <= set(found)
+    assert found[0] == expected[0] and set(expected) <= set(found)

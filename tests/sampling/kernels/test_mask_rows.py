@@ -156,5 +156,5 @@ def test_a_stale_mask_never_guides_a_draft(backend: TapeBackend, wrong: int | No
     bench.buffers.batch_tags[0, 0] = tag
     batch = read_batch(bench.buffers, 1)
     logits = torch.zeros(1, bench.limits.num_tokens)
-    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.going_on(batch), masked=True, sampled=sampled)
+    draft = drafting.choose_draft(bench.buffers, batch, 1, logits, drafting.continuing(batch), masked=True, sampled=sampled)
     assert draft.tolist() == [poison if wrong is None else -1]

@@ -180,7 +180,7 @@ def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callab
     with toy_engine(eager=True) as engine:
         engine.capture()
         engine.backend.start_trace(0, 2)
-        with pytest.warns(UserWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is under way"):
+        with pytest.warns(UserWarning, match="STEPGRAPH_PROFILE_ROUNDS: these rounds are not profiled: .* a trace is already running"):
             job = engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
         assert (len(job.tokens), job.error) == (24, "")
         assert engine.backend.stop_trace(), "the script's own trace is still there"

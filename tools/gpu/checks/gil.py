@@ -1,4 +1,4 @@
-"""The check that host nodes of the native link need no interpreter: a round ends while another thread holds its lock."""
+"""The check that host nodes of the native link need no GIL: a round ends while another thread holds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOLD_SECONDS = 0.2
 
 
 def native_nodes_need_no_gil(context: Context) -> Figures:
-    """A launched round ends while another thread holds the GIL; one with Python host nodes does not. On the tape: its host nodes."""
+    """A launched round ends while another thread holds the GIL; one with Python host nodes does not. In a rehearsal: host nodes only."""
     try:
         load()
     except Unavailable as missing:
@@ -47,24 +47,24 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
         recorded.replay()
         backend.synchronize()
         bench.push_batch(ROWS)
-        keeping = ctypes.PyDLL(None)  # which keeps the GIL across its calls
+        c_library = ctypes.PyDLL(None)  # does not release the GIL in its calls
         recorded.replay()
         held_until = time.monotonic() + HOLD_SECONDS
-        keeping.usleep(int(HOLD_SECONDS * 1e6))
+        c_library.usleep(int(HOLD_SECONDS * 1e6))
         backend.synchronize()
         return stamp.finished < held_until
 
 
 def _nodes_end(host: HostLink) -> bool:
-    """The same for a round's host nodes alone, in a thread of C's own: the tape's threads are Python's."""
+    """The same for the host nodes of a round on a C thread, because the tape's threads are Python threads."""
     node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
     calls, thread = (CallStruct * 2)(), ctypes.c_ulong()
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
     calls[1].function, calls[1].data = node.address, node.data
     listed = CallListStruct(calls, 2)
-    keeping = ctypes.PyDLL(None)
-    assert keeping.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
+    c_library = ctypes.PyDLL(None)
+    assert c_library.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
     held_until = time.monotonic() + HOLD_SECONDS
-    keeping.usleep(int(HOLD_SECONDS * 1e6))
+    c_library.usleep(int(HOLD_SECONDS * 1e6))
     assert ctypes.CDLL(None).pthread_join(thread, None) == 0
     return bool(calls[1].finished < held_until)

@@ -187,7 +187,7 @@ class RoundBench:
             drafted, features = drafting.draft_decode(b, batch, 2, batch.drafts[:, 0], b.in_features[:, :1], draft, limits)
             b.out_logits[:, 0].copy_(drafted)
             b.out_features[:, :1].copy_(features)
-            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.going_on(batch), constrained, sampled))
+            b.out_tokens.copy_(drafting.choose_draft(b, batch, 3, drafted, drafting.continuing(batch), constrained, sampled))
 
         def place_masks(b: StaticBuffers) -> None:
             b.batch_tags[1, :, 2].copy_(b.batch_rows % 4)

@@ -1,8 +1,8 @@
-/* The host nodes of a round: every row accepts, rolls back and fills as its steps say. python_link.py is the reference;
-   this must write the same masks, tags, statuses and faults, bit for bit.
+/* The host nodes of a round: every row accepts, rolls back and fills as its steps specify. python.py is the reference: masks,
+   tags, statuses and faults must be bit-identical.
 
-   Nothing is allocated after `stepgraph_open`, nobody waits for a lock that a Python thread could hold, and what goes
-   wrong with a row stays in that row: without a tag the device uses no mask of it. */
+   Nothing is allocated after `stepgraph_open`, no lock is taken that a Python thread can hold, and a failure affects only its
+   own row: without a valid tag the device uses no mask of that row. */
 
 #include "host_link.h"
 #include "forced.h"
@@ -17,24 +17,24 @@
 typedef struct {
     int64_t count;
     matcher_row **rows; /* [slots] */
-} announcement;
+} row_batch;
 
 struct host_link {
     link_shape shape;
     pool *pool;
-    announcement *ring;        /* [depth] */
+    row_batch *ring;        /* [depth] */
     _Atomic int64_t pushed; /* rounds, by the launching thread */
-    _Atomic int64_t begun;     /* rounds, by host nodes */
+    _Atomic int64_t begun;  /* rounds, by host nodes */
     _Atomic int64_t ended;
     _Atomic int64_t missed, fills, accepts, rollbacks, looks;
-    _Atomic int64_t node_ns, longest_node_ns, nodes[NODE_BOUNDS + 1]; /* written by host nodes, which never overlap */
-    _Atomic(int64_t *) log;    /* node_log.py; null: nobody asked for it */
-    int64_t log_room;          /* nodes */
-    const announcement *batch; /* of the round that has begun; host nodes never overlap */
-    int32_t *busy;             /* [slots]: the slots that the present node works on */
+    _Atomic int64_t node_ns, longest_node_ns, nodes[NODE_BOUNDS + 1]; /* written by host nodes only, which never overlap */
+    _Atomic(int64_t *) log;                                          /* node_log.NodeLog, or NULL */
+    int64_t log_room;                                                /* in nodes */
+    const row_batch *batch;                                          /* of the current round */
+    int32_t *active;                                                 /* [slots] the slots that the current node processes */
 };
 
-/* host_link.py, number by number. */
+/* protocol.NODE_BOUNDS_NS */
 static const int64_t node_bounds_ns[NODE_BOUNDS] = {10000, 30000, 100000, 300000, 1000000, 3000000, 10000000, 30000000, 100000000};
 
 /* one row */
@@ -51,7 +51,6 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
     count(&link->fills);
-    row->fills++;
     int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
     int32_t status = fill_mask(row, mask, link->shape.words);
     if (status < 0) return;
@@ -91,7 +90,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
 
 static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index) {
     int64_t token = link->shape.drafts[(index - 1) * link->shape.slots + slot];
-    if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* the walk ended at an earlier draft */
+    if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* an earlier draft ended the walk */
     count(&link->accepts);
     int accepted = accept_token(row, token);
     if (accepted > 0) {
@@ -100,7 +99,7 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
         fill(link, slot, row, index, index);
     }
     if (accepted > 0 && !faulted(row)) return;
-    row->last_mask_status = faulted(row) ? FAULT : ILLEGAL; /* the draft that it failed behind is judged all the same, by the mask before it */
+    row->last_mask_status = faulted(row) ? FAULT : ILLEGAL; /* the draft itself was still verified, by the mask before it */
     tag(link, slot, row, index, index);
 }
 
@@ -109,17 +108,17 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
 static void begin(host_link *link) {
     int64_t round = atomic_load_explicit(&link->begun, memory_order_relaxed);
     link->batch = NULL;
-    atomic_store_explicit(&link->ended, round, memory_order_release); /* if a round had no END_ROUND */
+    atomic_store_explicit(&link->ended, round, memory_order_release); /* in case the round before had no END_ROUND */
     if (round < atomic_load_explicit(&link->pushed, memory_order_acquire)) {
         link->batch = &link->ring[round % link->shape.depth];
         atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
     } else {
         count(&link->missed);
     }
-    for (int64_t place = 0, places = link->shape.stages * link->shape.slots; place < places; place++) {
-        int64_t *tags = link->shape.tags + place * TAG_FIELDS;
+    for (int64_t mask = 0, masks = link->shape.stages * link->shape.slots; mask < masks; mask++) {
+        int64_t *tags = link->shape.tags + mask * TAG_FIELDS;
         tags[0] = tags[1] = tags[3] = 0;
-        tags[2] = place / link->shape.slots;
+        tags[2] = mask / link->shape.slots;
     }
     int64_t forced = link->shape.forced ? (link->shape.stages - 1) * link->shape.slots : 0;
     if (forced) memset(link->shape.forced, -1, (size_t)forced * sizeof *link->shape.forced);
@@ -130,34 +129,34 @@ static void end(host_link *link) {
     atomic_store_explicit(&link->ended, atomic_load_explicit(&link->begun, memory_order_relaxed), memory_order_release);
 }
 
-static void work_on_row(void *context, unsigned item) {
+static void process_row(void *context, unsigned item) {
     const host_node *node = context;
     host_link *link = node->link;
-    int64_t slot = link->busy[item];
+    int64_t slot = link->active[item];
     matcher_row *row = link->batch->rows[slot];
     for (int64_t step = 0; step < node->count && !faulted(row); step++) {
-        int32_t index = node->steps[step].index;
+        int32_t stage = node->steps[step].stage;
         switch (node->steps[step].action) {
         case FILL_NEW:
-            if (row->last_mask_status == NONE) fill(link, slot, row, 0, index);
+            if (row->last_mask_status == NONE) fill(link, slot, row, 0, stage);
             break;
         case COMMIT:
             commit(link, slot, row, link->shape.state + slot * HOST_COLUMNS);
             break;
         case ADVANCE:
-            advance(link, slot, row, index);
+            advance(link, slot, row, stage);
             break;
         }
     }
 }
 
-/* The slots whose request sits there, runs, and has no fault. */
-static unsigned find_busy(host_link *link) {
+/* Collects the slots whose request is the one on the device, is running and has no fault. */
+static unsigned find_active(host_link *link) {
     unsigned items = 0;
     for (int64_t slot = 0; link->batch && slot < link->batch->count; slot++) {
         matcher_row *row = link->batch->rows[slot];
         const int64_t *state = link->shape.state + slot * HOST_COLUMNS;
-        if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) link->busy[items++] = (int32_t)slot;
+        if (row && !faulted(row) && state[OWNER] == row->owner && state[FINISH] == ROW_RUNNING) link->active[items++] = (int32_t)slot;
     }
     return items;
 }
@@ -168,10 +167,10 @@ static int64_t now_ns(void) {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static void note_time(host_link *link, int64_t taken) {
-    int place = 0;
-    while (place < NODE_BOUNDS && taken > node_bounds_ns[place]) place++;
-    count(&link->nodes[place]);
+static void count_time(host_link *link, int64_t taken) {
+    int bucket = 0;
+    while (bucket < NODE_BOUNDS && taken > node_bounds_ns[bucket]) bucket++;
+    count(&link->nodes[bucket]);
     atomic_fetch_add_explicit(&link->node_ns, taken, memory_order_relaxed);
     if (taken > atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed))
         atomic_store_explicit(&link->longest_node_ns, taken, memory_order_relaxed);
@@ -180,40 +179,40 @@ static void note_time(host_link *link, int64_t taken) {
 static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ended) {
     int64_t *log = atomic_load_explicit(&link->log, memory_order_acquire);
     if (!log || log[0] >= link->log_room) return;
-    int64_t *line = log + 1 + 3 * log[0]++;
-    line[0] = first, line[1] = begun, line[2] = ended;
+    int64_t *entry = log + 1 + 3 * log[0]++;
+    entry[0] = first, entry[1] = begun, entry[2] = ended;
 }
 
 void stepgraph_node(void *data) {
     host_node *node = data;
     int64_t begun = now_ns(), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
-    pool_run(node->link->pool, work_on_row, node, find_busy(node->link));
+    pool_run(node->link->pool, process_row, node, find_active(node->link));
     ended = now_ns();
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
-    note_time(node->link, ended - begun); /* who sees that the round has ended sees its times */
+    count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
 }
 
-/* for Python */
+/* called from Python */
 
 host_link *stepgraph_open(const link_shape *shape) {
     host_link *link = calloc(1, sizeof *link);
     if (!link) return NULL;
     link->shape = *shape;
     link->ring = calloc((size_t)shape->depth, sizeof *link->ring);
-    link->busy = calloc((size_t)shape->slots, sizeof *link->busy);
+    link->active = calloc((size_t)shape->slots, sizeof *link->active);
     matcher_row **rows = calloc((size_t)(shape->depth * shape->slots), sizeof *rows);
     if (link->ring) link->ring[0].rows = rows;
-    link->pool = link->ring && link->busy && rows ? pool_open((unsigned)shape->helpers) : NULL;
+    link->pool = link->ring && link->active && rows ? pool_open((unsigned)shape->helpers) : NULL;
     if (!link->pool) {
         free(rows);
         free(link->ring);
-        free(link->busy);
+        free(link->active);
         free(link);
         return NULL;
     }
-    for (int64_t place = 1; place < shape->depth; place++) link->ring[place].rows = rows + place * shape->slots;
+    for (int64_t round = 1; round < shape->depth; round++) link->ring[round].rows = rows + round * shape->slots;
     return link;
 }
 
@@ -221,22 +220,22 @@ void stepgraph_close(host_link *link) {
     pool_close(link->pool);
     free(link->ring[0].rows);
     free(link->ring);
-    free(link->busy);
+    free(link->active);
     free(link);
 }
 
-/* -1 where as many rounds as the ring holds are pushed and not ended. By the launching thread only. */
+/* Returns -1 if `depth` rounds are pushed and not ended. Called by the launching thread only. */
 int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count) {
     int64_t round = atomic_load_explicit(&link->pushed, memory_order_relaxed);
     if (round - atomic_load_explicit(&link->ended, memory_order_acquire) >= link->shape.depth) return -1;
-    announcement *batch = &link->ring[round % link->shape.depth];
+    row_batch *batch = &link->ring[round % link->shape.depth];
     batch->count = count;
     memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
     atomic_store_explicit(&link->pushed, round + 1, memory_order_release);
     return 0;
 }
 
-/* While no node is running. */
+/* Called while no node is running. */
 void stepgraph_log(host_link *link, int64_t *log, int64_t room) {
     link->log_room = room;
     atomic_store_explicit(&link->log, log, memory_order_release);
@@ -251,29 +250,30 @@ void stepgraph_counts(host_link *link, link_counts *counts) {
     counts->looks = atomic_load_explicit(&link->looks, memory_order_relaxed);
     counts->node_ns = atomic_load_explicit(&link->node_ns, memory_order_relaxed);
     counts->longest_node_ns = atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed);
-    for (int place = 0; place <= NODE_BOUNDS; place++) counts->nodes[place] = atomic_load_explicit(&link->nodes[place], memory_order_relaxed);
+    for (int bucket = 0; bucket <= NODE_BOUNDS; bucket++)
+        counts->nodes[bucket] = atomic_load_explicit(&link->nodes[bucket], memory_order_relaxed);
 }
 
 const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
 }
 
-/* Calls one after another, as a thread of the driver's would: for measuring what nodes cost, and when they ran. */
+/* Makes the calls in order on this thread, as the CUDA driver would. For tests and benchmarks. */
 void stepgraph_run_calls(void *data) {
     call_list *list = data;
-    for (int64_t place = 0; place < list->count; place++) {
-        list->calls[place].function(list->calls[place].data);
-        list->calls[place].finished = seconds_of(CLOCK_MONOTONIC);
+    for (int64_t index = 0; index < list->count; index++) {
+        list->calls[index].function(list->calls[index].data);
+        list->calls[index].finished = seconds_of(CLOCK_MONOTONIC);
     }
 }
 
-/* The numbers that layout.py has its own copy of; returns how many there are. */
+/* Writes the values of layout.OWN_LAYOUT and returns their number. */
 int64_t stepgraph_layout(int64_t *values, int64_t room) {
     const int64_t own[] = {
         LAYOUT_VERSION, sizeof(matcher_library), sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
         sizeof(host_node), sizeof(host_step), sizeof(link_counts), sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list),
-        sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_text),
-        sizeof(checked_masks), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END_ROUND, MAX_SLOTS, FORCED_BYTES,
+        sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text), sizeof(marker_table),
+        sizeof(marker_progress), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END_ROUND, MAX_SLOTS, FORCED_BYTES,
     };
     int64_t count = sizeof own / sizeof *own;
     if (count + NODE_BOUNDS <= room) {

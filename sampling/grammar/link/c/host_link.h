@@ -1,6 +1,7 @@
-/* What Python and C share of the native host link. layout.py holds the same structs, field by field, and compares their sizes.
+/* Structs and constants that Python and C share for the native host link. layout.py declares the same structs field by field,
+   and the loader compares their sizes.
 
-   Nothing here knows the Python interpreter: a host node runs on whatever thread calls it, without the GIL. */
+   Nothing here uses the Python interpreter: a host node runs without the GIL on whatever thread calls it. */
 
 #ifndef STEPGRAPH_HOST_LINK_H
 #define STEPGRAPH_HOST_LINK_H
@@ -10,123 +11,114 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 9, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 10, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
 
-/* status.py, number by number. */
+/* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
 enum { TAG_FIELDS = 4, ROW_RUNNING = 1 };
 enum { NONE, OK, COMPLETE, TERMINATED, DEAD_END, ILLEGAL, FAULT };
 
-/* host_link.py, number by number: what a host node does, in the order of its steps. */
+/* protocol.HostAction, same values: the steps of a host node. */
 enum { BEGIN_ROUND, FILL_NEW, COMMIT, ADVANCE, END_ROUND };
 
-/* All that a row asks of a grammar library. A function that fails returns -1 and says why in FAULT_BYTES of text. `fill`
-   returns 0, and the row sorts out what is legal and what that means; or, of a library that does so itself, the status. */
+/* The functions of a grammar library. A function that fails returns -1 and writes the reason to `error` (FAULT_BYTES). */
 typedef struct matcher_library matcher_library;
 struct matcher_library {
-    int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *why); /* 1 taken, 0 not allowed here */
-    int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why);
-    int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *why);
-    int (*is_terminated)(const matcher_library *self, void *matcher, char *why);
-    int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *why); /* how much must come next */
+    int (*accept)(const matcher_library *self, void *matcher, int64_t token, char *error); /* 1 accepted, 0 not legal here */
+    /* Returns 0, and the caller clears illegal bits and derives the status; or a status, if the library has done both. */
+    int (*fill)(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *error);
+    int (*rollback)(const matcher_library *self, void *matcher, int64_t tokens, char *error);
+    int (*is_terminated)(const matcher_library *self, void *matcher, char *error);
+    /* Writes the bytes that must come next, at most `room`, and returns their number. */
+    int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
 };
 
-/* The texts of a vocabulary in sorted order, to be looked up by their bytes: forced_tokens.TokenTable. */
+/* The token texts of a vocabulary in sorted order, for look-up by bytes: forced.TokenTable. */
 typedef struct {
-    const uint8_t *texts;
-    const int32_t *starts;  /* [texts + 1] */
-    const int32_t *ids;     /* [texts] */
-    const int32_t *places;  /* [num_tokens] of each token's text, -1 where it has none */
-    const int32_t *buckets; /* [65537] where the texts start that begin with two bytes */
-    const int32_t *singles; /* [256] the token of a byte, -1 where there is none */
+    const uint8_t *texts;      /* concatenated */
+    const int32_t *starts;     /* [texts + 1] */
+    const int32_t *ids;        /* [texts] */
+    const int32_t *text_index; /* [num_tokens] index of each token's text, -1 if it has none */
+    const int32_t *buckets;    /* [65537] index of the first text that starts with a given pair of bytes */
+    const int32_t *singles;    /* [256] the token of a single byte, -1 if there is none */
     int64_t num_tokens;
-    int32_t longest; /* bytes of a text */
-    int32_t merges;  /* 1: made by merging neighbours; 0: the longest token that fits is taken */
+    int32_t longest; /* bytes of the longest text */
+    int32_t merges;  /* 1: split texts by merging pairs (BPE); 0: by longest match */
 } token_table;
 
-/* A row's forced text, in tokens from the place where it was looked for; it serves as long as the history follows it. */
+/* A row's forced text, split into tokens. Valid for as long as the history follows it. */
 typedef struct {
-    int64_t start; /* tokens in front of it */
+    int64_t start; /* length of the history at which it begins */
     int32_t size, count;
     int32_t tokens[FORCED_BYTES];
-    uint8_t ends[FORCED_BYTES]; /* where in the text each token ends */
+    uint8_t ends[FORCED_BYTES]; /* end of each token in the text */
     char text[FORCED_BYTES];
 } forced_text;
 
-/* What a text has to come to before its grammar begins: marker.Marker. A state is how much of it the text ends with. */
+/* marker.Marker. The state is the length of the longest marker prefix that the text ends with. */
 typedef struct {
-    const int32_t *symbols;    /* [complete] its bytes, or its token ids */
-    const int32_t *shorter;    /* [complete] of each beginning of it: the longest shorter one that it ends with */
-    const int32_t *rows;       /* [complete] which mask is that of a state */
+    const int32_t *symbols;    /* [complete] bytes or token ids of the marker */
+    const int32_t *fallback;   /* [complete] per prefix: length of its longest proper prefix that is also a suffix */
+    const int32_t *mask_index; /* [complete] row of `masks` for each state */
     const int32_t *masks;      /* [.., words] */
-    const int32_t *text_words; /* [words] a bit per id that stands for text */
-    const uint8_t *bytes;      /* of all tokens, one behind the other; NULL where the marker is of ids */
+    const int32_t *text_words; /* [words] one bit per text token */
+    const uint8_t *bytes;      /* all token texts, concatenated; NULL if the marker consists of ids */
     const int32_t *starts;     /* [num_tokens + 1] */
     int64_t num_tokens;
-    int32_t complete; /* the state in which the text ends with all of it */
+    int32_t complete; /* the state at the end of the marker */
 } marker_table;
 
+/* How far a row's text has advanced through its marker. */
 typedef struct {
-    const marker_table *table; /* NULL: the grammar begins at once */
-    int32_t *states;           /* [room] behind each of the latest tokens up to the marker's end */
-    int64_t room;              /* one more than may be taken back */
-    int64_t taken;             /* tokens up to the marker's end */
-    int64_t behind;            /* it */
-} marker_text;
+    const marker_table *table; /* NULL: the grammar applies from the start */
+    int32_t *states;           /* [room] ring of states, indexed by the number of tokens */
+    int64_t room;              /* one more than the longest rollback */
+    int64_t num_free;          /* tokens up to the end of the marker */
+    int64_t num_inner;         /* tokens after the marker */
+} marker_progress;
 
-/* The masks that tokens are held against, each at the place where it was filled. */
-typedef struct {
-    const char *backend; /* the library's name; NULL: nothing is checked */
-    int32_t *masks;      /* [room, words] */
-    int64_t *places;     /* [room] how many tokens were in front of each; -1 where there is none */
-    int64_t room, words;
-    int64_t accepted;
-} checked_masks;
-
-/* One constrained request. From its first round to its last only host nodes touch it; Python reads the fault through
-   `stepgraph_fault`, and keeps row and matcher alive until every round that was announced with them has ended. */
+/* One constrained request. Only host nodes access it from its first round to its last. Python reads the fault with
+   `stepgraph_fault` and keeps row and matcher alive until every round that was pushed with them has ended. */
 typedef struct {
     const matcher_library *library;
     void *matcher;
-    const int32_t *text_words; /* [words] a bit per id that stands for text; NULL where the library knows such things itself */
-    const int32_t *stop_words; /* [words] a bit per stop token */
-    const int32_t *mixed;      /* [num_mixed] which of text_words are not all ones */
-    int64_t num_mixed;
+    const int32_t *text_words;    /* [words] one bit per text token; NULL if the library checks ids itself */
+    const int32_t *stop_words;    /* [words] one bit per stop token */
+    const int32_t *partial_words; /* [num_partial] indices of the text_words that are not all ones */
+    int64_t num_partial;
     int64_t num_tokens;
     int64_t owner;
-    int64_t committed; /* tokens of the history that the matcher has accepted for good */
-    int64_t pending_drafts;    /* drafts accepted on top of them */
-    int64_t fills;
-    double fuel_seconds; /* processor time that one call of the library may take */
-    int32_t last_mask_status;       /* status of the newest mask row; drafts go on only after OK */
-    int32_t open;        /* the library has said that the text is not over, and no stop token was accepted since */
-    atomic_int faulted;  /* set after `fault` was written */
+    int64_t committed;        /* tokens of the history that the matcher has accepted permanently */
+    int64_t pending_drafts;   /* drafts accepted after them */
+    double fuel_seconds;      /* processor time limit of one library call */
+    int32_t last_mask_status; /* the walk over drafts continues only after OK */
+    int32_t known_open;       /* the library has reported "not terminated" and no stop token was accepted since */
+    atomic_int faulted;       /* set after `fault` was written */
     char fault[FAULT_BYTES];
     forced_text forced;
-    marker_text marker;
-    checked_masks checked;
+    marker_progress marker;
 } matcher_row;
 
-/* The pinned memory of a round, and how much of everything there is. */
+/* The pinned memory of a round and its sizes. */
 typedef struct {
     const int64_t *state;  /* [slots, HOST_COLUMNS] */
-    const int64_t *drafts; /* [stages - 1, slots], -1 where there is none */
+    const int64_t *drafts; /* [stages - 1, slots], -1: no draft */
     int32_t *masks;        /* [stages, slots, words] */
     int64_t *tags;         /* [stages, slots, TAG_FIELDS] */
-    int64_t *forced;       /* [stages - 1, slots] the token that a place is forced to, -1 where none is; NULL: none is looked for */
+    int64_t *forced;       /* [stages - 1, slots] the forced token after each mask, -1: none; NULL: forced tokens are not searched */
     const token_table *tokens;
     int64_t slots;
     int64_t stages;
     int64_t words;
-    int64_t depth;   /* rounds that may be announced and not yet ended */
-    int64_t helpers; /* threads besides the one that calls a node */
+    int64_t depth;   /* maximum number of rounds that are pushed and not ended */
+    int64_t helpers; /* threads in addition to the one that calls a node */
 } link_shape;
 
 typedef struct host_link host_link;
 
 typedef struct {
     int32_t action;
-    int32_t index; /* of FILL_NEW: the stage; of ADVANCE: the draft, from 1 */
+    int32_t stage; /* FILL_NEW, ADVANCE: the mask row to fill; ADVANCE: also the draft to accept, from 1 */
 } host_step;
 
 /* The data of one host node. */
@@ -138,14 +130,14 @@ typedef struct {
 
 typedef struct {
     int64_t fills, accepts, rollbacks;
-    int64_t looks;                    /* for a forced text */
-    int64_t node_ns, longest_node_ns; /* by the clock */
-    int64_t nodes[NODE_BOUNDS + 1];   /* that took at most each of host_link.py's bounds, then the rest */
-    int64_t ended;                    /* rounds whose rows no node will touch again */
-    int64_t missed;                   /* rounds that began without an announcement */
+    int64_t looks;                    /* searches for forced text */
+    int64_t node_ns, longest_node_ns; /* wall clock */
+    int64_t nodes[NODE_BOUNDS + 1];   /* histogram: nodes per bound of protocol.NODE_BOUNDS_NS, then the rest */
+    int64_t ended;                    /* rounds whose rows no node will access again */
+    int64_t missed;                   /* rounds that began without a pushed batch */
 } link_counts;
 
-/* xgrammar behind tvm-ffi's C ABI. The function objects are kept alive by Python. */
+/* xgrammar over tvm-ffi's C ABI. Python keeps the function objects alive. */
 typedef struct tvm_any tvm_any;
 typedef struct {
     matcher_library functions;
@@ -157,7 +149,7 @@ typedef struct {
 } xgrammar_library;
 
 /* llguidance's C API. */
-typedef struct llguidance_text llguidance_text; /* a matcher, and what it takes to leave its dead ends */
+typedef struct llguidance_matcher llguidance_matcher; /* the library's matcher and the history needed to rebuild it */
 typedef struct {
     matcher_library functions;
     int32_t (*compute_mask_into)(void *matcher, uint32_t *words, size_t bytes);
@@ -168,12 +160,12 @@ typedef struct {
     int32_t (*rollback)(void *matcher, size_t tokens);
     int32_t (*reset)(void *matcher);
     bool (*is_accepting)(void *matcher);
-    const char *(*get_error)(void *matcher); /* NULL where there is none */
+    const char *(*get_error)(void *matcher); /* NULL: no error */
     void *(*clone)(const void *matcher);
     void (*free)(void *matcher);
 } llguidance_library;
 
-/* One of several calls that `stepgraph_run_calls` makes in a row. */
+/* One call of `stepgraph_run_calls`. */
 typedef struct {
     void (*function)(void *data);
     void *data;
@@ -197,9 +189,10 @@ STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
 STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
-STEPGRAPH_API llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const void *cold,
-                                                             const int32_t *stop_words, const uint32_t *tokens, int64_t count);
-STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text, int keep);
+STEPGRAPH_API llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library, const void *start,
+                                                                const void *cold_start, const int32_t *stop_words,
+                                                                const uint32_t *tokens, int64_t count);
+STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
 
 #endif

@@ -1,9 +1,9 @@
-/* llguidance's matcher through the C API of its wheel. LLGuidanceMatcher in Python is the reference, fault by fault.
+/* llguidance's matcher through the C API of its wheel. LLGuidanceMatcher in Python is the reference, including its faults.
 
-   Its errors are states that cannot be left again, and a dead end is one of them to it; to a round it is one draft's end. So the
-   accepted tokens are kept here, and where a dead end is taken back they are accepted once more by a clone of the matcher that
-   none has moved; and where a lexer has no room for another state, which others may have filled, by a clone of the one that has
-   learnt nothing yet. Stop tokens are kept from the library, whose rollback miscounts them. */
+   The library reports errors as states that cannot be left, and treats a dead end as an error, while for a round a dead end only
+   ends one draft. So the accepted tokens are kept here. When a dead end is rolled back, a clone of the unused start matcher
+   accepts them again. When the lexer has no room for another state, possibly because of earlier texts, a clone of the start
+   matcher with an empty lexer does. Stop tokens are not passed to the library because its rollback miscounts them. */
 
 #include "host_link.h"
 
@@ -11,146 +11,151 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FIRST_ROOM = 256 };
+enum { INITIAL_ROOM = 256 };
 
-struct llguidance_text {
-    const void *pristine, *cold; /* what it began with, and that without what former texts have left in its lexer */
-    void *matcher;
-    const int32_t *stop_words; /* [words] a bit per stop token */
-    uint32_t *history;         /* [room] text tokens that the library has taken */
-    int64_t taken, room;
-    int64_t filled; /* how many of them there were when a mask was last computed */
-    int ended, dead_end, anew;
+struct llguidance_matcher {
+    const void *start;         /* matcher at the start of the text, used for clones only */
+    const void *cold_start;    /* the same with an empty lexer */
+    void *current;
+    const int32_t *stop_words; /* [words] one bit per stop token */
+    uint32_t *history;         /* [room] text tokens that the library has accepted */
+    int64_t size, room;
+    int64_t filled; /* size of the history when a mask was last computed */
+    int ended, dead_end, restarted_cold;
 };
 
-static int failed(const llguidance_library *library, const llguidance_text *text, const char *what, char *why) {
-    const char *error = library->get_error(text->matcher);
-    if (!error) error = "the library failed without an error";
-    snprintf(why, FAULT_BYTES, "%s: %.*s", what, (int)strcspn(error, "\n"), error);
+static int failed(const llguidance_library *library, const llguidance_matcher *matcher, const char *what, char *error) {
+    const char *message = library->get_error(matcher->current);
+    if (!message) message = "the library failed without an error";
+    snprintf(error, FAULT_BYTES, "%s: %.*s", what, (int)strcspn(message, "\n"), message);
     return -1;
 }
 
-/* Whether the library has come to its end for want of a token that may follow. */
-static int meets_dead_end(const llguidance_library *library, llguidance_text *text) {
-    static const char told[] = "NoExtensionBias";
-    const char *error = library->get_error(text->matcher);
-    text->filled = text->taken;
-    text->dead_end = error && !strncmp(error, told, sizeof told - 1);
-    return text->dead_end;
+/* Updates and returns `dead_end`: whether the library stopped because no token can follow. */
+static int update_dead_end(const llguidance_library *library, llguidance_matcher *matcher) {
+    static const char prefix[] = "NoExtensionBias";
+    const char *message = library->get_error(matcher->current);
+    matcher->filled = matcher->size;
+    matcher->dead_end = message && !strncmp(message, prefix, sizeof prefix - 1);
+    return matcher->dead_end;
 }
 
-static int remember(llguidance_text *text, uint32_t token) {
-    if (text->taken == text->room) {
-        int64_t room = 2 * text->room;
-        uint32_t *history = realloc(text->history, (size_t)room * sizeof *history);
+static int append(llguidance_matcher *matcher, uint32_t token) {
+    if (matcher->size == matcher->room) {
+        int64_t room = 2 * matcher->room;
+        uint32_t *history = realloc(matcher->history, (size_t)room * sizeof *history);
         if (!history) return 0;
-        text->history = history;
-        text->room = room;
+        matcher->history = history;
+        matcher->room = room;
     }
-    text->history[text->taken++] = token;
+    matcher->history[matcher->size++] = token;
     return 1;
 }
 
-static int begin_again(const llguidance_library *library, llguidance_text *text, char *why) {
-    void *fresh = library->clone(text->pristine);
-    library->free(text->matcher);
-    text->matcher = fresh;
-    text->dead_end = 0;
-    text->filled = 0;
-    if (!text->taken || !library->consume_tokens(fresh, text->history, (size_t)text->taken)) return 0;
-    snprintf(why, FAULT_BYTES, "rollback: the tokens that were accepted are not accepted again");
+/* Replaces the current matcher with a clone of the start that has accepted the history. */
+static int restart(const llguidance_library *library, llguidance_matcher *matcher, char *error) {
+    void *fresh = library->clone(matcher->start);
+    library->free(matcher->current);
+    matcher->current = fresh;
+    matcher->dead_end = 0;
+    matcher->filled = 0;
+    if (!matcher->size || !library->consume_tokens(fresh, matcher->history, (size_t)matcher->size)) return 0;
+    snprintf(error, FAULT_BYTES, "rollback: the tokens that were accepted are not accepted again");
     return -1;
 }
 
-static int is_full(const llguidance_library *library, void *matcher) {
-    const char *error = library->get_error(matcher);
-    return error && strstr(error, "too many states");
+static int is_lexer_full(const llguidance_library *library, void *current) {
+    const char *message = library->get_error(current);
+    return message && strstr(message, "too many states");
 }
 
-/* Whether the lexer was full, and a new one has taken the text so far. What still fails takes more than it may all by itself. */
-static int begun_anew(const llguidance_library *library, llguidance_text *text) {
-    char why[FAULT_BYTES];
-    if (!is_full(library, text->matcher)) return 0;
-    text->pristine = text->cold;
-    text->anew = 1;
-    return !begin_again(library, text, why);
+/* Whether the lexer was full and the text continues with an empty one. A step that fails again exceeds the limit by itself. */
+static int restarted_full(const llguidance_library *library, llguidance_matcher *matcher) {
+    char error[FAULT_BYTES];
+    if (!is_lexer_full(library, matcher->current)) return 0;
+    matcher->start = matcher->cold_start;
+    matcher->restarted_cold = 1;
+    return !restart(library, matcher, error);
 }
 
-/* A full lexer refuses tokens without a word: only a clone that is made to consume one says why. The first lexer of a text has met all
-   that its masks allow; another one has not. */
-static int refused_full(const llguidance_library *library, llguidance_text *text, uint32_t token) {
-    if (!text->anew) return 0;
-    void *asked = library->clone(text->matcher);
-    library->consume_token(asked, token);
-    char why[FAULT_BYTES];
-    int full = is_full(library, asked);
-    library->free(asked);
-    return full && !begin_again(library, text, why);
+/* The same for a rejected token. A full lexer rejects tokens without an error; only a clone that must consume one reports it.
+   The first lexer of a text already holds every state that its masks allow; a cold one does not. */
+static int restarted_rejecting(const llguidance_library *library, llguidance_matcher *matcher, uint32_t token) {
+    if (!matcher->restarted_cold) return 0;
+    void *clone = library->clone(matcher->current);
+    library->consume_token(clone, token);
+    char error[FAULT_BYTES];
+    int full = is_lexer_full(library, clone);
+    library->free(clone);
+    return full && !restart(library, matcher, error);
 }
 
-/* 1 taken, 0 not allowed here, -1 where the library fails. */
-static int take(const llguidance_library *library, llguidance_text *text, uint32_t token) {
-    int32_t valid = library->validate_tokens(text->matcher, &token, 1);
-    return valid > 0 && library->consume_token(text->matcher, token) ? -1 : valid;
+/* 1 accepted, 0 not legal here, -1 if the library fails. */
+static int consume(const llguidance_library *library, llguidance_matcher *matcher, uint32_t token) {
+    int32_t valid = library->validate_tokens(matcher->current, &token, 1);
+    return valid > 0 && library->consume_token(matcher->current, token) ? -1 : valid;
 }
 
-/* Into `words`, or nowhere; 0 where the library did not fail. */
-static int32_t compute(const llguidance_library *library, llguidance_text *text, int32_t *words, int64_t count) {
-    if (!words) return library->compute_mask(text->matcher);
-    return library->compute_mask_into(text->matcher, (uint32_t *)words, (size_t)count * sizeof *words);
+/* 0 unless the library fails. */
+static int32_t compute(const llguidance_library *library, llguidance_matcher *matcher, int32_t *words, int64_t count) {
+    if (!words) return library->compute_mask(matcher->current);
+    return library->compute_mask_into(matcher->current, (uint32_t *)words, (size_t)count * sizeof *words);
 }
 
-static int accept(const matcher_library *self, void *matcher, int64_t wide, char *why) {
+static int accept(const matcher_library *self, void *opaque, int64_t id, char *error) {
     const llguidance_library *library = (const llguidance_library *)self;
-    llguidance_text *text = matcher;
-    uint32_t token = (uint32_t)wide; /* below the row's number of tokens */
-    if (text->dead_end) return 0;
-    if ((uint32_t)text->stop_words[token / 32] >> (token % 32) & 1) return text->ended = library->is_accepting(text->matcher);
-    int valid = take(library, text, token);
-    if (valid < 0 ? begun_anew(library, text) : !valid && refused_full(library, text, token)) valid = take(library, text, token);
-    if (valid < 0) return failed(library, text, "accept_token", why);
-    if (valid && !remember(text, token)) {
-        snprintf(why, FAULT_BYTES, "accept_token: no memory for %lld tokens", (long long)text->taken);
+    llguidance_matcher *matcher = opaque;
+    uint32_t token = (uint32_t)id; /* less than the row's num_tokens */
+    if (matcher->dead_end) return 0;
+    if ((uint32_t)matcher->stop_words[token / 32] >> (token % 32) & 1) return matcher->ended = library->is_accepting(matcher->current);
+    int valid = consume(library, matcher, token);
+    int restarted = valid < 0 ? restarted_full(library, matcher) : !valid && restarted_rejecting(library, matcher, token);
+    if (restarted) valid = consume(library, matcher, token);
+    if (valid < 0) return failed(library, matcher, "accept_token", error);
+    if (valid && !append(matcher, token)) {
+        snprintf(error, FAULT_BYTES, "accept_token: no memory for %lld tokens", (long long)matcher->size);
         return -1;
     }
     return valid;
 }
 
-static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why) {
+static int fill(const matcher_library *self, void *opaque, int32_t *words, int64_t count, char *error) {
     const llguidance_library *library = (const llguidance_library *)self;
-    llguidance_text *text = matcher;
-    int32_t wrong = text->dead_end ? 0 : compute(library, text, words, count);
-    if (wrong && begun_anew(library, text)) wrong = compute(library, text, words, count);
-    if (!text->dead_end && !meets_dead_end(library, text)) return wrong ? failed(library, text, "fill_next_token_bitmask", why) : 0;
+    llguidance_matcher *matcher = opaque;
+    int32_t failure = matcher->dead_end ? 0 : compute(library, matcher, words, count);
+    if (failure && restarted_full(library, matcher)) failure = compute(library, matcher, words, count);
+    if (!matcher->dead_end && !update_dead_end(library, matcher))
+        return failure ? failed(library, matcher, "fill_next_token_bitmask", error) : 0;
     memset(words, 0, (size_t)count * sizeof *words);
     return DEAD_END;
 }
 
-static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *why) {
+static int rollback(const matcher_library *self, void *opaque, int64_t tokens, char *error) {
     const llguidance_library *library = (const llguidance_library *)self;
-    llguidance_text *text = matcher;
-    int64_t count = tokens - text->ended;
-    text->ended = 0;
+    llguidance_matcher *matcher = opaque;
+    int64_t count = tokens - matcher->ended;
+    matcher->ended = 0;
     if (count <= 0) return 0;
-    text->taken -= count;
-    if (text->dead_end) return begin_again(library, text, why);
-    if (library->rollback(text->matcher, (size_t)count)) return begun_anew(library, text) ? 0 : failed(library, text, "rollback", why);
-    if (text->taken >= text->filled) return 0;
-    /* The library keeps its latest mask by the number of items and the state of its lexer. Along another path both may come up
-       again over other items: only a mask computed here, where the paths part, drops the old one. */
-    int32_t wrong = compute(library, text, NULL, 0);
-    if (wrong && begun_anew(library, text)) return 0;
-    return !meets_dead_end(library, text) && wrong ? failed(library, text, "rollback", why) : 0;
+    matcher->size -= count;
+    if (matcher->dead_end) return restart(library, matcher, error);
+    if (library->rollback(matcher->current, (size_t)count))
+        return restarted_full(library, matcher) ? 0 : failed(library, matcher, "rollback", error);
+    if (matcher->size >= matcher->filled) return 0;
+    /* The library caches its latest mask by the number of items and the lexer state. Another path can reach the same pair with
+       other items. Only computing a mask here, at the point where the paths diverge, drops the cached one. */
+    int32_t failure = compute(library, matcher, NULL, 0);
+    if (failure && restarted_full(library, matcher)) return 0;
+    return !update_dead_end(library, matcher) && failure ? failed(library, matcher, "rollback", error) : 0;
 }
 
-static int is_terminated(const matcher_library *self, void *matcher, char *why) {
-    (void)self, (void)why;
-    return ((const llguidance_text *)matcher)->ended;
+static int is_terminated(const matcher_library *self, void *opaque, char *error) {
+    (void)self, (void)error;
+    return ((const llguidance_matcher *)opaque)->ended;
 }
 
-/* Its C API tells forced tokens only, as a tokenizer of its own would write them. */
-static int forced(const matcher_library *self, void *matcher, char *text, int64_t room, char *why) {
-    (void)self, (void)matcher, (void)text, (void)room, (void)why;
+/* The C API reports forced text only as tokens of its own tokenizer. */
+static int forced(const matcher_library *self, void *opaque, char *text, int64_t room, char *error) {
+    (void)self, (void)opaque, (void)text, (void)room, (void)error;
     return 0;
 }
 
@@ -158,38 +163,38 @@ void stepgraph_bind_llguidance(llguidance_library *library) {
     library->functions = (matcher_library){accept, fill, rollback, is_terminated, forced};
 }
 
-/* A text that begins with these tokens; NULL where there is no memory, or where it may not. */
-llguidance_text *stepgraph_open_llguidance(const llguidance_library *library, const void *pristine, const void *cold,
-                                           const int32_t *stop_words, const uint32_t *tokens, int64_t count) {
-    llguidance_text *text = calloc(1, sizeof *text);
-    uint32_t *history = malloc(FIRST_ROOM * sizeof *history);
-    void *matcher = text && history ? library->clone(pristine) : NULL;
-    if (!matcher) {
+/* A matcher that has accepted these tokens; NULL if memory is exhausted or a token is not accepted. */
+llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library, const void *start, const void *cold_start,
+                                              const int32_t *stop_words, const uint32_t *tokens, int64_t count) {
+    llguidance_matcher *matcher = calloc(1, sizeof *matcher);
+    uint32_t *history = malloc(INITIAL_ROOM * sizeof *history);
+    void *current = matcher && history ? library->clone(start) : NULL;
+    if (!current) {
         free(history);
-        free(text);
+        free(matcher);
         return NULL;
     }
-    *text = (llguidance_text){
-        .pristine = pristine, .cold = cold, .matcher = matcher, .stop_words = stop_words, .history = history, .room = FIRST_ROOM,
+    *matcher = (llguidance_matcher){
+        .start = start, .cold_start = cold_start, .current = current, .stop_words = stop_words, .history = history, .room = INITIAL_ROOM,
     };
-    char why[FAULT_BYTES];
-    for (int64_t place = 0; place < count; place++) {
-        if (accept(&library->functions, text, tokens[place], why) == 1) continue;
-        stepgraph_close_llguidance(library, text, 0);
+    char error[FAULT_BYTES];
+    for (int64_t index = 0; index < count; index++) {
+        if (accept(&library->functions, matcher, tokens[index], error) == 1) continue;
+        stepgraph_close_llguidance(library, matcher, 0);
         return NULL;
     }
-    return text;
+    return matcher;
 }
 
-/* The matcher, back at the start of a text and with all that its lexer has learnt on the way; NULL where it is not kept, or failed.
-   The mask that is computed drops the one that the library kept, as in `rollback`. */
-void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_text *text, int keep) {
-    void *matcher = text->matcher;
-    if (!keep || text->dead_end || library->get_error(matcher) || library->reset(matcher) || library->compute_mask(matcher)) {
-        library->free(matcher);
-        matcher = NULL;
+/* Frees the matcher. With `keep` it returns the library's matcher, reset to the start of the text, whose lexer has all states
+   that this text needed; NULL if that fails. The mask that is computed drops the library's cached one, as in `rollback`. */
+void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep) {
+    void *current = matcher->current;
+    if (!keep || matcher->dead_end || library->get_error(current) || library->reset(current) || library->compute_mask(current)) {
+        library->free(current);
+        current = NULL;
     }
-    free(text->history);
-    free(text);
-    return matcher;
+    free(matcher->history);
+    free(matcher);
+    return current;
 }

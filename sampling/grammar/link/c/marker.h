@@ -1,20 +1,20 @@
-/* The free text in front of a grammar, up to its marker. marker.py is the reference. */
+/* Free text up to a marker, after which the grammar applies. marker.py is the reference. */
 
 #ifndef STEPGRAPH_MARKER_H
 #define STEPGRAPH_MARKER_H
 
 #include "host_link.h"
 
-/* Whether the marker is still to come: the grammar is asked nothing then. */
-int in_front(const marker_text *text);
+/* Whether the text has not reached the end of the marker. The grammar is not consulted before. */
+int before_marker_end(const marker_progress *marker);
 
-/* One more token in front of the marker's end: 1 taken; 0 no change, where it may not follow. */
-int follow_marker(marker_text *text, int64_t token);
+/* Accept a token before the marker's end. Returns 1, or 0 and no change if it is not legal here. */
+int accept_free_token(marker_progress *marker, int64_t token);
 
-/* Writes the mask of what may follow in front of the marker's end, and returns its status. */
-int32_t fill_in_front(const marker_text *text, int32_t *mask, int64_t words);
+/* Write the mask of the tokens that are legal before the marker's end; returns its status. */
+int32_t fill_free_mask(const marker_progress *marker, int32_t *mask, int64_t words);
 
-/* Takes back the latest tokens; returns how many of them the grammar has to take back, those behind the marker. */
-int64_t take_back(marker_text *text, int64_t tokens);
+/* Roll back the latest tokens. Returns how many of them the grammar must roll back: those after the marker. */
+int64_t roll_back_marker(marker_progress *marker, int64_t tokens);
 
 #endif

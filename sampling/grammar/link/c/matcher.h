@@ -1,4 +1,4 @@
-/* One row's matcher: takes tokens, takes them back, says which may come next, within its fuel. matcher.py is the reference. */
+/* The matcher of one row: accepts tokens, rolls them back and fills masks within its fuel. XGrammarMatcher is the reference. */
 
 #ifndef STEPGRAPH_MATCHER_H
 #define STEPGRAPH_MATCHER_H
@@ -7,22 +7,22 @@
 
 #include <time.h>
 
-/* Whether the row has a fault: nothing more is asked of its matcher then. */
+/* Whether the row has a fault. Its matcher is not called again. */
 int faulted(matcher_row *row);
 
-/* Give the row a fault, if it has none yet: the first one is the one that is told. */
+/* Set the row's fault unless it already has one. */
 __attribute__((format(printf, 2, 3))) void fail(matcher_row *row, const char *format, ...);
 
-/* 1 taken; 0 no change, where the grammar does not allow the token here, or for a fault; -1 where nothing can be said. */
+/* 1 accepted; 0 and no change if the token is not legal here or the row has a fault; -1 if the library cannot answer. */
 int accept_token(matcher_row *row, int64_t token);
 
-/* Writes the mask and returns its status, or -1 where nothing can be said. Whatever goes wrong, the mask is zero. */
+/* Write the mask and return its status, or -1 if the library cannot answer. On failure the mask is zero. */
 int32_t fill_mask(matcher_row *row, int32_t *mask, int64_t words);
 
-/* 0 and a fault where the library fails. */
+/* Returns 0 and sets a fault if the library fails. */
 int roll_back(matcher_row *row, int64_t tokens);
 
-/* Around a call of the library, which costs a row its fault where it takes longer than its fuel. */
+/* Called before and after a library call: a call that takes more than the row's fuel sets a fault. */
 double start_of_call(const matcher_row *row);
 void end_of_call(matcher_row *row, double start);
 

@@ -1,8 +1,8 @@
-/* See pool.h. Items are taken by a counter, so that a slow one holds up its own thread only.
+/* See pool.h. Threads take items from a shared counter, so a slow item delays only its own thread.
 
-   The counter shares a word with the number of the job and its size: a helper that wakes up late learns from the same
-   atomic step which job its item belongs to. Helpers spin briefly for the next job, then sleep. A process that was
-   forked has none of them: the caller finds all items untaken and does them itself. */
+   The counter, the job number and the number of items share one atomic word: a helper that wakes up late learns in the same
+   atomic operation to which job its item belongs. Helpers spin briefly for the next job, then sleep. A forked process has no
+   helpers: the caller processes all items itself. */
 
 #include "pool.h"
 
@@ -13,13 +13,13 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { SPINS = 400 }; /* 5 to 20 microseconds: longer would cost whoever shares the core more than a wake-up costs us */
+enum { SPINS = 400 }; /* 5 to 20 microseconds: longer spinning takes more from other threads of the core than a wake-up costs */
 
 struct pool {
-    _Atomic uint64_t ticket; /* job: 32 bits, its items: 16 bits, the next item to take: 16 bits */
-    atomic_uint done;        /* items of this job that are finished */
+    _Atomic uint64_t ticket; /* job number: 32 bits, number of items: 16 bits, next item: 16 bits */
+    atomic_uint done;        /* finished items of this job */
     atomic_uint sleepers;
-    atomic_bool waiting; /* the caller sleeps */
+    atomic_bool waiting; /* whether the caller sleeps */
     atomic_bool stopped;
     pool_work work;
     void *context;
@@ -61,7 +61,7 @@ static void *help(void *data) {
         for (int spin = 0; spin < SPINS && job_of(atomic_load(&pool->ticket)) == seen; spin++) pause_briefly();
         if (job_of(atomic_load(&pool->ticket)) == seen) {
             pthread_mutex_lock(&pool->mutex);
-            atomic_fetch_add(&pool->sleepers, 1); /* before the last look: whoever posts later sees a sleeper */
+            atomic_fetch_add(&pool->sleepers, 1); /* before the last check: a later post sees a sleeper */
             while (job_of(atomic_load(&pool->ticket)) == seen && !atomic_load(&pool->stopped))
                 pthread_cond_wait(&pool->posted, &pool->mutex);
             atomic_fetch_sub(&pool->sleepers, 1);
@@ -80,7 +80,7 @@ pool *pool_open(unsigned helpers) {
     pthread_cond_init(&pool->posted, NULL);
     pthread_cond_init(&pool->finished, NULL);
     pool->owner = getpid();
-    sigset_t all, before; /* signals are the interpreter's business */
+    sigset_t all, before; /* helpers block all signals: Python handles them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool->helpers < helpers && pthread_create(&pool->threads[pool->helpers], NULL, help, pool) == 0) pool->helpers++;
@@ -94,7 +94,7 @@ static void wait_for(pool *pool, unsigned items) {
         pause_briefly();
     }
     pthread_mutex_lock(&pool->mutex);
-    atomic_store(&pool->waiting, 1); /* before the last look: whoever finishes later sees that we wait */
+    atomic_store(&pool->waiting, 1); /* before the last check: a later finish sees the waiting caller */
     while (atomic_load(&pool->done) != items) pthread_cond_wait(&pool->finished, &pool->mutex);
     atomic_store(&pool->waiting, 0);
     pthread_mutex_unlock(&pool->mutex);

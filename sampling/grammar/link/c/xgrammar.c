@@ -1,8 +1,8 @@
-/* xgrammar's matcher through tvm-ffi's C ABI: values of sixteen bytes, functions that are objects, errors that are objects.
+/* xgrammar's matcher over tvm-ffi's C ABI, in which values take 16 bytes and functions and errors are objects.
 
-   The declarations follow tvm-ffi 0.1 and DLPack 1; Python has compared the version, the functions' names and their
-   signatures before anything here is called. Every function may be called from any thread, without the GIL: an object
-   that Python has never seen is freed without it, and an object that Python holds is never released here. */
+   The declarations follow tvm-ffi 0.1 and DLPack 1. Python has checked the version, the function names and their signatures
+   before anything here is called. Every function may be called from any thread without the GIL: objects unknown to Python
+   are freed without it, and objects that Python holds are never released here. */
 
 #include "host_link.h"
 
@@ -15,7 +15,7 @@ enum { DL_CPU = 1, DL_INT = 0 };
 
 struct tvm_any {
     int32_t type;
-    uint32_t size; /* of a small string; else zero */
+    uint32_t size; /* of a small string, else 0 */
     union {
         int64_t integer;
         void *pointer;
@@ -61,39 +61,39 @@ static tvm_any object(const xgrammar_library *library, void *matcher) {
     return (tvm_any){.type = library->matcher_type, .pointer = matcher};
 }
 
-/* The text of the error that this thread has just been left with, behind the name of what failed. */
-static void explain(const xgrammar_library *library, const char *what, char *why) {
+/* Takes this thread's pending error and writes "what: message" to `error`. */
+static void take_error(const xgrammar_library *library, const char *what, char *error) {
     void *taken = NULL;
     library->take_error(&taken);
-    const tvm_error *error = taken;
-    if (!error) {
-        snprintf(why, FAULT_BYTES, "%s: the library failed without an error", what);
+    if (!taken) {
+        snprintf(error, FAULT_BYTES, "%s: the library failed without an error", what);
         return;
     }
-    snprintf(why, FAULT_BYTES, "%s: %.*s", what, (int)error->message.size, error->message.data);
+    const tvm_bytes message = ((const tvm_error *)taken)->message;
+    snprintf(error, FAULT_BYTES, "%s: %.*s", what, (int)message.size, message.data);
     library->release(taken);
 }
 
-/* Calls a method; 0 or 1 where it returns a bool or nothing, -1 where it fails. */
-static int call(const xgrammar_library *library, void *function, tvm_any *arguments, int32_t count, const char *what, char *why) {
+/* Calls a method. Returns 0 or 1 for a bool, 0 for None, -1 on failure. */
+static int call(const xgrammar_library *library, void *function, tvm_any *arguments, int32_t count, const char *what, char *error) {
     tvm_any result = {.type = TVM_NONE};
     if (library->call(function, arguments, count, &result)) {
-        explain(library, what, why);
+        take_error(library, what, error);
         return -1;
     }
     if (result.type == TVM_BOOL || result.type == TVM_NONE) return result.type == TVM_BOOL && result.integer;
     if (result.type >= TVM_FIRST_OBJECT) library->release(result.pointer);
-    snprintf(why, FAULT_BYTES, "the library returned a value of type %d, want a bool or nothing", result.type);
+    snprintf(error, FAULT_BYTES, "%s: got a result of type %d, expected a bool or None", what, result.type);
     return -1;
 }
 
-static int accept(const matcher_library *self, void *matcher, int64_t token, char *why) {
+static int accept(const matcher_library *self, void *matcher, int64_t token, char *error) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any arguments[] = {object(library, matcher), integer(token), boolean(0)};
-    return call(library, library->accept_token, arguments, 3, "accept_token", why);
+    return call(library, library->accept_token, arguments, 3, "accept_token", error);
 }
 
-static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *why) {
+static int fill(const matcher_library *self, void *matcher, int32_t *words, int64_t count, char *error) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     int64_t shape[] = {1, count}, strides[] = {count, 1};
     dl_tensor masks = {
@@ -101,37 +101,37 @@ static int fill(const matcher_library *self, void *matcher, int32_t *words, int6
     };
     tvm_any tensor = {.type = TVM_TENSOR_POINTER, .pointer = &masks};
     tvm_any arguments[] = {object(library, matcher), tensor, integer(0), boolean(0)};
-    return call(library, library->fill_next_token_bitmask, arguments, 4, "fill_next_token_bitmask", why) < 0 ? -1 : 0;
+    return call(library, library->fill_next_token_bitmask, arguments, 4, "fill_next_token_bitmask", error) < 0 ? -1 : 0;
 }
 
-static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *why) {
+static int rollback(const matcher_library *self, void *matcher, int64_t tokens, char *error) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any arguments[] = {object(library, matcher), integer(tokens)};
-    return call(library, library->rollback, arguments, 2, "RuntimeError", why);
+    return call(library, library->rollback, arguments, 2, "RuntimeError", error);
 }
 
-static int is_terminated(const matcher_library *self, void *matcher, char *why) {
+static int is_terminated(const matcher_library *self, void *matcher, char *error) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any arguments[] = {object(library, matcher)};
-    return call(library, library->is_terminated, arguments, 1, "RuntimeError", why);
+    return call(library, library->is_terminated, arguments, 1, "RuntimeError", error);
 }
 
-/* The matcher is as before when it returns. Short strings are values, longer ones objects. */
-static int forced(const matcher_library *self, void *matcher, char *text, int64_t room, char *why) {
+/* Leaves the matcher unchanged. Short strings are values, longer ones objects. */
+static int forced(const matcher_library *self, void *matcher, char *text, int64_t room, char *error) {
     const xgrammar_library *library = (const xgrammar_library *)self;
     tvm_any argument = object(library, matcher), result = {.type = TVM_NONE};
     if (library->call(library->find_jump_forward_string, &argument, 1, &result)) {
-        explain(library, "find_jump_forward_string", why);
+        take_error(library, "find_jump_forward_string", error);
         return -1;
     }
     tvm_bytes found = {result.small, result.size};
     if (result.type == TVM_STRING) found = ((const tvm_string *)result.pointer)->text;
     int size = (int64_t)found.size < room ? (int)found.size : (int)room;
-    int known = result.type == TVM_STRING || result.type == TVM_SMALL_STRING;
-    if (known) memcpy(text, found.data, (size_t)size);
+    int is_string = result.type == TVM_STRING || result.type == TVM_SMALL_STRING;
+    if (is_string) memcpy(text, found.data, (size_t)size);
     if (result.type >= TVM_FIRST_OBJECT) library->release(result.pointer);
-    if (known) return size;
-    snprintf(why, FAULT_BYTES, "find_jump_forward_string: the library returned a value of type %d, want a string", result.type);
+    if (is_string) return size;
+    snprintf(error, FAULT_BYTES, "find_jump_forward_string: got a result of type %d, expected a string", result.type);
     return -1;
 }
 

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files import checkpoint
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import read_config
-from stepgraph.sampling.grammar.tokenizers.spelling import by_letters, by_pieces
+from stepgraph.sampling.grammar.tokenizers.spelling import decode_byte_letters, spelling_of
 from tests.helpers.families import Cached, folder_of, judge, refused_when_damaged, save
 
 FAMILY = "llama-3.1"
@@ -78,8 +78,10 @@ def test_vocabulary_of_a_folder(folder: Path) -> None:
     assert vocabulary.stop_token_ids == (2,) and set(vocabulary.control_token_ids) == {0, 1}, "<call> is text: it is not special"
     change_json(folder / "generation_config.json", eos_token_id=[2, 1])
     assert open_checkpoint(folder).vocabulary.stop_token_ids == (2, 1)
-    assert by_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
-    assert by_pieces("\u2581caf\u00e9") == " caf\u00e9".encode() and by_pieces("<0x0A>") == b"\n"
+    assert decode_byte_letters("\u0120caf\u00c3\u00a9\u010a") == " caf\u00e9\n".encode()
+    replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    spell = spelling_of({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]}, None, "sentencepiece")
+    assert spell("\u2581caf\u00e9") == " caf\u00e9".encode() and spell("<0x0A>") == b"\n"
 
 
 def test_progress_states_the_memory_before_loading(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,22 +114,22 @@ NORM, QUERY = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "path: got .*model', expected a local folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
-    "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: no JSON"),
-    "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: no JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, want a JSON object"),
-    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: want a plain file"),
-    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: want a plain file"),
+    "config is no JSON": (lambda f: cut(f / "config.json", 0.5), "config.json: not JSON"),
+    "config nested without end": (lambda f: (f / "config.json").write_text("[" * 10**6), "config.json: not JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json: got list, expected a JSON object"),
+    "config is a folder": (lambda f: replace_by(f / "config.json", Path.mkdir), "config.json: expected a regular file"),
+    "config is a pipe": (lambda f: replace_by(f / "config.json", os.mkfifo), "config.json: expected a regular file"),
     "a number of thousands of digits": (
         lambda f: (f / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}"),
-        "config.json: no JSON: Exceeds|want ",  # where Python reads it, a field is refused
+        "config.json: not JSON: Exceeds|want ",  # where Python reads it, a field is refused
     ),
     "weights are a pipe": (lambda f: replace_by(f / "model.safetensors", os.mkfifo), "model.safetensors: expected a regular file"),
     "no weights": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "got neither model.safetensors nor"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: No such file"),
-    "another tokenizer": (lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}), "want a model of type BPE"),
+    "another tokenizer": (lambda f: change_json(f / "tokenizer.json", model={"type": "Unigram"}), "expected a model of type BPE"),
     "token beyond the logits": (
         lambda f: change_json(f / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 160}}),
-        "token 'a' has the id 160, want one from 0 to 159",
+        "token 'a' has the id 160, expected one from 0 to 159",
     ),
     "no stop token": (lambda f: change_json(f / "generation_config.json", eos_token_id=[]), "stop_token_ids: got none"),
     "truncated weights": (lambda f: cut(f / "model.safetensors", 0.9), "model.safetensors: .*incomplete|MetadataIncompleteBuffer"),

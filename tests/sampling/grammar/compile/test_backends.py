@@ -1,4 +1,4 @@
-"""Which library enforces a constraint: the rule of "auto", what is told of it, and the shapes in which constraints arrive."""
+"""The choice of the grammar library, coverage reports, and constraints in the form of response formats and tags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Refusal, Vocabulary
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Unsupported, Vocabulary, coverage
 from stepgraph.sampling.grammar.compile import backends, worker_process
 from stepgraph.sampling.grammar.compile.limits import MIB
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
@@ -21,12 +21,12 @@ COMBINED = {"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}
 NEITHER = {"type": "object", "properties": {"a/b": {"type": "array", "uniqueItems": True}}, "not": {}, "patternProperties": {"^x": {}}}
 
 
-def test_auto_is_xgrammar_and_says_nothing() -> None:
+def test_auto_chooses_xgrammar_without_a_reason() -> None:
     compiled = AUTO.compile(Constraint.json_schema({"type": "integer"}))
     assert (compiled.backend, compiled.reason) == ("xgrammar", "")
 
 
-def test_auto_falls_over_and_says_why() -> None:
+def test_auto_falls_back_to_llguidance_with_the_reason() -> None:
     compiled = AUTO.compile(Constraint.json_schema(COMBINED))
     assert compiled.backend == "llguidance"
     assert compiled.reason == "xgrammar: #: allOf: got 2 schemas; only one is enforced, merge them"
@@ -36,22 +36,22 @@ def test_auto_falls_over_and_says_why() -> None:
 @pytest.mark.parametrize(
     ("constraint", "backend"), [(Constraint.ebnf('root ::= "a"'), "xgrammar"), (Constraint.lark('start: "a"'), "llguidance")]
 )
-def test_a_notation_belongs_to_its_library(constraint: Constraint, backend: str) -> None:
+def test_notation_selects_its_library(constraint: Constraint, backend: str) -> None:
     compiled = AUTO.compile(constraint)
     assert compiled.backend == backend and takes(compiled, "a") and not takes(compiled, "b")
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_a_library_that_is_asked_for_is_the_only_one_that_is_asked(backend: BackendChoice) -> None:
+def test_explicit_backend_is_the_only_one_tried(backend: BackendChoice) -> None:
     constraint = Constraint.json_schema({"type": "integer"}, backend=backend)
     assert AUTO.compile(constraint).backend == backend
     assert GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(Constraint.regex("a")).backend == backend
     other = Constraint.lark('start: "a"') if backend == "xgrammar" else Constraint.ebnf('root ::= "a"')
-    with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is .*'s notation"):
+    with pytest.raises(ValueError, match=f"constraint {other.kind}: cannot be compiled: #: {other.kind}: is a notation of"):
         GrammarCompiler(BYTES, max_threads=1, backend=backend).compile(other)
 
 
-def test_what_neither_enforces_is_refused_with_the_reasons_of_both() -> None:
+def test_error_lists_the_reasons_of_both_libraries() -> None:
     with pytest.raises(ValueError, match="cannot be compiled: #: not: is not enforced"):
         AUTO.compile(Constraint.json_schema({"not": {}, "type": "string"}))
     with pytest.raises(
@@ -60,17 +60,17 @@ def test_what_neither_enforces_is_refused_with_the_reasons_of_both() -> None:
         AUTO.compile(Constraint.json_schema({"not": {}, "minLength": 1}))
 
 
-def test_the_coverage_names_every_keyword_with_its_place() -> None:
-    told = Constraint.json_schema(NEITHER).coverage()
-    assert not told.enforced and told.backend is None
-    assert {(refusal.where, refusal.keyword) for refusal in told.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
-    assert Refusal("#", "patternProperties", "is not enforced; remove it or express it otherwise") in told.refusals["xgrammar"]
-    told = Constraint.json_schema(COMBINED).coverage()
-    assert told.backend == "llguidance" and told.refusals["llguidance"] == () and told.unenforced == ()
-    assert [refusal.keyword for refusal in told.refusals["xgrammar"]] == ["allOf"]
-    assert Constraint.json_schema(COMBINED, backend="xgrammar").coverage().backend is None
-    assert Constraint.regex("a+").coverage().refusals == {"xgrammar": (), "llguidance": ()}
-    assert [refusal.where for refusal in Constraint.regex("(").coverage().unenforced] == ["#", "#"]
+def test_coverage_lists_every_keyword_with_its_pointer() -> None:
+    found = coverage(Constraint.json_schema(NEITHER))
+    assert not found.enforced and found.backend is None
+    assert {(part.where, part.keyword) for part in found.unenforced} == {("#", "not"), ("#/properties/a~1b", "uniqueItems")}
+    assert Unsupported("#", "patternProperties", "is not enforced; remove it or express it otherwise") in found.unsupported["xgrammar"]
+    found = coverage(Constraint.json_schema(COMBINED))
+    assert found.backend == "llguidance" and found.unsupported["llguidance"] == () and found.unenforced == ()
+    assert [part.keyword for part in found.unsupported["xgrammar"]] == ["allOf"]
+    assert coverage(Constraint.json_schema(COMBINED, backend="xgrammar")).backend is None
+    assert coverage(Constraint.regex("a+")).unsupported == {"xgrammar": (), "llguidance": ()}
+    assert [part.where for part in coverage(Constraint.regex("(")).unenforced] == ["#", "#"]
 
 
 BOMBS = {
@@ -82,12 +82,12 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("field", BOMBS)
-def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: str) -> None:
+def test_coverage_reports_the_limit_that_a_compile_reaches(field: str) -> None:
     bomb, limits = BOMBS[field]
     workers = {worker.pid for worker in worker_process._alive}
-    told = bomb.coverage(limits)
-    (reason,) = {refusal.reason for refusal in told.unenforced}
-    assert told.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
+    found = coverage(bomb, limits)
+    (reason,) = {part.reason for part in found.unenforced}
+    assert found.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
     assert {worker.pid for worker in worker_process._alive} <= workers, "its worker is still there"
     compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
     with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
@@ -95,25 +95,24 @@ def test_the_coverage_of_a_bomb_is_the_limit_that_its_compile_comes_to(field: st
     compiler.close()
 
 
-def test_the_coverage_tells_what_it_finds_in_the_time_of_one_compile() -> None:
-    properties = {f"p{place}": {"uniqueItems": True} for place in range(300)}
-    told = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar").coverage(
-        GrammarLimits(compile_seconds=1e-6)
-    )
-    assert len(told.unenforced) == 1 and told.backend is None
+def test_coverage_stops_after_the_time_of_one_compile() -> None:
+    properties = {f"p{index}": {"uniqueItems": True} for index in range(300)}
+    constraint = Constraint.json_schema({"type": "object", "properties": properties}, backend="xgrammar")
+    found = coverage(constraint, GrammarLimits(compile_seconds=1e-6))
+    assert len(found.unenforced) == 1 and found.backend is None
 
 
-def test_without_the_second_library_its_constraints_are_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "installed", lambda name: False)
     alone = GrammarCompiler(BYTES, max_threads=1)
     assert alone.compile(Constraint.json_schema({"type": "integer"})).backend == "xgrammar"
     with pytest.raises(ValueError, match=r"llguidance: llguidance is not installed; pip install 'stepgraph\[llguidance\]'"):
         alone.compile(Constraint.json_schema(COMBINED))
-    assert "not installed" in Constraint.json_schema(COMBINED).coverage().refusals["llguidance"][0].reason
+    assert "not installed" in coverage(Constraint.json_schema(COMBINED)).unsupported["llguidance"][0].reason
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_tags_stand_in_free_text_and_hold_their_schema(backend: BackendChoice) -> None:
+def test_structural_tags_in_free_text_enforce_their_schemas(backend: BackendChoice) -> None:
     constraint = Constraint.structural_tag(TAGS, backend=backend)
     for good in (b"", b"free text", b"a < b <f <f", b"<f=a>10</f>", b"x<f=a>1</f>y<f=b>[]</f><f=a>0</f>"):
         assert accepts(constraint, good), good
@@ -126,7 +125,7 @@ def test_tags_stand_in_free_text_and_hold_their_schema(backend: BackendChoice) -
 
 
 @pytest.mark.parametrize("backend", backends.BACKENDS)
-def test_tags_keep_what_is_mended_in_their_schemas(backend: BackendChoice) -> None:
+def test_corrections_of_json_grammars_apply_inside_tags(backend: BackendChoice) -> None:
     string = {"type": "string", "maxLength": 2}
     structures = [{"begin": f"<{name}>", "schema": string, "end": f"</{name}>"} for name in ("root", "basic_string", "a")]
     compiled = AUTO.compile(Constraint.structural_tag({"triggers": ["<root>", "<b", "<a>"], "structures": structures}, backend=backend))
@@ -136,7 +135,7 @@ def test_tags_keep_what_is_mended_in_their_schemas(backend: BackendChoice) -> No
     )
 
 
-def test_response_formats_are_those_of_openai() -> None:
+def test_response_formats_of_openai() -> None:
     inner = {"name": "answer", "description": "what it is", "strict": True, "schema": {"type": "integer"}}
     assert Constraint.response_format({"type": "text"}) is None
     assert Constraint.response_format({"type": "json_object"}) == Constraint.json_object()
@@ -154,23 +153,26 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ("json_object", "response_format: got str"),
         ({}, "response_format.type: got None"),
         ({"type": ["text"]}, "response_format.type: got"),
-        ({"type": "json"}, "response_format.type: got 'json', want one of text, json_object, json_schema"),
-        ({"type": "text", "json_schema": {}}, "response_format.json_schema: got a field that is not known"),
+        ({"type": "json"}, "response_format.type: got 'json', expected one of text, json_object, json_schema"),
+        ({"type": "text", "json_schema": {}}, "response_format.json_schema: got an unknown field"),
         ({"type": "json_schema"}, "response_format.json_schema: got None"),
-        ({"type": "json_schema", "schema": {}}, "response_format.schema: got a field that is not known"),
-        ({**NAMED, "strict": True}, "response_format.strict: got a field that is not known"),
+        ({"type": "json_schema", "schema": {}}, "response_format.schema: got an unknown field"),
+        ({**NAMED, "strict": True}, "response_format.strict: got an unknown field"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name: got None"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.json_schema.schema: got None"),
         (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": "yes"}},
             "response_format.json_schema.strict: got 'yes'",
         ),
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}}, "response_format.json_schema.x: got a field"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "x": 1}},
+            "json_schema.x: got an unknown field",
+        ),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "description": 1}}, "description: got 1"),
     ],
 )
-def test_a_response_format_that_would_be_half_ignored_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+def test_response_format_with_ignored_fields_raises(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r": got .*, expected ") as caught:
         Constraint.response_format(value)
     assert message in str(caught.value)
 
@@ -195,8 +197,8 @@ TAG = {"begin": "<a>", "schema": {}, "end": ""}
         ({"triggers": ["<"], "structures": [{**TAG, "end": None}]}, ".structures[0].end"),
     ],
 )
-def test_malformed_tags_are_refused_by_field(tag: Any, field: str) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want ") as caught:
+def test_malformed_tags_raise_with_the_field(tag: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=r": got .*, expected ") as caught:
         Constraint.structural_tag(tag)
     assert str(caught.value).startswith(f"Constraint.structural_tag{field}: got")
 
@@ -210,6 +212,15 @@ def test_malformed_tags_are_refused_by_field(tag: Any, field: str) -> None:
         lambda: GrammarCompiler(Vocabulary([b"a", b""], [1]), backend="auto,"),  # type: ignore[arg-type]
     ],
 )
-def test_unknown_back_ends_and_blank_grammars_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r": got .*, want "):
+def test_unknown_backends_and_blank_grammars_raise(build: Any) -> None:
+    with pytest.raises(ValueError, match=r": got .*, expected "):
         build()
+
+
+def test_coverage_stops_at_a_part_that_cannot_be_removed() -> None:
+    found = coverage(Constraint.json_schema({"anyOf": [5, {"type": "string", "pattern": 1}]}))
+    assert found.backend is None
+    assert {name: [part.where for part in parts] for name, parts in found.unsupported.items()} == {
+        "xgrammar": ["#/anyOf/0"],
+        "llguidance": ["#/anyOf/0"],
+    }

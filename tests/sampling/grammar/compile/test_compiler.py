@@ -1,4 +1,4 @@
-"""Compiles happen elsewhere: in a thread of their own and, where asked, in a process that may crash, hang or grow."""
+"""Compiles in background threads and worker processes, which may crash, hang or exceed limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = GrammarCompiler(PRINTABLE, 1)
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_a_grammar_from_the_worker_has_the_masks_of_one_compiled_here(kind: str) -> None:
+def test_worker_and_in_process_compiles_give_the_same_masks(kind: str) -> None:
     constraint, good, _ = EXAMPLES[kind]
     there, here = COMPILER.compile(constraint), PLAIN.compile(constraint)
     assert (there.backend, there.nbytes) == (here.backend, here.nbytes)
@@ -44,7 +44,7 @@ def test_a_grammar_from_the_worker_has_the_masks_of_one_compiled_here(kind: str)
     assert filled(matchers[0]) == (MaskStatus.TERMINATED, [])
 
 
-def test_equal_constraints_that_come_together_share_one_compile_and_its_grammar() -> None:
+def test_equal_constraints_share_one_compile() -> None:
     compiler = isolated()
     claims = [compiler.claim(Constraint.regex("a[b-f]{3}")) for _ in range(4)]
     assert len({id(claim.result(60)) for claim in claims}) == 1
@@ -69,7 +69,7 @@ def busy_worker(compiler: GrammarCompiler) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Ended, and not a zombie either."""
+    """Whether the process has ended and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -77,21 +77,21 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_compile_ends_with_the_last_one_who_wants_it() -> None:
+def test_compile_is_cancelled_when_its_last_claim_is_released() -> None:
     compiler = isolated(compile_seconds=600)
     claims = [compiler.claim(SLOW) for _ in range(2)]
     pid = busy_worker(compiler)
     claims[0].release()
     claims[0].release()
-    assert not gone(pid) and compiler.stats.running == 1, "the other one still wants it"
+    assert not gone(pid) and compiler.stats.running == 1, "the other claim is still held"
     claims[1].release()
-    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    waited(lambda: compiler.stats.running == 0, "the compile continues")
     assert gone(pid) and (compiler.stats.failures, compiler.stats.grammars) == (0, 0)
-    assert compiler.compile(Constraint.regex("a")).nbytes > 0, "the next one has a new worker"
+    assert compiler.compile(Constraint.regex("a")).nbytes > 0, "the next compile has a new worker"
     compiler.close()
 
 
-def test_a_compile_in_the_queue_is_never_begun_once_nobody_wants_it() -> None:
+def test_waiting_compile_without_claims_is_not_started() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
     first, second = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
     busy_worker(compiler)
@@ -99,12 +99,12 @@ def test_a_compile_in_the_queue_is_never_begun_once_nobody_wants_it() -> None:
     second.release()
     assert (compiler.stats.running, compiler.stats.waiting) == (1, 0)
     first.release()
-    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    waited(lambda: compiler.stats.running == 0, "the compile continues")
     compiler.close()
 
 
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
-def test_a_worker_that_dies_costs_one_request_whose_error_names_what_happened(killer: signal.Signals) -> None:
+def test_death_of_a_worker_fails_one_request_with_its_cause(killer: signal.Signals) -> None:
     compiler = isolated(compile_seconds=600)
     claim = compiler.claim(SLOW)
     pid = busy_worker(compiler)
@@ -119,22 +119,30 @@ def test_a_worker_that_dies_costs_one_request_whose_error_names_what_happened(ki
 
 
 @pytest.mark.parametrize(
-    ("limits", "constraint", "told"),
+    ("limits", "constraint", "message"),
     [
-        ({"compile_seconds": 0.3}, SLOW, r"GrammarLimits.compile_seconds: got a compile that takes longer, want at most 0.3 s"),
-        ({"compile_bytes": 40 * MIB}, GREEDY, r"GrammarLimits.compile_bytes: got a compile that takes more, want at most 40 MiB of memory"),
-        ({"result_bytes": 2000}, Constraint.json_object(), r"GrammarLimits.result_bytes: got \d.* of compiled grammar, want at most 2,000"),
-        ({"max_chars": 30}, Constraint.regex("a" * 31), r"GrammarLimits.max_chars: got 31 characters, want at most 30"),
+        ({"compile_seconds": 0.3}, SLOW, r"GrammarLimits.compile_seconds: got a compile that takes longer, expected at most 0.3 s"),
+        (
+            {"compile_bytes": 40 * MIB},
+            GREEDY,
+            r"GrammarLimits.compile_bytes: got a compile that takes more, expected at most 40 MiB of memory",
+        ),
+        (
+            {"result_bytes": 2000},
+            Constraint.json_object(),
+            r"GrammarLimits.result_bytes: got \d.* of compiled grammar, expected at most 2,000",
+        ),
+        ({"max_chars": 30}, Constraint.regex("a" * 31), r"GrammarLimits.max_chars: got 31 characters, expected at most 30"),
         (
             {"max_nesting": 3},
             Constraint.ebnf('root ::= (((("a"))))'),
-            r"GrammarLimits.max_nesting: got 4 brackets open at once, want at mos",
+            r"GrammarLimits.max_nesting: got 4 brackets open at once, expected at mos",
         ),
     ],
 )
-def test_a_limit_is_named_and_the_next_request_is_served(limits: dict[str, float], constraint: Constraint, told: str) -> None:
+def test_exceeded_limit_is_named_and_the_next_compile_succeeds(limits: dict[str, float], constraint: Constraint, message: str) -> None:
     compiler = isolated(**limits)
-    with pytest.raises(ValueError, match=f"constraint {constraint.kind}: cannot be compiled: {told}"):
+    with pytest.raises(ValueError, match=f"constraint {constraint.kind}: cannot be compiled: {message}"):
         compiler.compile(constraint)
     assert compiler.compile(Constraint.regex("b")).backend == "xgrammar"
     compiler.close()
@@ -149,36 +157,36 @@ LLGUIDANCE_LIMITS = [
 
 
 @pytest.mark.parametrize(("limits", "constraint", "field"), LLGUIDANCE_LIMITS)
-def test_the_fuel_of_llguidance_is_that_of_the_limits(limits: dict[str, int], constraint: Constraint, field: str) -> None:
+def test_llguidance_fuel_follows_the_limits(limits: dict[str, int], constraint: Constraint, field: str) -> None:
     compiler = GrammarCompiler(PRINTABLE, limits=GrammarLimits(**limits))
     with pytest.raises(ValueError, match=rf"constraint .*: cannot be compiled: .*\(GrammarLimits.{field}\)"):
         compiler.compile(constraint)
     assert GrammarCompiler(PRINTABLE).compile(constraint).backend == "llguidance"
 
 
-def test_limits_that_are_none_are_refused_by_name() -> None:
-    for wrong, told in (
-        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, want a number > 0"),
+def test_invalid_limits_raise_with_the_field() -> None:
+    for wrong, message in (
+        ({"compile_seconds": 0}, "GrammarLimits.compile_seconds: got 0, expected a number > 0"),
         ({"compile_seconds": float("nan")}, "GrammarLimits.compile_seconds: got nan"),
-        ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, want an int >= 1"),
+        ({"compile_bytes": 1.5}, "GrammarLimits.compile_bytes: got 1.5, expected an int >= 1"),
         ({"max_nesting": True}, "GrammarLimits.max_nesting: got True"),
-        ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, want at most 120000"),
+        ({"max_chars": 10**6}, "GrammarLimits.max_chars: got 1000000, expected at most 120000"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             GrammarLimits(**wrong)
 
 
-def test_the_readme_lists_every_limit_with_its_default() -> None:
+def test_documentation_lists_every_limit_with_its_default() -> None:
     text = DOCUMENTS["docs/constrain.md"]
-    told = dict[str, str]()
+    documented = dict[str, str]()
     for names, values in re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", text, re.MULTILINE):
-        told |= dict(zip(names.split(", "), values.split(", "), strict=False))
+        documented |= dict(zip(names.split(", "), values.split(", "), strict=False))
     for field in fields(GrammarLimits):
-        number, *unit = told[f"`{field.name}`"].replace(",", "").split()
+        number, *unit = documented[f"`{field.name}`"].replace(",", "").split()
         assert float(number) * ({"MiB": MIB, "GiB": 1024 * MIB}[unit[0]] if unit else 1) == getattr(GrammarLimits(), field.name), field.name
 
 
-def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:
+def test_close_fails_waiting_claims_and_ends_the_workers() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
     running, waiting = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
     pid = busy_worker(compiler)
@@ -187,7 +195,7 @@ def test_a_closed_compiler_tells_who_waits_and_leaves_no_process() -> None:
         with pytest.raises(ValueError, match=r"constraint .*: cannot be compiled: the compile"):
             claim.result(60)
         claim.release()
-    waited(lambda: gone(pid), "the worker lives")
+    waited(lambda: gone(pid), "the worker is still alive")
     with pytest.raises(RuntimeError, match="it is closed"):
         compiler.claim(Constraint.regex("b+"))
 
@@ -212,16 +220,16 @@ print(worker.pid)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_worker_ends_with_its_parent_and_outlives_a_fork() -> None:
-    """From standard input, where there is no main module to import; closed by nobody."""
+def test_worker_ends_with_its_parent_and_survives_a_fork() -> None:
+    """The script comes from standard input, so there is no main module to import; the compiler is not closed."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-"], input=SCRIPT, capture_output=True, text=True, timeout=120, check=False
     )
     assert (found.returncode, found.stderr) == (0, "")
-    waited(lambda: gone(int(found.stdout)), "the worker lives")
+    waited(lambda: gone(int(found.stdout)), "the worker is still alive")
 
 
-def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_when_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = isolated()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(ValueError, match=r"cannot be compiled: the compile worker did not start: .*No such file"):
@@ -234,8 +242,8 @@ def test_where_no_process_can_be_started_the_error_says_so(monkeypatch: pytest.M
     compiler.close()
 
 
-def test_an_end_that_comes_too_late_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one who wants a grammar goes just when it has come back, and its worker has not died of that yet."""
+def test_late_kill_does_not_cancel_the_next_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last claim is released just as the compile returns, and the killed worker has not ended yet."""
     compiler = isolated()
     compiler.compile(Constraint.regex("a"))
     (worker,) = compiler._idle_workers
@@ -249,21 +257,21 @@ def test_an_end_that_comes_too_late_is_not_the_next_ones(monkeypatch: pytest.Mon
     compiler.close()
 
 
-def test_what_is_cancelled_on_its_way_is_no_grammar_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_compile_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, goes_on = GrammarCompiler(PRINTABLE, 1), threading.Event()
     compiler.compile(Constraint.regex("a"))
     build = compiler._backends.build
     monkeypatch.setattr(compiler._backends, "build", lambda *arguments: goes_on.wait(60) and build(*arguments))
     claim = compiler.claim(Constraint.regex("b"))
-    waited(lambda: compiler.stats.running == 1, "no compile was begun")
+    waited(lambda: compiler.stats.running == 1, "no compile was started")
     claim.release()
     assert (compiler.stats.running, compiler.stats.grammars) == (1, 1)
     goes_on.set()
-    waited(lambda: compiler.stats.running == 0, "the compile goes on")
+    waited(lambda: compiler.stats.running == 0, "the compile continues")
     assert (compiler.stats.grammars, compiler.stats.failures) == (1, 0)
 
 
-def test_a_claim_for_which_there_is_no_thread_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -1,8 +1,10 @@
-"""The compile worker as a script of its own, asked over its socket: every call, what it refuses, and its end."""
+"""The compile worker: its calls over a socket, its errors, and how the parent replaces a process that is lost."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,18 +13,27 @@ from collections.abc import Callable, Iterator
 import pytest
 import xgrammar
 
-from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
-from stepgraph.sampling.grammar.compile.worker import DONE, NO_MEMORY, REFUSED, TOO_LARGE, joined, packed, received
-from stepgraph.sampling.grammar.compile.worker_process import SCRIPT
+from stepgraph.sampling.grammar import GrammarLimits
+from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, FAILED, NO_MEMORY, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.worker_process import SCRIPT, CompileWorker
 from tests.helpers.grammar_texts import PRINTABLE
 
 RESULT_BYTES = 60_000
-Ask = Callable[..., tuple[bytes, bytes]]
+Call = Callable[..., tuple[bytes, bytes]]
+
+
+def ebnf(grammar: str, root: str = "root") -> tuple[str, str, str, str]:
+    """The arguments of the call that compiles a constraint of kind ebnf."""
+    return "xgrammar", "ebnf", json.dumps([root, grammar]), ""
+
+
+A = ebnf('root ::= "a"')
 
 
 @pytest.fixture(scope="module")
-def ask() -> Iterator[Ask]:
-    """One worker for all of them: a refusal costs it nothing. It ends without an error where its parent lets go."""
+def call() -> Iterator[Call]:
+    """A worker that is shared by the tests, as errors do not end it. It exits without an error when its socket is closed."""
     ours, theirs = socket.socketpair()
     ours.settimeout(120)
     worker = subprocess.Popen([sys.executable, "-I", str(SCRIPT), *filter(None, sys.path)], stdin=theirs.fileno(), stderr=subprocess.PIPE)
@@ -39,6 +50,7 @@ def ask() -> Iterator[Ask]:
         "width": PRINTABLE.logits_width,
         "max_threads": 1,
         "fuel": GrammarLimits().fuel,
+        "least_bytes": RESULT_BYTES,
     }
     limits = json.dumps([60.0, 64 * MIB, RESULT_BYTES]).encode()
     tables = joined(PRINTABLE.for_xgrammar), joined(PRINTABLE.for_llguidance)
@@ -53,35 +65,67 @@ def ask() -> Iterator[Ask]:
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
 
 
-def test_every_call_answers_what_the_library_says_in_this_process_too(ask: Ask) -> None:
-    grammar = xgrammar.Grammar.from_ebnf('root ::= "a" root | "b"')
-    status, written = ask("written", 'root ::= "a" root | "b"', "root")
-    assert (status, written.decode()) == (DONE, str(grammar))
-    assert ask("parsed", 'root ::= "a" root | "b"', "root") == (DONE, grammar.serialize_json().encode())
-    status, schema = ask("schema", '{"enum": ["a", 1]}', "0")
-    assert status == DONE and b'"\\"a\\""' in schema and b'"1"' in schema
-    status, compiled = ask("grammar", written.decode(), "root")
+@pytest.fixture
+def worker() -> Iterator[CompileWorker]:
+    worker = CompileWorker(PRINTABLE, GrammarLimits(compile_seconds=1.0), 1)
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "rule"),
+    [
+        ("ebnf", json.dumps(["root", 'root ::= "a" root | "b"']), 'root_0 ::= (("a" root_0) | ("b"))'),
+        ("json_schema", '{"enum": ["a", 1]}', r'root ::= (("\"a\"") | ("1"))'),
+        ("choice", '["a", "b"]', 'root ::= (("a") | ("b"))'),
+    ],
+)
+def test_worker_compiles_a_constraint_in_one_call(call: Call, kind: str, payload: str, rule: str) -> None:
+    status, compiled = call("xgrammar", kind, payload, "")
+    assert status == DONE
     restored = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), PRINTABLE.tokenizer_info)
-    assert status == DONE and str(restored.grammar) == written.decode()
-    assert ask("lark", 'start: "a" | "b"') == (DONE, b"")
+    assert rule in str(restored.grammar).splitlines()
 
 
-def test_a_grammar_that_llguidance_refuses_is_left_to_the_parent_to_tell(ask: Ask) -> None:
-    assert ask("lark", "start: there_is_no_such_rule") == (DONE, b"")
+def test_llguidance_call_returns_nothing_also_for_an_invalid_grammar(call: Call) -> None:
+    assert call("lark", 'start: "a" | "b"') == (DONE, b"")
+    assert call("lark", "start: there_is_no_such_rule") == (DONE, b""), "the parent compiles again and reports the error"
 
 
-def test_a_refusal_is_in_the_librarys_words_and_the_next_call_is_served(ask: Ask) -> None:
-    status, told = ask("written", "root ::= there_is_no_such_rule", "root")
-    assert status == REFUSED and b"there_is_no_such_rule" in told
-    assert ask("written", 'root ::= "a"', "root")[0] == DONE
+def test_library_error_is_returned_and_the_worker_continues(call: Call) -> None:
+    status, message = call(*ebnf("root ::= there_is_no_such_rule"))
+    assert status == FAILED and b"there_is_no_such_rule" in message
+    assert call(*A)[0] == DONE
 
 
-def test_a_result_that_is_too_large_is_told_by_its_size_alone(ask: Ask) -> None:
-    text = 'root ::= "' + "a" * RESULT_BYTES + '"'
-    status, size = ask("written", text, "root")
+def test_grammar_without_finite_text_is_aborted(call: Call) -> None:
+    assert call(*ebnf('root ::= "a" root')) == (ABORTED, b"rule root: no text of finite length satisfies it")
+
+
+def test_too_large_result_is_reported_by_its_size(call: Call) -> None:
+    status, size = call(*ebnf('root ::= "' + "a" * 8000 + '"'))
     assert status == TOO_LARGE and int(size) > RESULT_BYTES
 
 
-def test_memory_that_is_refused_is_told_and_the_next_call_is_served(ask: Ask) -> None:
-    assert ask("grammar", "root ::= " + "[a]?" * 29_000, "root") == (NO_MEMORY, b"")
-    assert ask("written", 'root ::= "a"', "root")[0] == DONE
+def test_out_of_memory_is_reported_and_the_worker_continues(call: Call) -> None:
+    assert call(*ebnf("root ::= " + "[a]?" * 29_000)) == (NO_MEMORY, b"")
+    assert call(*A)[0] == DONE
+
+
+def test_stopped_worker_is_replaced(worker: CompileWorker) -> None:
+    """The timer of a process that is stopped by a signal does not run."""
+    first = worker.call(*A)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    message = r"GrammarLimits\.compile_seconds: got no answer from the compile worker, expected at most 1\.0 s"
+    with pytest.raises(CompileAbortedError, match=message):
+        worker.call(*A)
+    assert worker.pid is None and worker.call(*A) == first and worker.started == 2
+
+
+def test_kill_before_the_process_exists_cancels_the_compile(worker: CompileWorker) -> None:
+    worker.kill()
+    with pytest.raises(CompileAbortedError, match="the compile was cancelled, before it was ready"):
+        worker.call(*A)
+    worker.begin()
+    assert worker.call(*A)

@@ -1,4 +1,4 @@
-"""What a constraint may say: schemas and patterns that are taken are enforced, all others are refused by name."""
+"""Schemas and patterns: those that compile are enforced, all others raise an error that names the keyword."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VALID: list[tuple[Any, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), VALID)
-def test_schemas_that_are_taken_are_enforced(schema: Any, good: list[Any], bad: list[Any]) -> None:
+def test_supported_schemas_are_enforced(schema: Any, good: list[Any], bad: list[Any]) -> None:
     constraint = Constraint.json_schema(schema)
     assert [value for value in good if not accepts(constraint, json.dumps(value).encode())] == []
     assert [value for value in bad if accepts(constraint, json.dumps(value).encode())] == []
@@ -59,7 +59,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", [*(case[0] for case in VALID), *SHAPES], ids=json.dumps)
-def test_a_random_walk_through_the_masks_is_json(schema: Any) -> None:
+def test_random_walk_through_masks_is_valid_json(schema: Any) -> None:
     constraint, random = Constraint.json_schema(schema), Random(0)
     for _ in range(20):
         matcher, ids = matcher_of(constraint), list[int]()
@@ -92,7 +92,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "\\x0a"}, "#: pattern: got"),
     ({"type": "string", "pattern": "("}, "parenthesis is not closed"),
     ({"type": "string", "minLength": -1}, "#: minLength: got -1"),
-    ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, want at most maxLength"),
+    ({"type": "string", "minLength": 4, "maxLength": 3}, "#: minLength: got 4, expected at most maxLength"),
     ({"type": "string", "format": "colour"}, '#: format: "colour" is not enforced'),
     ({"type": "string", "format": "json-pointer"}, '#: format: "json-pointer" is not enforced'),
     ({"type": "number", "multipleOf": 0.5}, "#: multipleOf: got 0.5"),
@@ -101,7 +101,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "integer", "minimum": 3.5}, "#: minimum: got 3.5"),
     ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum greater than maximum"),
     ({"type": "integer", "multipleOf": 5000}, "#: multipleOf: got 5000; enforced up to 1000"),
-    ({"properties": {f"p{index}": {} for index in range(501)}}, "#: properties: got 501 that are not required, want at most 500"),
+    ({"properties": {f"p{index}": {} for index in range(501)}}, "#: properties: got 501 that are not required, expected at most 500"),
     ({"properties": {f"p{index}": {} for index in range(101)}, "maxProperties": 7}, "#: properties: got 101 that are not required"),
     ({"type": "array", "items": [{}]}, "#/items: schema: got"),
     ({"type": "array", "uniqueItems": True}, "#: uniqueItems: is not enforced"),
@@ -124,14 +124,14 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED)
-def test_schemas_that_would_not_be_enforced_are_refused_by_name(schema: Any, message: str) -> None:
+def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=r"constraint json_schema: cannot be compiled") as caught:
         COMPILER.compile(Constraint.json_schema(schema))
     assert message in str(caught.value)
     assert ".cc:" not in str(caught.value)
 
 
-def test_deep_nesting_is_refused_before_it_is_compiled() -> None:
+def test_deep_nesting_raises_before_compiling() -> None:
     schema: dict[str, Any] = {}
     for _ in range(65):
         schema = {"type": "array", "items": schema}
@@ -157,7 +157,7 @@ def test_deep_nesting_is_refused_before_it_is_compiled() -> None:
         (Constraint.regex("\u4e00"), "constraint regex: .*no text of this vocabulary"),
     ],
 )
-def test_what_cannot_be_compiled_says_why(constraint: Constraint, message: str | None) -> None:
+def test_compile_error_has_the_reason(constraint: Constraint, message: str | None) -> None:
     if message is None:
         COMPILER.compile(constraint)  # it begins with tokens that exist; that it cannot end is found at the dead end
         return
@@ -187,12 +187,12 @@ def test_what_cannot_be_compiled_says_why(constraint: Constraint, message: str |
         lambda: Constraint("bnf", "a"),  # type: ignore[arg-type]
     ],
 )
-def test_malformed_constraints_are_refused_at_once(build: Any) -> None:
-    with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, want "):
+def test_malformed_constraints_raise(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"^Constraint\..*: got .*, expected "):
         build()
 
 
-def test_a_schema_is_the_same_constraint_as_dict_and_as_text_but_not_in_another_property_order() -> None:
+def test_schema_equals_its_text_but_not_another_property_order() -> None:
     forward: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
     assert Constraint.json_schema(forward) == Constraint.json_schema(json.dumps(forward, indent=2))
     assert Constraint.json_schema(forward) != Constraint.json_schema({"properties": {"b": {}, "a": {}}})

@@ -1,53 +1,62 @@
-"""Rows of the native link are shared out among threads: none is missed, a slow one does not stop the others."""
+"""Threads and lifetimes of the native link: rows are shared among threads, and borrowed objects live as long as nodes need them."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND
+import pytest
+
+from stepgraph.graphs import TapeBackend
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, MatcherRow
 from stepgraph.sampling.grammar.status import MaskStatus
-from tests.helpers.link_bench import WALK, A, Memory, letters, native_link, running
+from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from tests.helpers.link_bench import WALK, A, Memory, letters_row, native_link, resident, set_running
 from tests.helpers.planted import plant
-from tests.helpers.toy_engines import needs_native
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain
 
 pytestmark = needs_native
 
 
-def test_a_slow_row_does_not_stop_the_others() -> None:
-    """The first row's fill waits for the last one's: with one thread, or in order, that would be for ever."""
+def set_all_running(memory: Memory, rows: Sequence[MatcherRow]) -> None:
+    for slot, row in enumerate(rows):
+        set_running(memory, row, slot)
+
+
+def test_a_slow_row_does_not_block_the_others() -> None:
+    """The first row's fill waits for the last one's. With one thread, or in order, it would wait for ever."""
     memory, reached = Memory.make(6, 3), threading.Event()
     link = native_link(memory, threads=2)
-    rows = [letters(link, owner) for owner in range(1, 7)]
+    rows = [letters_row(link, owner) for owner in range(1, 7)]
     waited: list[bool] = []
 
     def wait(real: Any, *arguments: Any) -> int:
         waited.append(reached.wait(10))
         return int(real(*arguments))
 
-    plant(rows[0], "fill", wait)
-
-    def tell(real: Any, *arguments: Any) -> int:
+    def signal(real: Any, *arguments: Any) -> int:
         reached.set()
         return int(real(*arguments))
 
-    plant(rows[-1], "fill", tell)
-    for slot, row in enumerate(rows):
-        running(memory, row, slot)
+    plant(rows[0], "fill", wait)
+    plant(rows[-1], "fill", signal)
+    set_all_running(memory, rows)
     link.push_batch(rows)
     link.node((BEGIN_ROUND, COMMIT, END_ROUND))()
     assert waited == [True]
     assert memory.tags[0, :, 3].tolist() == [MaskStatus.OK] * 6
 
 
-def test_many_rounds_over_many_threads_miss_nothing() -> None:
+def test_many_rounds_on_many_threads_process_every_row() -> None:
     memory = Memory.make(16, 3)
     link = native_link(memory, threads=5)
-    rows = [letters(link, owner) for owner in range(1, 17)]
-    for slot, row in enumerate(rows):
-        running(memory, row, slot)
+    rows = [letters_row(link, owner) for owner in range(1, 17)]
+    set_all_running(memory, rows)
     memory.drafts[:] = A
     node = link.node(WALK)
     for _ in range(2000):
@@ -57,12 +66,11 @@ def test_many_rounds_over_many_threads_miss_nothing() -> None:
     assert [row.fault for row in rows] == [""] * 16
 
 
-def test_a_forked_process_does_its_rows_alone() -> None:
+def test_a_forked_process_processes_its_rows_alone() -> None:
     memory = Memory.make(6, 3)
     link = native_link(memory, threads=3)
-    rows = [letters(link, owner) for owner in range(1, 7)]
-    for slot, row in enumerate(rows):
-        running(memory, row, slot)
+    rows = [letters_row(link, owner) for owner in range(1, 7)]
+    set_all_running(memory, rows)
     link.push_batch(rows)
     node = link.node(WALK)
     child = os.fork()
@@ -80,3 +88,68 @@ def test_a_forked_process_does_its_rows_alone() -> None:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert ended and status == 0
+
+
+def test_a_matcher_lives_until_the_rounds_that_use_it_have_ended() -> None:
+    """Its request is cancelled while rounds are in flight."""
+    hold = threading.Event()
+    backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
+    engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native"), backend)
+    job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=40), engine.submit([2], max_new_tokens=30)
+    engine.step()
+    (matcher,) = [weakref.ref(active.matcher.matcher) for active in engine._desk.rows if active.matcher]
+    engine.cancel(job)
+    engine.step()
+    gc.collect()
+    assert job.finished and matcher() is not None
+    hold.set()
+    for _ in engine.stream():
+        pass
+    engine.step()
+    assert matcher() is None
+    assert other.tokens == plain([2], 30).tokens
+    engine.close()
+
+
+def test_a_link_is_freed_with_its_last_node_or_by_close() -> None:
+    memory = Memory.make(2, 3)
+    link = native_link(memory, threads=2)
+    threads = len(os.listdir("/proc/self/task"))
+    node, alive = link.node(WALK), weakref.ref(link)
+    del link
+    assert alive() is not None, "a node keeps it"
+    del node
+    assert alive() is None
+    assert len(os.listdir("/proc/self/task")) == threads - 1
+    closed = native_link(memory)
+    closed.close()
+    closed.close()
+    assert closed.stats.fills == 0
+    for call in (lambda: closed.push_batch([]), closed.release_finished, lambda: closed.node(WALK)):
+        with pytest.raises(RuntimeError, match="it is closed"):
+            call()
+
+
+def test_hundreds_of_requests_leak_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real_init = weakref.WeakSet[XGrammarMatcher](), XGrammarMatcher.__init__
+
+    def counted(matcher: XGrammarMatcher, *arguments: Any) -> None:
+        real_init(matcher, *arguments)
+        made.add(matcher)
+
+    monkeypatch.setattr(XGrammarMatcher, "__init__", counted)
+    engine = make_engine(Setup(k=2, max_rows=8, host_link="native"))
+    constraints = [constraint for one in CONSTRAINTS[1:4] if one for constraint in (one, one.after("a"), one.after([CONTROL]))]
+    assert all(engine.compile(constraint) for constraint in constraints)
+    grown = []
+    for batch in range(5):
+        for index in range(120):
+            engine.submit([index % 90], constraint=constraints[index % len(constraints)], max_new_tokens=1 + index % 2)
+        for _ in engine.stream():
+            pass
+        engine.step()
+        assert len(made) == 0, "with markers as well"
+        if batch:
+            grown.append(resident())
+    assert grown[-1] - grown[0] < 3 << 20
+    engine.close()

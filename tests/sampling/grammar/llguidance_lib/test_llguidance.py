@@ -1,4 +1,4 @@
-"""What llguidance would let through or hold back by itself, and what is made of it: the guards of the second back end."""
+"""The workarounds for llguidance: texts that the bare library wrongly accepts or rejects."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
-from tests.helpers.grammar_texts import filled
+from tests.helpers.grammar_texts import PRINTABLE, filled
 from tests.helpers.schema_cases import BYTES, groups, takes
 from tests.sampling.grammar.constraints.test_constraint import SHAPES, VALID
 
@@ -41,22 +42,22 @@ def matcher_of(constraint: Constraint) -> LLGuidanceMatcher:
 
 
 def walked(matcher: Matcher, random: Random, longest: int = 100) -> bytes | None:
-    """A random text of the masks, with a taste for escapes and for the end; None where it grew too long or has no end."""
+    """A random text along the masks, preferring escapes and the end; None where it is too long or reaches a dead end."""
     ids = list[int]()
     while len(ids) < longest:
         _, legal = filled(matcher, BYTES.mask_words)
         if not legal:
             return None
-        wanted = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
-        ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(wanted or legal))
+        preferred = [token_id for token_id in legal if token_id in (*b'"}]\\',)] if random.random() < 0.3 else []
+        ids.append(STOP if STOP in legal and random.random() < 0.5 else random.choice(preferred or legal))
         assert matcher.accept_token(ids[-1])
         if ids[-1] == STOP:
             return BYTES.decode(ids)
     return None
 
 
-def test_random_texts_are_valid_under_their_schemas() -> None:
-    """Judged by another implementation of JSON Schema. Patterns it reads as Python does, so those of the suite are left to the table."""
+def test_random_texts_satisfy_their_schemas() -> None:
+    """Checked by another implementation of JSON Schema. It reads patterns as Python does, so the suite's patterns are left to the table."""
     schemas: list[Any] = [group.schema for group in groups() if isinstance(group.schema, dict) and group.file != "pattern"]
     schemas += [*(case[0] for case in VALID), *(shape for shape in SHAPES if "pattern" not in shape), *COMBINED * 3]
     random, judged = Random(17), 0
@@ -66,7 +67,7 @@ def test_random_texts_are_valid_under_their_schemas() -> None:
         except ValueError:
             continue
         for _ in range(4):
-            matcher.reset()
+            matcher.rollback(matcher.num_accepted)
             if (text := walked(matcher, random)) is not None:
                 jsonschema.Draft202012Validator(schema).validate(json.loads(text))
                 judged += 1
@@ -83,13 +84,13 @@ def test_random_texts_are_valid_under_their_schemas() -> None:
         ({"maximum": -112841587.78826621}, "#: maximum: got -112841587.78826621; exact"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, "#: exclusiveMinimum: got 0; enforced for integers"),
         ({"allOf": [{"exclusiveMaximum": -1}, {"minimum": -1.5}]}, "#/allOf/0: exclusiveMaximum: got -1; enforced for integers"),
-        ({"type": "object", "minProperties": 2}, "#: minProperties: got 2, want at most 1"),
+        ({"type": "object", "minProperties": 2}, "#: minProperties: got 2, expected at most 1"),
         ({"enum": [[123456789.12345679]]}, "#: enum: got 123456789.12345679; exact"),
-        ({"const": {"a": "hello\0there"}}, "#: const: holds '\\x00', which is left out"),
-        ({"const": "\x7f"}, "#: const: holds '\\x7f'"),
+        ({"const": {"a": "hello\0there"}}, "#: const: contains '\\x00', which needs"),
+        ({"const": "\x7f"}, "#: const: contains '\\x7f'"),
         ({"pattern": "a\\x00b"}, "#: pattern: got '\\\\x00' at position 1"),
-        ({"patternProperties": {"a(?=b)": {}}}, "#: patternProperties: got (?= at position 1, want no look-around"),
-        ({"patternProperties": {"^a|b": {}}}, "#: patternProperties: got '^a|b', want anchors in a group"),
+        ({"patternProperties": {"a(?=b)": {}}}, "#: patternProperties: got (?= at position 1, expected no look-around"),
+        ({"patternProperties": {"^a|b": {}}}, "#: patternProperties: got '^a|b', expected anchors in a group"),
         ({"format": "iri"}, '#: format: "iri" is not enforced'),
         ({"$schema": "http://json-schema.org/draft-04/schema#"}, "#: $schema: got"),
         ({"$ref": "http://localhost/other.json"}, "does not fetch"),
@@ -99,14 +100,14 @@ def test_random_texts_are_valid_under_their_schemas() -> None:
         ({"not": {}, "x-guidance": {"lenient": True}}, "#: not: is not enforced"),
     ],
 )
-def test_schemas_that_would_not_be_enforced_are_refused_by_name(schema: Any, message: str) -> None:
+def test_unsupported_schemas_raise_with_the_keyword(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match="constraint json_schema: cannot be compiled") as caught:
         COMPILER.compile(Constraint.json_schema(schema))
     assert message in str(caught.value)
 
 
 def library_takes(schema: Any, text: bytes) -> bool:
-    """What the library makes of a schema that is given to it as it stands."""
+    """Whether the library accepts a text under the unmodified schema."""
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
     matcher = llguidance.LLMatcher(cast(Any, COMPILER)._backends._builders["llguidance"]._tokenizer, grammar, log_level=0)
@@ -128,7 +129,7 @@ def library_takes(schema: Any, text: bytes) -> bool:
         ({"not": {}, "x-guidance": {"lenient": True}}, b"1"),
     ],
 )
-def test_what_the_library_takes_by_itself_is_not_taken(schema: Any, text: bytes) -> None:
+def test_texts_that_the_bare_library_accepts_are_rejected(schema: Any, text: bytes) -> None:
     COMPILER.compile(Constraint.regex("a"))
     assert library_takes(schema, text)
     try:
@@ -138,14 +139,14 @@ def test_what_the_library_takes_by_itself_is_not_taken(schema: Any, text: bytes)
     assert not takes(compiled, text.decode())
 
 
-def test_objects_are_closed_unless_several_schemas_see_a_part_of_one() -> None:
+def test_objects_are_closed_unless_schemas_are_combined() -> None:
     person = {"type": "object", "properties": {"a": {"type": "null"}}}
     assert not takes(COMPILER.compile(Constraint.json_schema(person)), '{"b": 1}')
     assert takes(COMPILER.compile(Constraint.json_schema({"allOf": [person, {"required": ["b"]}]})), '{"a": null, "b": 1}')
     assert '"additionalProperties": false' in llguidance_schema({"anyOf": [person, {"type": "string"}]}, any_whitespace=False)
 
 
-def test_forced_text_may_be_written_in_any_tokens() -> None:
+def test_forced_text_allows_any_tokenization() -> None:
     vocabulary = Vocabulary([b"{", b'{"', b'"', b"a", b'{"a', b'a"', b"}", b""], stop_token_ids=[7])
     compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex('\\{"a"\\}'))
     matcher = compiled.matcher()
@@ -154,14 +155,14 @@ def test_forced_text_may_be_written_in_any_tokens() -> None:
     assert filled(matcher, 1) == (MaskStatus.OK, [3, 5])
 
 
-def test_tokens_of_the_same_bytes_are_legal_together() -> None:
+def test_tokens_with_equal_bytes_are_legal_together() -> None:
     vocabulary = Vocabulary([b"a", b"b", b"a", b""], stop_token_ids=[3])
     for backend in ("xgrammar", "llguidance"):
         matcher = GrammarCompiler(vocabulary, max_threads=1, backend=cast(Any, backend)).compile(Constraint.regex("a")).matcher()
         assert filled(matcher, 1) == (MaskStatus.OK, [0, 2]), backend
 
 
-def test_every_stop_token_ends_a_text_and_is_taken_back() -> None:
+def test_each_stop_token_ends_a_text_and_rolls_back() -> None:
     vocabulary = Vocabulary([b"a", b"", b"</s>"], stop_token_ids=[2, 1])
     matcher = GrammarCompiler(vocabulary, backend="llguidance").compile(Constraint.regex("aa?")).matcher()
     for stop in (1, 2, 1):
@@ -179,7 +180,7 @@ NESTED = Constraint.lark('start: x+\nx: "(" x ")" | /[a-z]+/ | "[" x "]"')
 PIECES = [b"(", b"[", b")", b"]", b"a", b"b", b"(a", b"[a", b"]]", b"))"]
 
 
-def test_a_mask_behind_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_after_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(Random(1), 300) == 0
     real = LLGuidanceMatcher._compute
     # The library's own way: where paths part, the mask that was computed last is kept.
@@ -188,7 +189,7 @@ def test_a_mask_behind_a_rollback_is_that_of_the_new_path(monkeypatch: pytest.Mo
 
 
 def differences(random: Random, rounds: int, walking: Callable[[CompiledConstraint], Matcher] = CompiledConstraint.matcher) -> int:
-    """How many masks of one matcher that goes back and forth are not those of a fresh one."""
+    """The number of masks of a matcher with rollbacks that differ from those of a fresh one."""
     vocabulary = Vocabulary([*PIECES, b""], stop_token_ids=[len(PIECES)])
     compiled = GrammarCompiler(vocabulary, backend="llguidance").compile(NESTED)
     matcher, history, wrong = walking(compiled), list[int](), 0
@@ -210,7 +211,7 @@ def differences(random: Random, rounds: int, walking: Callable[[CompiledConstrai
     return wrong
 
 
-def test_a_step_over_the_librarys_limits_is_the_last_one() -> None:
+def test_step_over_the_fuel_is_a_fault() -> None:
     branches = " | ".join(f'"a" /{"b" * (1 + index % 50)}c{{{1 + index}}}/' for index in range(2100))
     matcher = matcher_of(Constraint.lark(f'start: "x" ({branches})'))
     assert filled(matcher, BYTES.mask_words) == (MaskStatus.OK, [ord("x")])
@@ -221,13 +222,13 @@ def test_a_step_over_the_librarys_limits_is_the_last_one() -> None:
     assert filled(matcher, BYTES.mask_words) == (MaskStatus.FAULT, []) and not matcher.accept_token(ord("x"))
 
 
-def test_a_step_that_takes_too_long_is_the_last_one() -> None:
+def test_slow_step_is_a_fault() -> None:
     slow = GrammarCompiler(BYTES, limits=GrammarLimits(step_seconds=1e-9), backend="llguidance")
     with pytest.raises(ValueError, match="one step of the grammar took"):
         slow.compile(Constraint.regex("a+"))
 
 
-LARKS = [  # what is refused elsewhere, and what is not, where it is neither
+LARKS = [  # text that is an error elsewhere, inside strings, patterns and comments
     ('start: "%json {" /%jsonn<[1]>/ # %json { ~ <[1]> stop=\n', "%json {%jsonn<1>"),
     ("start: T // ~\nT: /(?s:.*)/ & ~/a/", "b"),
     ('start: T ~ 2..3\nT: "x"', "xxx"),
@@ -238,8 +239,8 @@ LARKS = [  # what is refused elsewhere, and what is not, where it is neither
 
 
 @pytest.mark.parametrize(("grammar", "text"), LARKS)
-def test_a_lark_grammar_is_read_as_the_library_reads_it(grammar: str, text: str) -> None:
-    """And what it allows does not depend on what was taken back."""
+def test_lark_grammar_keeps_its_meaning(grammar: str, text: str) -> None:
+    """Its masks do not depend on tokens that were rolled back."""
     compiled = COMPILER.compile(Constraint.lark(grammar))
     assert takes(compiled, text)
     matcher, fresh = compiled.matcher(), compiled.matcher()
@@ -254,23 +255,29 @@ def test_a_lark_grammar_is_read_as_the_library_reads_it(grammar: str, text: str)
         assert matcher.accept_token(char) and fresh.accept_token(char)
 
 
-def test_a_lark_grammar_keeps_its_options_and_its_schemas_are_checked() -> None:
+def test_lark_grammar_keeps_options_and_checks_schemas() -> None:
     text = '%llguidance {"no_forcing": false}\nstart: "x" %json {"type": "object", "properties": {"%json": {"type": "integer"}}}'
     compiled = COMPILER.compile(Constraint.lark(text))
     assert takes(compiled, 'x{"%json": 1}') and not takes(compiled, 'x{"b": 1}')
     for text, message in [
         ('start: %json {"not": {}}', "#: not: is not enforced"),
-        ("start: %json {", "what follows %json is not JSON"),
-        ('start: %json {"type": "null", "type": "null"}', "what follows %json is not JSON .the key 'type' appears twice"),
+        ("start: %json {", "the text after %json is not JSON"),
+        ('start: %json {"type": "null", "type": "null"}', "the text after %json is not JSON .the key 'type' appears twice"),
         ('%llguidance [1]\nstart: "a"', "its %llguidance line is not one JSON object"),
         ('%llguidance {}\n%llguidance {}\nstart: "a"', "its %llguidance line is not one JSON object"),
-        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows what is no text"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "#: allow_invalid_utf8: allows bytes that are not text"),
         ("start: <[1]>", r"#: <\[1\]>: names tokens"),
-        ("start: T\nT: ~/a/", "#: ~: allows what is no text"),
-        ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: does not hold"),
-        ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: does not hold"),
-        ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is none"),
+        ("start: T\nT: ~/a/", "#: ~: allows bytes that are not text"),
+        ('start: a "b"\na[max_tokens=3]: /a*/', "#: max_tokens=: is not enforced"),
+        ('start: a "b"\na[stop="c"]: /a*/', "#: stop=: is not enforced"),
+        ('start: a "b"\na[temperature=0.5]: /a*/', "#: temperature=: is a sampling parameter"),
         ("start: b", "unknown name"),
     ]:
         with pytest.raises(ValueError, match=f"constraint lark: cannot be compiled: .*{message}"):
             COMPILER.compile(Constraint.lark(text))
+
+
+def test_error_of_the_c_api_has_the_librarys_message() -> None:
+    tokenizer = LLGuidanceTokenizer(llguidance_api(), PRINTABLE)
+    with pytest.raises(ValueError, match='unknown name: "nothing"'):
+        tokenizer.grammar("start: nothing", {})

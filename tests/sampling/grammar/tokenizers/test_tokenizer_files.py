@@ -1,4 +1,4 @@
-"""Ranks and files of tokenizers: what ends a text, how wide the logits are, what is no text, and what is refused by name."""
+"""Tokenizer files and ranks: stop tokens, the width of the logits, ids without text, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.tokenizers.table import MOST_IDS
+from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from tests.helpers.grammar_texts import filled
 from tests.helpers.made_tokenizers import byte_level, differences
 
@@ -28,7 +28,7 @@ def written(path: Path, ranks: Mapping[bytes, int]) -> Path:
     return path
 
 
-def test_ranks_are_ids_and_special_tokens_fill_in(tmp_path: Path) -> None:
+def test_ranks_are_ids_and_special_tokens_are_added(tmp_path: Path) -> None:
     path = written(tmp_path / "made.tiktoken", RANKS)
     special = {"<|endoftext|>": 262, "<|im_start|>": 260, "<|im_end|>": 261}
     for ranks in (path, str(path), RANKS):
@@ -39,7 +39,7 @@ def test_ranks_are_ids_and_special_tokens_fill_in(tmp_path: Path) -> None:
     assert Vocabulary.from_tiktoken(path, special, stop_token_ids=[260]).stop_token_ids == (260,)
 
 
-def test_an_encoding_is_its_ranks_and_decodes_as_they_do() -> None:
+def test_encoding_equals_its_ranks() -> None:
     tiktoken = pytest.importorskip("tiktoken", reason="pip install 'stepgraph[vocabularies]'")
     special = {"<|endoftext|>": 262, "<|im_start|>": 260}
     encoding = tiktoken.Encoding("made", pat_str=r"\p{L}+|\s+", mergeable_ranks=RANKS, special_tokens=special)
@@ -71,7 +71,7 @@ def gguf_of(path: Path, kind: str, tokens: Mapping[str, int], **ends: int) -> Pa
     return path
 
 
-def test_a_gguf_file_says_by_types_what_its_tokens_are(tmp_path: Path) -> None:
+def test_gguf_token_types(tmp_path: Path) -> None:
     tokens = {
         "<unk>": 2,
         "</s>": 3,
@@ -117,7 +117,7 @@ def folder_with(folder: Path, **files: Mapping[str, Any]) -> Path:
         ({"tokenizer_config": {"eos_token": None}}, (2,), None),
     ],
 )
-def test_a_folder_names_its_stop_tokens_and_its_width(tmp_path: Path, files: Any, stops: tuple[int, ...], width: int | None) -> None:
+def test_folder_names_stop_tokens_and_logits_width(tmp_path: Path, files: Any, stops: tuple[int, ...], width: int | None) -> None:
     folder = folder_with(tmp_path / "model", **files)
     table = Vocabulary.from_tokenizer_json(folder)
     assert table.stop_token_ids == stops and table.logits_width == (width or len(table.tokens))
@@ -125,7 +125,7 @@ def test_a_folder_names_its_stop_tokens_and_its_width(tmp_path: Path, files: Any
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_control_tokens_holes_and_padding_are_text_nowhere(backend: BackendChoice) -> None:
+def test_control_tokens_gaps_and_padding_are_never_text(backend: BackendChoice) -> None:
     ranks = {token: rank for token, rank in RANKS.items() if rank != 300} | {b"the end": 290, b"<|im_start|>": 291}
     table = Vocabulary.from_tiktoken(ranks, {"<|im_start|>": 295, "<|im_end|>": 296}, logits_width=330)
     matcher = GrammarCompiler(table, max_threads=1, backend=backend).compile(Constraint.regex('"[^"]*"')).matcher()
@@ -135,63 +135,69 @@ def test_control_tokens_holes_and_padding_are_text_nowhere(backend: BackendChoic
     assert not set(legal) & ({*range(259, 290), *range(292, 330)})
 
 
-# what is refused
+# files that raise an error
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(byte_level().to_str())
-    return told | parts
+    tokenizer: dict[str, Any] = json.loads(byte_level().to_str())
+    return tokenizer | parts
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'WordPiece'; want a model of type BPE"),
-    ({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'WordLevel'"),
-    ({"model": {"type": "Unigram", "vocab": {"a": 0}}}, "model: got a tokenizer of another kind, 'Unigram'"),
-    ({"model": None}, "model: got a tokenizer of another kind, None"),
-    ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}, "model.vocab: got two texts of the id 0, 'a' and 'b'"),
-    ({"added_tokens": [{"id": 65, "content": "<x>"}]}, "added_tokens: got two texts of the id 65, '_' and '<x>'"),
-    ({"added_tokens": [{"id": 65, "content": "<x>", "special": True}]}, "added_tokens: got two texts of the id 65, '_' and '<x>'"),
-    ({"added_tokens": [{"id": 900, "content": text} for text in "ab"]}, "added_tokens: got two texts of the id 900, 'a' and 'b'"),
-    ({"decoder": {"type": "WordPiece", "prefix": "##"}}, r"decoder: got 'WordPiece' in \['WordPiece'\]; want ByteLevel"),
+    (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0}}},
+        "model: got the type 'WordPiece', expected a model of type BPE",
+    ),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}}}, "model: got the type 'WordLevel'"),
+    ({"model": {"type": "Unigram", "vocab": {"a": 0}}}, "model: got the type 'Unigram'"),
+    ({"model": None}, "model: got the type None"),
+    ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}, "model.vocab: got two texts for the id 0, 'a' and 'b'"),
+    ({"added_tokens": [{"id": 65, "content": "<x>"}]}, "added_tokens: got two texts for the id 65, '_' and '<x>'"),
+    ({"added_tokens": [{"id": 65, "content": "<x>", "special": True}]}, "added_tokens: got two texts for the id 65, '_' and '<x>'"),
+    ({"added_tokens": [{"id": 900, "content": text} for text in "ab"]}, "added_tokens: got two texts for the id 900, 'a' and 'b'"),
+    ({"decoder": {"type": "WordPiece", "prefix": "##"}}, r"decoder: got 'WordPiece' in \['WordPiece'\], expected ByteLevel"),
     ({"decoder": {"type": "BPEDecoder", "suffix": "</w>"}}, "decoder: got 'BPEDecoder'"),
     ({"decoder": {"type": "CTC"}}, "decoder: got 'CTC'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}}, "decoder: got 'ByteFallback'"),
     ({"decoder": {"type": "Sequence", "decoders": [{"type": "Strip"}, {"type": "Fuse"}]}}, "decoder: got 'Strip'"),
-    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}]}}, "decoder: Replace: got the pattern None, want a String"),
+    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Replace"}]}}, "decoder: Replace: got the pattern None, expected a String"),
     ({"decoder": {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""}}, "Replace: got the pattern {'Regex': 'a\\+'}"),
-    ({"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}, "decoder: got none, which joins tokens with spaces; want ByteLevel"),
-    ({"added_tokens": [{"id": 1}]}, "added_tokens: want a list of objects with a content"),
-    ({"added_tokens": [{"id": -1, "content": "<x>"}]}, "token '<x>' has the id -1, want one from 0 to"),
-    ({"added_tokens": [{"id": MOST_IDS, "content": "<x>"}]}, f"token '<x>' has the id {MOST_IDS}, want one from 0 to {MOST_IDS - 1}"),
+    ({"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}, "decoder: got none, which joins tokens with spaces, expected ByteLevel"),
+    ({"added_tokens": [{"id": 1}]}, "added_tokens: got .*, expected a list of objects with a content"),
+    ({"added_tokens": [{"id": -1, "content": "<x>"}]}, "token '<x>' has the id -1, expected one from 0 to"),
+    ({"added_tokens": [{"id": MAX_IDS, "content": "<x>"}]}, f"token '<x>' has the id {MAX_IDS}, expected one from 0 to {MAX_IDS - 1}"),
     ({"added_tokens": [{"id": True, "content": "<x>", "special": True}]}, "token '<x>' has the id True"),
-    ({"added_tokens": []}, "stop_token_ids: got none, want at least one"),
+    ({"added_tokens": []}, "stop_token_ids: got none, expected at least one"),
 ]
 
 
-@pytest.mark.parametrize(("parts", "told"), REFUSED, ids=[told[:40] for _, told in REFUSED])
-def test_what_cannot_be_read_truly_is_refused_by_name(tmp_path: Path, parts: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("parts", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_unsupported_tokenizer_files_raise(tmp_path: Path, parts: dict[str, Any], message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(changed(**parts)), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"tokenizer.json: .*{told}"):
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*{message}"):
         Vocabulary.from_tokenizer_json(path)
 
 
-def test_other_objects_files_and_widths_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_objects_files_and_widths_raise(tmp_path: Path) -> None:
     made, broken = byte_level(), tmp_path / "broken.tiktoken"
     size = made.get_vocab_size()
-    with pytest.raises(ValueError, match=rf"has the id {size - 1}, want one from 0 to {size - 2}, within the width of the logits"):
+    with pytest.raises(ValueError, match=rf"has the id {size - 1}, expected one from 0 to {size - 2}, within the width of the logits"):
         Vocabulary.from_tokenizer(made, logits_width=size - 1)
-    with pytest.raises(ValueError, match=r"from_tokenizer: got builtins.dict, want one of tokenizers, sentencepiece or transformers"):
+    with pytest.raises(ValueError, match=r"from_tokenizer: got builtins.dict, expected one of tokenizers, sentencepiece or transformers"):
         Vocabulary.from_tokenizer({})
-    with pytest.raises(ValueError, match=r"from_tiktoken: got int, want a .tiktoken file, its ranks, or an Encoding"):
+    with pytest.raises(ValueError, match=r"from_tiktoken: got int, expected a .tiktoken file, its ranks, or an Encoding"):
         Vocabulary.from_tiktoken(3)
-    with pytest.raises(ValueError, match="from_tiktoken: got the token 'a', want bytes"):
+    with pytest.raises(ValueError, match="from_tiktoken: got the token 'a', expected bytes"):
         Vocabulary.from_tiktoken({"a": 0})
-    with pytest.raises(ValueError, match="special token '<x>' has the id 5, which is that of b'"):
+    with pytest.raises(ValueError, match="special token '<x>' has the id 5, also that of b'"):
         Vocabulary.from_tiktoken(RANKS, {"<x>": 5})
     with pytest.raises(ValueError, match=r"gone.tiktoken: No such file"):
         Vocabulary.from_tiktoken(tmp_path / "gone.tiktoken")
-    for content, told in ((b"YQ== 0\nYg==", "line 2: got b'Yg==', want a token in base64"), (b"YQ== 0\nYQ== 1", "got b'a' a second time")):
+    for content, message in (
+        (b"YQ== 0\nYg==", "line 2: got b'Yg==', expected a token in base64"),
+        (b"YQ== 0\nYQ== 1", "got b'a' a second time"),
+    ):
         broken.write_bytes(content)
-        with pytest.raises(ValueError, match=f"broken.tiktoken: line 2: .*{told.removeprefix('line 2: ')}"):
+        with pytest.raises(ValueError, match=f"broken.tiktoken: line 2: .*{message.removeprefix('line 2: ')}"):
             Vocabulary.from_tiktoken(broken)

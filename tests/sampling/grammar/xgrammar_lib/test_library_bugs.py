@@ -1,6 +1,6 @@
-"""Bugs of the grammar libraries that are worked around, each shown to be there when its guard is taken away.
+"""Bugs of xgrammar that are worked around; each test fails without the workaround. Those of llguidance are in test_llguidance.py.
 
-A mask is right where it holds what `accept_token` takes, token for token. Those of llguidance are in test_llguidance.py.
+A mask is correct where it contains exactly the tokens that `accept_token` accepts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import xgrammar
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Vocabulary
 from stepgraph.sampling.grammar.constraints import pattern
-from stepgraph.sampling.grammar.constraints.charset import IN_JSON, spelled
+from stepgraph.sampling.grammar.constraints.charset import IN_JSON, ebnf_class
+from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
-from stepgraph.sampling.grammar.xgrammar_lib import json_ebnf
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import BEHIND_STRING, BEHIND_STRING_AT_ONCE, XGrammarBuilder, _converted, ebnf_text
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder
 from tests.helpers.grammar_texts import filled
 
 
@@ -26,7 +26,7 @@ def compiler(vocabulary: Vocabulary) -> GrammarCompiler:
 
 
 def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> list[tuple[bytes, list[int], list[int]]]:
-    """Walk at random; the texts behind which the mask and `accept_token` are of two minds, with what each holds legal."""
+    """The texts of a random walk after which mask and `accept_token` differ, with the tokens that each considers legal."""
     vocabulary = compiled.vocabulary
     matcher, ids, found = compiled.matcher(), list[int](), []
     for _ in range(steps):
@@ -38,10 +38,10 @@ def disagreements(compiled: CompiledConstraint, random: Random, steps: int) -> l
                 matcher.rollback(1)
         if taken != legal:
             found.append((vocabulary.decode(ids), legal, taken))
-        going_on = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
-        if status != MaskStatus.OK or not going_on:
+        continuations = [token_id for token_id in taken if token_id not in vocabulary.stop_token_ids]
+        if status != MaskStatus.OK or not continuations:
             break
-        ids.append(random.choice(going_on))
+        ids.append(random.choice(continuations))
         assert matcher.accept_token(ids[-1])
     return found
 
@@ -69,16 +69,16 @@ def wrong_masks() -> int:
     return found
 
 
-def test_masks_hold_what_is_accepted_token_for_token() -> None:
+def test_masks_agree_with_accept_token() -> None:
     assert wrong_masks() == 0
 
 
-def test_the_librarys_skipping_by_substring_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_substring_skipping_needs_the_hidden_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Vocabulary, "xgrammar_unsafe_ids", frozenset())
     assert wrong_masks() > 0
 
 
-def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_can_write_them() -> None:
+def test_unsafe_tokens_are_hidden_where_others_spell_them() -> None:
     vocabulary = Vocabulary([b"x", b"y", b"z", b"xy", b"xzxy", b"xyz", b""], stop_token_ids=[6])
     assert vocabulary.xgrammar_unsafe_ids == {4}
     matcher = compiler(vocabulary).compile(Constraint.regex("[xyz]*")).matcher()
@@ -87,23 +87,21 @@ def test_tokens_that_go_with_one_that_they_only_contain_are_hidden_where_others_
     assert Vocabulary([b"b", b"cb", b""], [2]).xgrammar_unsafe_ids == set()
 
 
-def test_a_first_rule_that_is_used_again_is_there_and_is_worked_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recursive_root_rule_needs_a_separate_first_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([b"(", b")", b"))", b"a", b"a)", b""], stop_token_ids=[5])
     constraint = Constraint.ebnf('root ::= "(" root ")" | "a"')
     assert disagreements(compiler(vocabulary).compile(constraint), Random(0), 12) == []
 
-    def as_it_stands(self: Any, text: str, root_rule_name: str) -> xgrammar.CompiledGrammar:
-        *rules, last = text.strip().split("\n")
-        return real(self, "\n".join(rules), root_rule_name=last.rpartition(" ")[2])
+    def without_first_rule(core: Any, kind: str, payload: str, any_whitespace: bool, least_bytes: int) -> Any:
+        return core.Grammar.from_ebnf(*ebnf.ebnf_text(core, kind, payload, any_whitespace))
 
-    real = xgrammar.GrammarCompiler.compile_grammar
-    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", as_it_stands)
+    monkeypatch.setattr(xgrammar_grammar, "parsed_grammar", without_first_rule)
     found = [disagreements(compiler(vocabulary).compile(constraint), Random(seed), 12) for seed in range(5)]
     assert any(found)
 
 
-def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It forbids `}]` behind a string that ends an object in an array."""
+def test_builtin_json_grammar_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forbids `}]` after a string that ends an object in an array."""
     tokens = [b"{", b"}", b"[", b"]", b'"', b"a", b": ", b", ", b"}]", b""]
     vocabulary, text = Vocabulary(tokens, stop_token_ids=[9]), [0, 4, 5, 4, 6, 2, 0, 4, 5, 4, 6, 4, 5, 4]  # {"a": [{"a": "a"
     matcher = compiler(vocabulary).compile(Constraint.json_object()).matcher()
@@ -116,7 +114,7 @@ def test_the_builtin_grammar_of_json_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert not int(mask[0, 0]) >> 8 & 1 and builtin.accept_token(8)
 
 
-def test_control_tokens_are_text_to_the_library_unless_it_is_told() -> None:
+def test_unmarked_control_tokens_are_text() -> None:
     tokens = [b'"', b"a", b"<|im_start|>", b""]
     in_string = [XGrammarBuilder(Vocabulary(tokens, [3], control_token_ids=ids), GrammarLimits(), 1) for ids in ([], [2])]
     legal = []
@@ -140,17 +138,17 @@ STRINGS = [
 ]
 
 
-def test_what_follows_a_string_is_ruled_out_at_once_where_it_may_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_after_a_string_are_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in QUOTED), b""], stop_token_ids=[len(QUOTED)])
 
     def found() -> int:
         compiled = [compiler(vocabulary).compile(constraint) for constraint in STRINGS]
         return sum(len(disagreements(one, Random(seed), 12)) for one in compiled for seed in range(6))
 
-    texts = [ebnf_text(one, _converted)[0] for one in STRINGS]
-    assert [(BEHIND_STRING_AT_ONCE in text, BEHIND_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
+    texts = [ebnf.ebnf_text(xgrammar_grammar._CORE, one.kind, one.payload, one.any_whitespace)[0] for one in STRINGS]
+    assert [(ebnf.AFTER_STRING_NO_BLANKS in text, ebnf.AFTER_STRING in text) for text in texts] == [(True, False)] * 5 + [(False, False)]
     assert found() == 0
-    monkeypatch.setattr(xgrammar_grammar, "BEHIND_STRING_AT_ONCE", r"(=([,}\]]))")  # forgets the names of properties
+    monkeypatch.setattr(ebnf, "AFTER_STRING_NO_BLANKS", r"(=([,}\]]))")  # excludes property names
     assert found() > 0
 
 
@@ -161,7 +159,7 @@ def long_string(low: int, high: int | None) -> Constraint:
     return Constraint.json_schema({"type": "string", "minLength": low, **({} if high is None else {"maxLength": high})})
 
 
-def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_strings_end_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*QUOTED, "aaaaaaaa", "\u6f22", '\u6f22"', "\u6f22a", "a\0", "\0a"]
     vocabulary = Vocabulary([*(text.encode() for text in texts), b""], stop_token_ids=[len(texts)])
 
@@ -169,7 +167,7 @@ def test_long_strings_end_where_they_may(monkeypatch: pytest.MonkeyPatch) -> Non
         return len(disagreements(compiler(vocabulary).compile(long_string(low, high)), Random(low), 150))
 
     assert [found(low, high) for low, high in COUNTS] == [0] * len(COUNTS)
-    monkeypatch.setattr(json_ebnf, "_COUNTED_CHAR", spelled(IN_JSON))
+    monkeypatch.setattr(ebnf, "_COUNTED_CHAR", ebnf_class(IN_JSON))
     assert found(150, 200) > 0
 
 
@@ -204,7 +202,7 @@ PATTERNS = [
 ]
 
 
-def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pattern_classes_beyond_ascii_survive_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
 
     def found(text: str) -> bool:
@@ -212,8 +210,8 @@ def test_classes_beyond_ascii_are_looked_ahead_in_as_they_are(monkeypatch: pytes
         return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
 
     assert [found(text) for text in PATTERNS] == [False] * len(PATTERNS)
-    monkeypatch.setattr(pattern, "spelled_open", spelled)
-    assert sum(found(text) for text in PATTERNS) >= 5  # some are right as they stand, by what they leave out
+    monkeypatch.setattr(pattern, "readable_ebnf_class", ebnf_class)
+    assert sum(found(text) for text in PATTERNS) >= 5  # some are correct without the workaround
 
 
 EBNF = [
@@ -224,7 +222,7 @@ EBNF = [
 ]
 
 
-def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ebnf_classes_beyond_ascii_survive_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = Vocabulary([*(text.encode() for text in WIDE), b""], stop_token_ids=[len(WIDE)])
 
     def found(text: str) -> bool:
@@ -232,13 +230,13 @@ def test_so_are_those_that_a_user_writes(monkeypatch: pytest.MonkeyPatch) -> Non
         return any(disagreements(compiled, Random(seed), 40) for seed in range(3))
 
     assert [found(text) for text in EBNF] == [False] * len(EBNF)
-    monkeypatch.setattr(xgrammar_grammar, "with_wide_classes", lambda text, root, normal: (text, root))
+    monkeypatch.setattr(ebnf, "_with_readable_classes", lambda core, text, root: (text, root))
     assert sum(found(text) for text in EBNF) >= 2
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
-def test_a_class_holds_what_it_held(isolation: Literal["none", "process"]) -> None:
-    """Escapes that run into what follows them where the library writes them, hyphens, signs of negation, quotes; and strings beside."""
+def test_rewritten_class_accepts_the_same_characters(isolation: Literal["none", "process"]) -> None:
+    """Escapes whose digits the library merges with the following text, hyphens, carets, quotes, and strings next to the class."""
     chars = "-]^\\\"'abcfx\x1f\x7f\x80\xe9\xff\u01fc\u0430\u0431\u044f\u0450\ud7ff\ue001\uffff\U0001f600\U0010ffff"
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b""], stop_token_ids=[256])
     classes = {

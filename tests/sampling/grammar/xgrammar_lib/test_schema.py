@@ -1,4 +1,4 @@
-"""Texts that the grammar library would let through by itself: what is taken here is JSON, in its bounds, and what the pattern says."""
+"""JSON grammars: strings, patterns, numbers and properties are accepted exactly, also where the bare library is wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def takes(constraint: Any, text: str | bytes, backend: str = "xgrammar") -> bool
 
 
 def taken(grammar: CompiledConstraint, letters: str, longest: int, quote: str = "") -> set[str]:
-    """All texts of these letters that are taken. What a matcher has said no to is not tried any longer."""
+    """All accepted texts of these letters. Extensions of a rejected prefix are not tried."""
     found, alive = set[str](), [""]
     while alive:
         text = alive.pop()
@@ -53,7 +53,7 @@ def taken(grammar: CompiledConstraint, letters: str, longest: int, quote: str = 
 
 
 def walked(constraint: Any, random: Random, longest: int = 80, backend: str = "xgrammar") -> bytes | None:
-    """A random text of the masks; None where it grew too long."""
+    """A random text along the masks; None where it is too long."""
     matcher, ids = compiled(constraint, backend).matcher(), list[int]()
     while len(ids) < longest:
         _, legal = filled(matcher, BYTES.mask_words)
@@ -73,7 +73,7 @@ BOUNDS = [(0, 12), (2, None), (2, 5), (0, 150), (101, 130), (0, 0), (3, 3)]
 @both
 @pytest.mark.parametrize("types", ["string", ["string", "null"]], ids=str)
 @pytest.mark.parametrize(("least", "most"), BOUNDS)
-def test_a_string_of_bounded_length_is_json_and_counts_characters(backend: str, types: Any, least: int, most: int | None) -> None:
+def test_bounded_string_is_json_and_counts_characters(backend: str, types: Any, least: int, most: int | None) -> None:
     schema = {"type": types, **({"minLength": least} if least else {}), **({} if most is None else {"maxLength": most})}
     within = max(2, least)
     if most is None or most >= within:
@@ -90,7 +90,7 @@ def test_a_string_of_bounded_length_is_json_and_counts_characters(backend: str, 
                 assert value is None or least <= len(value) <= (10**6 if most is None else most)
 
 
-def test_no_string_holds_half_a_surrogate_pair() -> None:
+def test_strings_contain_no_lone_surrogates() -> None:
     assert takes({"type": "string"}, '"\\ud83d\\ude00 \\u00e9\\n"')
     for text in ('"\\ud83d"', '"\\ude00"', '"\\ud83da"', '"\\ud83d\\u0041"', b'"\xed\xa0\x80"', b'"\xe0\x80\x80"'):
         assert not takes({"type": "string"}, text)
@@ -100,7 +100,7 @@ def test_no_string_holds_half_a_surrogate_pair() -> None:
 
 @both
 @pytest.mark.parametrize("text", ["éa", "\u2028\x85b", 'a[^"b]', '"\\\n', "漢f", "😀1", '"(" | Regex("pattern0", json_string=true)'])
-def test_names_and_constants_are_what_they_were(backend: str, text: str) -> None:
+def test_property_names_and_constants_are_exact(backend: str, text: str) -> None:
     written = json.dumps(text, ensure_ascii=False)
     assert takes({"const": text}, written, backend)
     assert takes({"type": "object", "properties": {text: {"type": "null"}}, "required": [text]}, f"{{{written}: null}}", backend)
@@ -123,16 +123,16 @@ PATTERNS += [
 
 @both
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_pattern_is_read_as_everyone_reads_it(backend: str, pattern: str) -> None:
+def test_pattern_has_the_common_meaning(backend: str, pattern: str) -> None:
     letters, schema = "ab^-]x \u061b", {"type": "string", "pattern": pattern}
     texts = map("".join, chain.from_iterable(product(letters, repeat=length) for length in range(4)))
-    wanted = {text for text in texts if re.fullmatch(pattern, text, re.ASCII)}
-    assert taken(compiled(Constraint.regex(pattern), backend), letters, 3) == wanted
-    assert taken(compiled(schema, backend), letters, 3, '"') == wanted
+    expected = {text for text in texts if re.fullmatch(pattern, text, re.ASCII)}
+    assert taken(compiled(Constraint.regex(pattern), backend), letters, 3) == expected
+    assert taken(compiled(schema, backend), letters, 3, '"') == expected
 
 
 @both
-def test_what_javascript_reads_in_its_own_way(backend: str) -> None:
+def test_pattern_follows_javascript_where_engines_differ(backend: str) -> None:
     assert takes(Constraint.regex("[^]a]"), "\na]", backend) and not takes(Constraint.regex("[^]a]"), "b", backend)
     assert takes(Constraint.regex("."), "é", backend) and not any(takes(Constraint.regex("."), text, backend) for text in "\n\r\u2028")
     assert takes(Constraint.regex(r"\s[^\S]"), "\u00a0\u3000", backend) and not takes(Constraint.regex(r"\S"), "\u00a0", backend)
@@ -160,27 +160,27 @@ def test_what_javascript_reads_in_its_own_way(backend: str) -> None:
         "a\\",
     ],
 )
-def test_patterns_that_would_be_misread_are_refused(backend: str, pattern: str) -> None:
+def test_unsupported_patterns_raise(backend: str, pattern: str) -> None:
     for constraint in (Constraint.regex(pattern), Constraint.json_schema({"type": "string", "pattern": pattern})):
-        with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, want|the parenthesis)"):
+        with pytest.raises(ValueError, match=r"pattern: (got .* at position \d+, expected|the parenthesis)"):
             COMPILERS[backend].compile(constraint)
 
 
 @pytest.mark.parametrize("pattern", [r"[\b]", r"\cA", r"[\t]", r"a\x0ab", '"'])
-def test_a_pattern_inside_a_json_string_names_no_character_that_is_escaped_there(pattern: str) -> None:
-    with pytest.raises(ValueError, match="want no character that JSON strings escape"):
+def test_json_string_pattern_with_escaped_character_raises(pattern: str) -> None:
+    with pytest.raises(ValueError, match="expected no character that JSON strings escape"):
         compiled({"type": "string", "pattern": pattern})
 
 
 @pytest.mark.parametrize("value", [0.1234567, 1.5000001, -0.000001, 1e-6, 1e15, 1e20, 38719974749.1506, -9007199254740993])
-def test_number_bounds_that_would_be_rounded_are_refused(value: float) -> None:
+def test_inexact_number_bounds_raise(value: float) -> None:
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         with pytest.raises(ValueError, match=f"#/items: {keyword}: got .*; enforced for at most 5 decimals"):
             compiled({"type": "array", "items": {"type": ["number", "null"], keyword: value}})
 
 
 @both
-def test_a_range_of_numbers_is_what_it_says(backend: str) -> None:
+def test_number_ranges_are_exact(backend: str) -> None:
     random, tried = Random(3), 0
     while tried < 150:
         size, places = 10 ** random.uniform(-4, 9), random.randint(0, 5)
@@ -191,7 +191,7 @@ def test_a_range_of_numbers_is_what_it_says(backend: str) -> None:
         try:
             compiled(schema, backend)
         except ValueError:
-            continue  # an empty range, or bounds beyond those that are taken
+            continue  # an empty range, or unsupported bounds
         tried += 1
         near = {
             bound + step * Decimal(1).scaleb(-n) for bound in map(Decimal, map(repr, (low, high))) for n in range(8) for step in (-1, 0, 1)
@@ -208,7 +208,7 @@ def _within(schema: dict[str, Any], value: Decimal) -> bool:
     ) < value < bounds.get("exclusiveMaximum", value + 1)
 
 
-def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -> None:
+def test_additional_property_differs_from_declared_ones() -> None:
     boolean = {"type": "boolean"}
     schema = {"type": "object", "properties": {"abc": {"type": "integer"}}, "additionalProperties": boolean}
     assert takes(schema, '{"abc": 1, "ab": true, "abcd": true, "a\\u0062d": true}'.replace("\\u0062", "b"))
@@ -217,11 +217,11 @@ def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -
         assert not takes(schema, f'{{"abc": 1, "{name}": true}}') and not takes(schema, f'{{"{name}": true}}')
     assert takes({**schema, "minProperties": 1}, '{"x": true}') and not takes({**schema, "minProperties": 1}, "{}")
     for refused, reason in [
-        ({"type": "object", "additionalProperties": boolean, "minProperties": 2}, "minProperties: got 2, want at most 1"),
-        ({"type": "object", "minProperties": 2}, "minProperties: got 2, want at most 1"),
-        ({**schema, "required": ["abc"], "minProperties": 3}, "minProperties: got 3, want at most 2"),
-        ({"properties": {"é": {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name 'é'"),
-        ({"properties": {'a"': {}}, "additionalProperties": True}, "additionalProperties: is not enforced beside the name"),
+        ({"type": "object", "additionalProperties": boolean, "minProperties": 2}, "minProperties: got 2, expected at most 1"),
+        ({"type": "object", "minProperties": 2}, "minProperties: got 2, expected at most 1"),
+        ({**schema, "required": ["abc"], "minProperties": 3}, "minProperties: got 3, expected at most 2"),
+        ({"properties": {"é": {}}, "additionalProperties": True}, "additionalProperties: is not enforced with the name 'é'"),
+        ({"properties": {'a"': {}}, "additionalProperties": True}, "additionalProperties: is not enforced with the name"),
     ]:
         with pytest.raises(ValueError, match=reason):
             compiled(refused)
@@ -232,20 +232,20 @@ def test_an_additional_property_is_none_of_the_declared_ones_and_counts_once() -
 
 
 @both
-def test_an_address_has_no_number_with_a_zero_in_front(backend: str) -> None:
+def test_ipv4_has_no_leading_zeros(backend: str) -> None:
     address = {"type": ["string", "null"], "format": "ipv4"}
     assert takes(address, '"10.0.255.1"', backend) and takes(address, "null", backend)
     assert not any(takes(address, f'"{text}"', backend) for text in ("00.76.47.9", "1.2.3.04", "1.2.3.256", "1.2.3", "1.2.3.4.5"))
 
 
-def test_constants_that_json_does_not_tell_apart_are_no_branches_of_oneof() -> None:
+def test_equal_json_constants_are_not_disjoint_branches() -> None:
     for left, right in ((0, -0.0), (1, 1.0), ([2], [2.0])):
         with pytest.raises(ValueError, match="oneOf: is enforced as anyOf"):
             compiled({"oneOf": [{"const": left}, {"const": right}]})
 
 
 @both
-def test_hundreds_of_random_texts_are_json(backend: str) -> None:
+def test_random_texts_are_json(backend: str) -> None:
     string, random, ended = {"type": "string"}, Random(11), 0
     schemas: list[dict[str, Any]] = [
         {
@@ -267,7 +267,7 @@ def test_hundreds_of_random_texts_are_json(backend: str) -> None:
     assert ended > 200
 
 
-def test_a_json_grammar_that_takes_the_empty_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_grammar_accepting_the_empty_text_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(BYTES, max_threads=1, backend="xgrammar")
     xgrammar = compiler._backends._builder("xgrammar")
     empty = xgrammar.build(Constraint.regex("a*"), worker=None)

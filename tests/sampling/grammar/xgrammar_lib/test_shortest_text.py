@@ -1,4 +1,4 @@
-"""What a grammar wants at the least is known before it is compiled, and what wants more than there will be is refused by name."""
+"""Shortest texts of rules: endless and too long rules are rejected before the grammar is compiled."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Vocabulary
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
-from stepgraph.sampling.grammar.xgrammar_lib import grammar as xgrammar_grammar
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import Matcher
+from stepgraph.sampling.grammar.matchers.protocol import Matcher
+from stepgraph.sampling.grammar.xgrammar_lib import ebnf
 
 VOCABULARY = Vocabulary.printable()
 BEGUN = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
@@ -23,7 +23,7 @@ ENDLESS = {
     "tag_0_0_root": Constraint.structural_tag({"triggers": ["<"], "structures": [{"begin": "<a>", "schema": BEGUN, "end": ""}]}),
 }
 ROWS = {"type": "array", "minItems": 1000}
-DOUBLING = [f"r{place} ::= r{place + 1} r{place + 1}" for place in range(60)]
+DOUBLING = [f"r{index} ::= r{index + 1} r{index + 1}" for index in range(60)]
 LONG = {
     "2^60 letters": Constraint.ebnf("\n".join(['root ::= "x" | "b" r0', *DOUBLING, 'r60 ::= "a"'])),
     "counts of counts": Constraint.ebnf('root ::= "x" | (("a"{1000}){1000}){1000}'),
@@ -62,44 +62,44 @@ def after(compiler: GrammarCompiler, constraint: Constraint, text: str) -> Match
 
 
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xgrammar_grammar, "check_least", lambda parsed, limits: None)
+    monkeypatch.setattr(ebnf, "check_shortest_texts", lambda serialised, least_bytes: None)
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_what_no_finite_text_satisfies_is_refused_by_the_name_of_its_rule(isolation: Literal["process", "none"]) -> None:
+def test_endless_rule_is_named_in_the_error(isolation: Literal["process", "none"]) -> None:
     with_worker = compiler(isolation)
     for rule, constraint in ENDLESS.items():
         with pytest.raises(ValueError, match=f"cannot be compiled: rule {rule}: no text of finite length satisfies it"):
             with_worker.compile(constraint)
     for constraint in LONG.values():
         with pytest.raises(
-            ValueError, match=r"cannot be compiled: GrammarLimits.least_bytes: got [\d,]+ bytes that rule \w+ leads to, want"
+            ValueError, match=r"cannot be compiled: GrammarLimits.least_bytes: got [\d,]+ bytes that rule \w+ leads to, expected"
         ):
             with_worker.compile(constraint)
     with_worker.close()
 
 
 @pytest.mark.parametrize("rule", ["endless", "tag", "marked"])
-def test_a_trial_from_the_start_would_not_find_it(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_mask_does_not_reveal_an_endless_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     unguarded(monkeypatch)
     assert forced_bytes(compiler().compile(ENDLESS[rule]).matcher()) == b""
 
 
-def test_what_is_forced_behind_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_text_of_a_later_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = Constraint.ebnf("\n".join(['root ::= "x" | "b" r0', *DOUBLING[:12], 'r12 ::= "a"']))
-    with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, want at most 1,000$"):
+    with pytest.raises(ValueError, match=r"GrammarLimits.least_bytes: got 1,024 bytes that rule r2 leads to, expected at most 1,000$"):
         compiler(least_bytes=1000).compile(shorter)
     unguarded(monkeypatch)
     assert forced_bytes(after(compiler(least_bytes=1000), shorter, "b")) == b"a" * 4096
 
 
 @pytest.mark.parametrize(("constraint", "text"), SERVED)
-def test_recursion_that_ends_is_served(constraint: Constraint, text: str) -> None:
+def test_finite_recursion_compiles(constraint: Constraint, text: str) -> None:
     assert after(compiler(), constraint, text).accept_token(VOCABULARY.stop_token_ids[0])
 
 
 @pytest.mark.parametrize(("grammar", "size"), LEAST)
-def test_the_limit_holds_to_the_byte(grammar: str, size: int) -> None:
+def test_shortest_text_is_exact(grammar: str, size: int) -> None:
     compiler(least_bytes=size).compile(Constraint.ebnf(grammar))
     with pytest.raises(ValueError, match=f"GrammarLimits.least_bytes: got {size} bytes"):
         compiler(least_bytes=size - 1).compile(Constraint.ebnf(grammar))

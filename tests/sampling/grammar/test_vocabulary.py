@@ -1,0 +1,9 @@
+"""The token table itself; its readers are tested in tokenizers/."""
+
+from __future__ import annotations
+
+from stepgraph.sampling.grammar import Vocabulary
+
+
+def test_repr_shows_the_size_and_not_the_tokens() -> None:
+    assert repr(Vocabulary([b"a", b""], stop_token_ids=[1])) == "Vocabulary(2 tokens, stop_token_ids=(1,), logits_width=2)"
