@@ -1,4 +1,7 @@
-"""An engine's figures as Prometheus reads them: the text exposition format 0.0.4. Knows figures and names, and no engine."""
+"""Writes EngineStats in the Prometheus text exposition format 0.0.4.
+
+Written here and not by prometheus_client, which prints counts as floats (10**18 + 1 as 1e+18) and takes 0.3 s to import.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _OWN = frozenset({"le", "cause", "position", "reason", "rows", "constrained", "sampled"})
 
 Labels = Mapping[str, object]
-Sample = tuple[Labels, float]  # the labels that tell the lines of one metric apart, and a value
+Sample = tuple[Labels, float]  # labels beyond the common ones, value
 
 
 class Metric(NamedTuple):
     name: str  # without the prefix
     kind: str  # counter or gauge
-    told: str
+    description: str
     samples: Iterable[Sample]
 
 
 class Distribution(NamedTuple):
     name: str
-    told: str
+    description: str
     histogram: Histogram
 
 
 def prometheus_text(stats: EngineStats, labels: Mapping[str, str] | None = None) -> str:
-    """Every figure of `stats` that a serving loop graphs. ValueError for a label that is no label's name, or one of the metrics' own."""
-    common = _checked(labels)
+    """All metrics, with `labels` on every line. ValueError for a label name that is malformed or used by a metric itself."""
+    common = _checked_labels(labels)
     lines = [line for metric in _metrics(stats) for line in _metric_lines(metric, common)]
     lines += [line for distribution in _distributions(stats) for line in _histogram_lines(distribution, common)]
     return "\n".join(lines) + "\n"
@@ -50,30 +53,30 @@ def _jobs(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("tokens", "Tokens emitted.", stats.tokens)
     yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
     yield _counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens)
-    yield _counter("submitted", "Requests taken.", stats.submitted)
-    ends = [({"reason": reason}, count) for reason, count in stats.finished]
-    yield _counters("finished", "Requests ended, by finish reason.", ends)
-    yield _gauge("running", "Requests that have a row.", stats.running)
-    yield _gauge("waiting", "Requests that wait for a row.", stats.waiting)
-    yield _gauge("most_waiting", "Most requests that waited at any time.", stats.most_waiting)
-    yield _counter("saved_texts", "Texts whose hidden states are on disk.", stats.saved_texts)
-    yield _counter("unsaved_texts", "Texts whose hidden states are not.", stats.unsaved_texts)
+    yield _counter("submitted", "Requests submitted.", stats.submitted)
+    finished = [({"reason": reason}, count) for reason, count in stats.finished]
+    yield _counters("finished", "Requests finished, by finish reason.", finished)
+    yield _gauge("running", "Requests with a row.", stats.running)
+    yield _gauge("waiting", "Requests waiting for a row.", stats.waiting)
+    yield _gauge("most_waiting", "Maximum of waiting.", stats.most_waiting)
+    yield _counter("saved_texts", "Texts whose hidden states were saved.", stats.saved_texts)
+    yield _counter("unsaved_texts", "Texts whose hidden states could not be saved.", stats.unsaved_texts)
 
 
 def _drafts(stats: EngineStats) -> Iterator[Metric]:
     drafting = stats.drafting
-    yield _counter("accepted_drafts", "Drafts that held.", stats.drafts.accepted)
-    yield _counter("drafting_rounds", "Rounds of a row that could have drafts.", drafting.rounds)
-    yield _counter("drafting_tokens", "Tokens emitted in these; over drafting_rounds: the accepted length.", drafting.tokens)
-    yield _counter("full_chains", "Drafting rounds in which every draft held.", drafting.full)
-    lost = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
-    yield _counters("lost_chains", "Drafting rounds in which not every draft held, by what came first.", lost)
-    yield _counters("position_offered", "Drafts offered, by their place in the chain.", _by_position(drafting.offered))
-    yield _counters("position_accepted", "Drafts that held, by their place in the chain.", _by_position(drafting.accepted))
-    yield _counter("forced_drafts", "Drafts that a grammar forced.", stats.drafts.forced)
-    yield _counter("accepted_forced_drafts", "Those of them that held.", stats.drafts.accepted_forced)
-    yield _counter("looked_up_drafts", "Drafts that a look-up found.", stats.drafts.looked_up)
-    yield _counter("accepted_looked_up_drafts", "Those of them that held.", stats.drafts.accepted_looked_up)
+    yield _counter("accepted_drafts", "Drafts accepted.", stats.drafts.accepted)
+    yield _counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds)
+    yield _counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens)
+    yield _counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full)
+    losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
+    yield _counters("lost_chains", "The other drafting rounds, by the first cause in the chain.", losses)
+    yield _counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered))
+    yield _counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted))
+    yield _counter("forced_drafts", "Drafts forced by a grammar.", stats.drafts.forced)
+    yield _counter("accepted_forced_drafts", "Forced drafts accepted.", stats.drafts.accepted_forced)
+    yield _counter("looked_up_drafts", "Drafts found by look-up.", stats.drafts.looked_up)
+    yield _counter("accepted_looked_up_drafts", "Looked-up drafts accepted.", stats.drafts.accepted_looked_up)
 
 
 def _rounds(stats: EngineStats) -> Iterator[Metric]:
@@ -85,61 +88,61 @@ def _rounds(stats: EngineStats) -> Iterator[Metric]:
         [({"reason": stats.eager_reason}, stats.eager_rounds)] if stats.eager_reason else [],
     )
     graphs = [(_key(graph.key), graph) for graph in stats.graphs]
-    yield _counters("graph_rounds", "Rounds by the graph that served them.", [(key, graph.rounds) for key, graph in graphs])
+    yield _counters("graph_rounds", "Rounds, by graph.", [(key, graph.rounds) for key, graph in graphs])
     yield _counters(
         "graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]
     )
-    yield _counters("graph_padded_rows", "Rows of graphs that no request sat in.", [(key, graph.padded_rows) for key, graph in graphs])
+    yield _counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs])
     yield _counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs)
-    yield _counter("event_waits", "Waits for a round's results, or for pinned memory that is still being copied.", stats.event_waits)
+    yield _counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits)
 
 
 def _grammars(stats: EngineStats) -> Iterator[Metric]:
     grammars = stats.grammars
     yield _counter("mask_fills", "Masks filled.", stats.mask_fills)
-    yield _counter("matcher_accepts", "Tokens that matchers were given.", stats.matcher_accepts)
+    yield _counter("matcher_accepts", "Tokens accepted by matchers.", stats.matcher_accepts)
     yield _counter("matcher_rollbacks", "Rollbacks of matchers.", stats.matcher_rollbacks)
-    yield _gauge("longest_host_node_seconds", "The longest host node so far.", stats.longest_host_node_seconds)
+    yield _gauge("longest_host_node_seconds", "Duration of the longest host node.", stats.longest_host_node_seconds)
     if stats.exposed_wait_seconds is not None:
-        yield _counter("exposed_wait_seconds", "Time that the main stream stood waiting for masks.", stats.exposed_wait_seconds)
-    yield _counter("grammar_cache_hits", "Grammars found compiled, or on their way.", grammars.hits)
+        yield _counter("exposed_wait_seconds", "Time that the main stream waited for masks.", stats.exposed_wait_seconds)
+    yield _counter("grammar_cache_hits", "Grammars found compiled or being compiled.", grammars.hits)
     yield _counter("grammar_cache_misses", "Grammars that had to be compiled.", grammars.misses)
-    yield _counter("grammar_cache_evictions", "Grammars given up to make room.", grammars.dropped)
-    yield _gauge("grammar_cache_bytes", "Bytes of the grammars kept.", grammars.nbytes)
-    yield _gauge("grammars", "Grammars kept.", grammars.grammars)
-    yield _counter("compiles", "Compiles that ended with a grammar.", grammars.compiles)
-    yield _counter("compile_failures", "Compiles that did not.", grammars.failures)
-    yield _counter("compile_seconds", "Time that compiles took.", grammars.compile_seconds)
-    yield _gauge("longest_compile_seconds", "The longest compile so far.", grammars.longest_compile_seconds)
-    yield _gauge("compiles_running", "Compiles on their way.", grammars.running)
-    yield _gauge("compiles_waiting", "Compiles that wait for a thread.", grammars.waiting)
+    yield _counter("grammar_cache_evictions", "Grammars evicted.", grammars.dropped)
+    yield _gauge("grammar_cache_bytes", "Bytes of the cached grammars.", grammars.nbytes)
+    yield _gauge("grammars", "Cached grammars.", grammars.grammars)
+    yield _counter("compiles", "Successful compiles.", grammars.compiles)
+    yield _counter("compile_failures", "Failed compiles.", grammars.failures)
+    yield _counter("compile_seconds", "Total compile time.", grammars.compile_seconds)
+    yield _gauge("longest_compile_seconds", "Duration of the longest compile.", grammars.longest_compile_seconds)
+    yield _gauge("compiles_running", "Compiles in progress.", grammars.running)
+    yield _gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting)
     yield _counter("compile_workers_started", "Worker processes started.", grammars.workers_started)
 
 
 def _pages(stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("pages", "Cache pages there are.", stats.pages)
-    yield _gauge("free_pages", "Pages that can be had, those kept for their prefix included.", stats.free_pages)
-    yield _gauge("most_used_pages", "Most pages in use at any time.", stats.most_used_pages)
-    yield _gauge("cached_pages", "Pages that a request may find its prefix in.", stats.cached_pages)
-    yield _counter("evicted_pages", "Pages given up with their prefix.", stats.evicted_pages)
+    yield _gauge("pages", "Cache pages.", stats.pages)
+    yield _gauge("free_pages", "Free pages, including pages kept only for their prefix.", stats.free_pages)
+    yield _gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages)
+    yield _gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages)
+    yield _counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages)
 
 
 def _distributions(stats: EngineStats) -> Iterator[Distribution]:
-    yield Distribution("host_node_seconds", "Time of each host node.", stats.host_nodes)
-    yield Distribution("queue_seconds", "Time from a request's submit to its row.", stats.queue_seconds)
-    yield Distribution("first_token_seconds", "Time from a request's submit until its first token was known.", stats.first_token_seconds)
+    yield Distribution("host_node_seconds", "Duration of host nodes.", stats.host_nodes)
+    yield Distribution("queue_seconds", "Time from submit to a row.", stats.queue_seconds)
+    yield Distribution("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds)
 
 
-def _counter(name: str, told: str, value: float) -> Metric:
-    return _counters(name, told, [({}, value)])
+def _counter(name: str, description: str, value: float) -> Metric:
+    return _counters(name, description, [({}, value)])
 
 
-def _gauge(name: str, told: str, value: float) -> Metric:
-    return Metric(name, "gauge", told, [({}, value)])
+def _gauge(name: str, description: str, value: float) -> Metric:
+    return Metric(name, "gauge", description, [({}, value)])
 
 
-def _counters(name: str, told: str, samples: Iterable[Sample]) -> Metric:
-    return Metric(f"{name}_total", "counter", told, samples)
+def _counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"{name}_total", "counter", description, samples)
 
 
 def _key(key: GraphKey) -> Labels:
@@ -147,19 +150,19 @@ def _key(key: GraphKey) -> Labels:
 
 
 def _by_position(values: Iterable[int]) -> list[Sample]:
-    return [({"position": place}, value) for place, value in enumerate(values, 1)]
+    return [({"position": position}, value) for position, value in enumerate(values, 1)]
 
 
 def _metric_lines(metric: Metric, common: Labels) -> Iterator[str]:
     name = f"stepgraph_{metric.name}"
-    yield from _head(name, metric.kind, metric.told)
+    yield from _head(name, metric.kind, metric.description)
     for labels, value in metric.samples:
         yield _line(name, {**common, **labels}, value)
 
 
 def _histogram_lines(distribution: Distribution, common: Labels) -> Iterator[str]:
     name, histogram = f"stepgraph_{distribution.name}", distribution.histogram
-    yield from _head(name, "histogram", distribution.told)
+    yield from _head(name, "histogram", distribution.description)
     bounds = [*(_number(bound) for bound in histogram.bounds), "+Inf"]
     for bound, count in zip(bounds, histogram.cumulative, strict=True):
         yield _line(f"{name}_bucket", {**common, "le": bound}, count)
@@ -167,14 +170,14 @@ def _histogram_lines(distribution: Distribution, common: Labels) -> Iterator[str
     yield _line(f"{name}_count", common, histogram.count)
 
 
-def _head(name: str, kind: str, told: str) -> Iterator[str]:
-    yield f"# HELP {name} {told}"
+def _head(name: str, kind: str, description: str) -> Iterator[str]:
+    yield f"# HELP {name} {description}"
     yield f"# TYPE {name} {kind}"
 
 
 def _line(name: str, labels: Labels, value: float) -> str:
-    told = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
-    return f"{name}{{{told}}} {_number(value)}" if told else f"{name} {_number(value)}"
+    pairs = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
+    return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
 
 def _number(value: float) -> str:
@@ -185,14 +188,14 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _checked(labels: Mapping[str, str] | None) -> Mapping[str, str]:
+def _checked_labels(labels: Mapping[str, str] | None) -> Mapping[str, str]:
     if labels is None:
         return {}
     if not isinstance(labels, Mapping):
-        raise ValueError(f"labels: got {type(labels).__name__}, want a mapping of names to texts, or None")
+        raise ValueError(f"labels: got {type(labels).__name__}, expected a mapping of names to strings, or None")
     for name, text in labels.items():
         if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _OWN:
-            raise ValueError(f"labels: got the name {name!r}, want letters, digits and _, and none of {', '.join(sorted(_OWN))}")
+            raise ValueError(f"labels: got the name {name!r}, expected letters, digits and _, and none of {', '.join(sorted(_OWN))}")
         if not isinstance(text, str):
-            raise ValueError(f"labels[{name!r}]: got {type(text).__name__}, want a string")
+            raise ValueError(f"labels[{name!r}]: got {type(text).__name__}, expected a string")
     return labels

@@ -1,10 +1,10 @@
-"""Rounds under a profiler. Which ones, the environment says, so that any script with an engine can be profiled as it is.
+"""Profiles a range of rounds chosen by environment variables, so that a script with an engine needs no changes.
 
-STEPGRAPH_PROFILE_ROUNDS=20-40   the rounds, counted from 0, both ends included; of the first engine that the process makes
-STEPGRAPH_PROFILE_WITH=trace     the engine records its own timeline; nsys: it tells CUDA's profiler when to begin and to end
-STEPGRAPH_PROFILE_FILE=PATH      what the rounds were, and that timeline, go here at the end of the range or of the engine
+STEPGRAPH_PROFILE_ROUNDS=20-40   the rounds, counted from 0, both ends included, of the first engine in the process
+STEPGRAPH_PROFILE_WITH=trace     records the engine's own timeline; nsys: starts and stops CUDA's profiler
+STEPGRAPH_PROFILE_FILE=PATH      a JSON file of the rounds and the timeline, written at the end of the range or of the engine
 
-Without the first one an engine has none of this: it is settled when the engine is made.
+The variables are read when an engine is made. Without STEPGRAPH_PROFILE_ROUNDS the engine has a plain InFlight.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
-_first = threading.Lock()  # taken by the engine that is profiled
+_first = threading.Lock()  # acquired by the engine that is profiled
 
 
 class ProfileRange(NamedTuple):
-    """What the environment asks for."""
+    """The environment variables."""
 
     first: int
     last: int
@@ -47,34 +47,34 @@ class ProfileRange(NamedTuple):
     path: Path
 
 
-def asked_range(environment: Mapping[str, str]) -> ProfileRange | None:
-    """ValueError names the variable."""
+def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
+    """None if no rounds are to be profiled. ValueError names the variable."""
     rounds, tool = environment.get(ROUNDS, ""), environment.get(TOOL, "trace")
     if not rounds:
         return None
     match = re.fullmatch(r"(\d+)-(\d+)", rounds)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(f"{ROUNDS}: got {rounds!r}, want FIRST-LAST, two whole numbers, the second one greater, like 20-40")
+        raise ValueError(f"{ROUNDS}: got {rounds!r}, expected FIRST-LAST with LAST > FIRST, such as 20-40")
     if tool not in ("trace", "nsys"):
-        raise ValueError(f"{TOOL}: got {tool!r}, want 'trace' or 'nsys'")
+        raise ValueError(f"{TOOL}: got {tool!r}, expected 'trace' or 'nsys'")
     path = Path(environment.get(FILE) or "stepgraph.rounds.json")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{FILE}: got {str(path)!r}, want a file in a folder that is there")
+        raise ValueError(f"{FILE}: got {str(path)!r}, expected a file in an existing folder")
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
 def make_in_flight(
     backend: Backend, buffers: StaticBuffers, graphs: GraphSet, host: HostLink, limits: Limits, states: HiddenStates | None = None
 ) -> InFlight:
-    """Those of an engine: profiled where the environment asks for it and no engine was before."""
-    asked = asked_range(os.environ)
-    if asked is None or not _first.acquire(blocking=False):
+    """The rounds in flight of an engine, profiled if the environment asks for it and this is the first engine."""
+    profile_range = read_range(os.environ)
+    if profile_range is None or not _first.acquire(blocking=False):
         return InFlight(backend, buffers, graphs, host, limits, states)
-    return ProfiledInFlight(asked, backend, buffers, graphs, host, limits, states)
+    return ProfiledInFlight(profile_range, backend, buffers, graphs, host, limits, states)
 
 
 class Launched(NamedTuple):
-    """A round of the range."""
+    """A profiled round."""
 
     round: int
     key: GraphKey
@@ -82,11 +82,11 @@ class Launched(NamedTuple):
 
 
 class ProfiledInFlight(InFlight):
-    """Waits for the device in front of the range and behind it, and nowhere between."""
+    """Waits for the device before and after the range, and not within it."""
 
     def __init__(
         self,
-        asked: ProfileRange,
+        profile_range: ProfileRange,
         backend: Backend,
         buffers: StaticBuffers,
         graphs: GraphSet,
@@ -95,9 +95,9 @@ class ProfiledInFlight(InFlight):
         states: HiddenStates | None = None,
     ) -> None:
         super().__init__(backend, buffers, graphs, host, limits, states)
-        self._asked, self._collected, self._open, self._written = asked, 0, False, False
-        self._with_nsys = asked.tool == "nsys" and backend.name == "cuda"
-        self._log = NodeLog((asked.last - asked.first + 1) * (limits.positions + 1))
+        self._range, self._collected, self._active, self._written = profile_range, 0, False, False
+        self._with_nsys = profile_range.tool == "nsys" and backend.name == "cuda"
+        self._log = NodeLog((profile_range.last - profile_range.first + 1) * (limits.positions + 1))
         self._launched: list[Launched] = []
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
@@ -107,14 +107,14 @@ class ProfiledInFlight(InFlight):
 
     def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
         number = self.rounds
-        if number == self._asked.first:
+        if number == self._range.first:
             self._begin()
         super().launch(seats)
-        if number == self._asked.last and self._open:
+        if number == self._range.last and self._active:
             self._end()
 
     def _replay(self, key: GraphKey) -> None:
-        if self._open:
+        if self._active:
             self._launched.append(Launched(self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key)
 
@@ -122,19 +122,19 @@ class ProfiledInFlight(InFlight):
         number, counters = self._collected, self._counters
         self._collected += 1
         for outcome in super().collect():
-            if self._asked.first <= number <= self._asked.last:
+            if self._range.first <= number <= self._range.last:
                 counters["row_rounds"] += 1
                 counters["tokens"] += len(outcome.tokens)
                 counters["accepted_drafts"] += outcome.accepted
                 counters["offered_drafts"] += outcome.offered
             yield outcome
-        if number == self._asked.last and self._launched:
+        if number == self._range.last and self._launched:
             self._write()
 
     def forget(self) -> None:
-        """The engine ends: the rounds that were profiled until now are better than none."""
-        with contextlib.suppress(Exception):  # the device may have failed; the engine tells of that
-            if self._open:
+        """At the end of the engine: write the rounds profiled so far."""
+        with contextlib.suppress(Exception):  # of a failed device, which the engine reports
+            if self._active:
                 self._end()
             if self._launched and not self._written:
                 self._write()
@@ -146,17 +146,17 @@ class ProfiledInFlight(InFlight):
             torch.cuda.profiler.start()
         else:
             try:
-                self._backend.start_trace(self._asked.first, self._asked.last - self._asked.first + 1)
-            except RuntimeError as error:  # the script traces as well, and has to go on
+                self._backend.start_trace(self._range.first, self._range.last - self._range.first + 1)
+            except RuntimeError as error:  # the script has a trace of its own, and must continue
                 warnings.warn(f"{ROUNDS}: these rounds are not profiled: {error}", stacklevel=2)
                 return
-        self._open = True
+        self._active = True
         self._count_host(-1)
         self._host.note_nodes(self._log)
 
     def _end(self) -> None:
         self._backend.synchronize()
-        self._open = False
+        self._active = False
         self._count_host(+1)
         self._host.note_nodes(None)
         if self._with_nsys:
@@ -170,9 +170,9 @@ class ProfiledInFlight(InFlight):
         self._counters["mask_fills"] += sign * stats.fills
 
     def _host_nodes(self) -> Iterator[tuple[str, int, int, int]]:
-        """Name, round, begin and end. Only rounds with grammars have some, and each of these has all that its recording has."""
+        """Name, round, start and end of each. A constrained round has all host nodes of its recording, other rounds have none."""
         constrained, names = iter([launched for launched in self._launched if launched.key.constrained]), iter([""])
-        number = self._asked.first
+        number = self._range.first
         for node in self._log.times:
             if node.first:
                 number, key, _ = next(constrained)
@@ -192,8 +192,8 @@ class ProfiledInFlight(InFlight):
             "counters": self._counters,
         }
         try:
-            self._asked.path.write_text(json.dumps(document), encoding="utf-8")
-        except OSError as error:  # requests are running
+            self._range.path.write_text(json.dumps(document), encoding="utf-8")
+        except OSError as error:  # a warning, since requests are running
             warnings.warn(f"{FILE}: the profile of the rounds is lost: {error}", stacklevel=2)
 
 

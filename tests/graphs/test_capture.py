@@ -1,27 +1,23 @@
-"""Graphs and the tape at their edges: host nodes that fail in eager runs, captures without room, backends that are left, and what
-a stream is told to be at while an operation runs."""
+"""Eager runs, ownership of memory in a step, descriptions of active work."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, TapeBackend, capture, current_context, run_eager
-from stepgraph.graphs.graph_set import GraphSet, OnFailure
-from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.replay_ops import same_bits
 
-_reached, _goes_on = threading.Event(), threading.Event()
+_reached, _released = threading.Event(), threading.Event()
 
 
 @torch.library.custom_op("stepgraph_tests::held", mutates_args=("x",))
 def held(x: torch.Tensor) -> None:
     _reached.set()
-    assert _goes_on.wait(60)
+    assert _released.wait(60)
     x.add_(1)
 
 
@@ -33,7 +29,7 @@ def adds_one(buffers: StaticBuffers) -> None:
     buffers.x.add_(1)
 
 
-def test_a_host_node_that_fails_in_an_eager_run_is_named() -> None:
+def test_failing_host_node_in_an_eager_run_is_named() -> None:
     def step(buffers: StaticBuffers) -> None:
         buffers.x.add_(1)
         current_context().host_node("count", lambda: 1 // 0, writes=[buffers.count_host])
@@ -44,7 +40,7 @@ def test_a_host_node_that_fails_in_an_eager_run_is_named() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError) and buffers.x.tolist() == [1.0, 1.0]
 
 
-def test_a_step_may_ask_its_buffers_whose_memory_it_holds() -> None:
+def test_owner_of_is_allowed_in_a_step_and_data_ptr_is_not() -> None:
     owners = []
 
     def step(buffers: StaticBuffers) -> None:
@@ -60,39 +56,39 @@ def test_a_step_may_ask_its_buffers_whose_memory_it_holds() -> None:
 @pytest.fixture
 def running() -> Iterator[None]:
     _reached.clear()
-    _goes_on.clear()
+    _released.clear()
     yield
-    _goes_on.set()
+    _released.set()
 
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.usefixtures("running")
-def test_what_a_stream_is_at_is_told_by_its_stages(traced: bool) -> None:
+def test_active_work_names_the_current_stages(traced: bool) -> None:
     def step(buffers: StaticBuffers) -> None:
         with current_context().stage("first"):
             held(buffers.x)
         with current_context().stage("second"):
             buffers.x.mul_(2)
 
-    _goes_on.set()
+    _released.set()
     backend, buffers = TapeBackend(asynchronous=True), one_buffer()
     tape = backend.capture(step, buffers)
     _reached.clear()
-    _goes_on.clear()
+    _released.clear()
     if traced:
         backend.start_trace(0, 1)
     tape.replay()
     assert _reached.wait(60)
-    (told,) = backend.active_work()
-    assert told == ("stream main: stage first" if traced else "stream main: stage first to second")
-    _goes_on.set()
+    (description,) = backend.active_work()
+    assert description == ("stream main: stage first" if traced else "stream main: stage first to second")
+    _released.set()
     backend.synchronize()
     assert backend.active_work() == () and buffers.x.tolist() == [2.0, 2.0]
     backend.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_backend_that_was_left_takes_no_more_work(asynchronous: bool) -> None:
+def test_replay_after_close_without_waiting_raises(asynchronous: bool) -> None:
     backend, buffers = TapeBackend(asynchronous=asynchronous), one_buffer()
     tape = backend.capture(adds_one, buffers)
     backend.close_without_waiting()
@@ -101,36 +97,9 @@ def test_a_backend_that_was_left_takes_no_more_work(asynchronous: bool) -> None:
         tape.replay()
 
 
-class Full(TapeBackend):
-    """There is no room for any graph."""
-
-    def capture(self, *_: Any, **__: Any) -> Tape:
-        raise MemoryError("nothing left")
-
-
-def test_graphs_that_leave_no_room_for_an_estimate_are_run_eagerly_or_refused() -> None:
-    def graphs(on_failure: OnFailure) -> GraphSet:
-        return GraphSet(Full(), one_buffer(), lambda key: adds_one, (1, 2), on_failure, capture_bytes=1 << 20)
-
-    report = graphs("eager").capture()
-    assert "memory of the graphs: no estimate, because the smallest graphs cannot be captured" in report.notes
-    assert report.failed and all(
-        one.served_by is None and "needs more memory than available (nothing left)" in one.why for one in report.failed
-    )
-    with pytest.raises(CaptureError, match=r"needs more memory than available \(nothing left\)"):
-        graphs("raise").capture()
-
-
-def test_a_set_is_captured_once() -> None:
-    graphs = GraphSet(TapeBackend(), one_buffer(), lambda key: adds_one, (1,))
-    graphs.capture(eager=True)
-    with pytest.raises(RuntimeError, match=r"GraphSet\.capture\(\): already captured"):
-        graphs.capture()
-
-
-def test_bits_are_compared_in_one_shape_and_type() -> None:
+def test_same_bits_compares_shape_and_dtype() -> None:
     zero = torch.zeros(2)
     assert same_bits(zero, zero.clone()) and not same_bits(zero, -zero)
-    assert not same_bits(zero, zero[None]) and not same_bits(zero, zero.int()), "though the bytes are equal"
+    assert not same_bits(zero, zero[None]) and not same_bits(zero, zero.int()), "equal bytes, other shape or dtype"
     for wide in (torch.zeros(2, dtype=torch.complex64), torch.zeros(3, 2, dtype=torch.complex128).mT):
         assert same_bits(wide, wide.clone()) and not same_bits(wide, -wide)

@@ -1,4 +1,4 @@
-"""Drafts from the text alone: whatever is proposed, tokens are those of plain decoding, and what is right is taken."""
+"""Drafts from the text alone: any proposal yields the tokens of plain decoding, and correct drafts are accepted."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ MORE_SETUPS = [
 
 @st.composite
 def asks_with_texts(draw: st.DrawFn) -> Ask:
-    """Requests of which some tell what they expect: the right text, that with a part changed or lost, or any."""
+    """Requests, some with a draft text: the correct one, a damaged one, or the prompt."""
     ask = draw(asks)
     right = answer(replace(ask, draft_ids=None)).tokens
     cut = draw(st.integers(0, 12))
     damaged = [*right[:cut], *draw(st.lists(st.integers(0, CONTROL), max_size=2)), *right[cut + draw(st.integers(0, 2)) :]]
-    told = draw(st.sampled_from([None, right, damaged, list(ask.prompt)]))
-    return ask if told is None else replace(ask, draft_ids=tuple(told))
+    text = draw(st.sampled_from([None, right, damaged, list(ask.prompt)]))
+    return ask if text is None else replace(ask, draft_ids=tuple(text))
 
 
 batches = st.lists(st.tuples(asks_with_texts(), st.integers(0, 3)), min_size=1, max_size=6)
@@ -71,7 +71,7 @@ def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Ask,
 
 @pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], SETUPS[6]], ids=str)
 @pytest.mark.parametrize("place", range(4))
-def test_a_text_that_was_foreseen_takes_the_fewest_rounds(setup: Setup, place: int) -> None:
+def test_correct_draft_text_needs_the_fewest_rounds(setup: Setup, place: int) -> None:
     engine, constraint = shared_engine(setup), CONSTRAINTS[place]
     expected = plain([place, 9], 40, constraint)
     job = engine.generate([place, 9], constraint=constraint, max_new_tokens=40, draft_ids=expected.tokens)
@@ -81,17 +81,17 @@ def test_a_text_that_was_foreseen_takes_the_fewest_rounds(setup: Setup, place: i
     assert fewer.tokens == expected.tokens and len(job.tokens) // 2 <= fewer.rounds <= len(job.tokens) // 2 + 1
 
 
-def test_the_look_up_finds_its_way_back_into_a_text_that_differs() -> None:
+def test_look_up_recovers_after_a_difference() -> None:
     engine, expected = shared_engine(SETUPS[0]), plain([2, 9], 60, CONSTRAINTS[2]).tokens
-    told = [*expected[:9], 1, 1, *expected[11:20], *expected[26:]]  # two tokens changed, six missing
-    job = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60, draft_ids=told)
+    text = [*expected[:9], 1, 1, *expected[11:20], *expected[26:]]  # two tokens changed, six missing
+    job = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60, draft_ids=text)
     assert job.tokens == expected
     alone = engine.generate([2, 9], constraint=CONSTRAINTS[2], max_new_tokens=60)
     assert job.rounds < 20 < alone.rounds
 
 
-def test_what_the_device_keeps_of_a_text_is_the_text() -> None:
-    """Prompts in chunks, a prompt of one token, rows that had owners before, rows that emit at different speeds."""
+def test_row_text_equals_prompt_and_output() -> None:
+    """Prompts in chunks, a prompt of one token, reused rows, rows that emit at different speeds."""
     with make_engine(Setup(k=3, drafter="ngram", max_rows=2, asynchronous=False)) as engine:
         for seed in range(3):
             jobs = [engine.submit([*range(seed, 14 * seed + 1)], max_new_tokens=12 + 9 * seed) for _ in range(2)]
@@ -104,11 +104,11 @@ def test_what_the_device_keeps_of_a_text_is_the_text() -> None:
         assert int(engine.buffers.row_text[:, engine.limits.max_length].max()) == -1
 
 
-def test_rows_without_speculation_and_their_neighbours_say_what_they_say_alone() -> None:
+def test_rows_without_drafts_do_not_affect_other_rows() -> None:
     engine = shared_engine(SAMPLED)
-    wanted = [{"num_speculative_tokens": 0} if place % 2 else {} for place in range(6)]
-    alone = [ask(engine, place, **wanted[place]) for place in range(6)]
-    jobs = [submit(engine, place, **wanted[place]) for place in range(6)]
+    options = [{"num_speculative_tokens": 0} if place % 2 else {} for place in range(6)]
+    alone = [ask(engine, place, **options[place]) for place in range(6)]
+    jobs = [submit(engine, place, **options[place]) for place in range(6)]
     for _ in engine.stream():
         pass
     assert [job.tokens for job in jobs] == alone
@@ -120,7 +120,7 @@ SAMPLED = Setup(k=3, drafter="ngram", max_rows=2, greedy_only=False)
 
 
 def submit(engine: Engine, place: int, **options: Any) -> Any:
-    """Greedy and sampled requests by turns, some with a grammar; what repeats much is often foreseen."""
+    """Alternating greedy and sampled requests, some with a grammar; the texts are repetitive."""
     sampling = SamplingParams(temperature=place % 3 * 0.4, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
     return engine.submit([place, 7], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=30, **options)
 
@@ -132,7 +132,7 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
     return list(job.tokens)
 
 
-def test_a_seed_gives_the_same_text_alone_in_company_and_eager() -> None:
+def test_seeded_text_is_the_same_alone_batched_and_eager() -> None:
     engine = shared_engine(SAMPLED)
     alone = [ask(engine, place) for place in range(6)]
     with make_engine(replace(SAMPLED, eager=True)) as eager:
@@ -155,14 +155,14 @@ def test_rounds_replay_as_eager(k: int, proposer: Any, forced: bool) -> None:
     for constrained, sampled in itertools.product((False, True), (False, True)):
         step = bench.round.step(GraphKey(4, constrained, sampled))
         bench.compare(step, 4, (lambda: bench.push_batch(4)) if constrained else lambda: None)
-    ruled = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
-    assert len(ruled.report.host_nodes) == (k + 1 if forced else 1), "one walks the chain, or each place has its own"
-    assert ruled.report.nodes.get("copied", 0) == 0
+    graph = backend.capture(bench.round.step(GraphKey(4, True)), bench.buffers)
+    assert len(graph.report.host_nodes) == (k + 1 if forced else 1), "one host node for the chain, or one per position"
+    assert graph.report.nodes.get("copied", 0) == 0
     backend.close()
 
 
-def test_what_is_proposed_is_cut_where_it_ends() -> None:
-    """At an id that is no token's, at what the request wants; and nothing is kept for a row that has ended, or for padding."""
+def test_proposed_chains_end_at_invalid_ids_and_limits() -> None:
+    """Chains end at an invalid id and at the draft limit; finished and padding rows get no drafts."""
     limits = Limits(
         max_rows=7, num_speculative_tokens=3, max_length=16, page_size=8, num_pages=14, vocab_size=12, num_tokens=10, feature_size=0
     )
@@ -181,7 +181,7 @@ def test_what_is_proposed_is_cut_where_it_ends() -> None:
     assert buffers.row_state[:, Column.DRAFT_COUNT].tolist() == [sum(token >= 0 for token in chain) for chain in kept]
 
 
-def test_nothing_is_kept_of_distributions() -> None:
+def test_proposers_store_no_distributions() -> None:
     engine = shared_engine(SAMPLED)
     assert engine.buffers.row_draft_probs.numel() == 0 and bool(engine.buffers.row_certain.all())
 
@@ -197,14 +197,14 @@ def test_nothing_is_kept_of_distributions() -> None:
     ],
     ids=str,
 )
-def test_a_text_that_cannot_be_of_use_is_refused(setup: Setup, asked: dict[str, Any], message: str) -> None:
+def test_invalid_draft_ids_raise_value_error(setup: Setup, asked: dict[str, Any], message: str) -> None:
     engine = shared_engine(setup)
     with pytest.raises(ValueError, match=message):
         engine.submit(**{"prompt_ids": [1], "draft_ids": [1, 2], "max_new_tokens": 4, **asked})
     assert not engine.has_work
 
 
-def test_a_text_as_long_as_a_row() -> None:
+def test_draft_text_of_max_length() -> None:
     expected = plain([1], 40).tokens
     job = shared_engine(SETUPS[0]).generate([1], max_new_tokens=40, draft_ids=[*expected, *[3] * (96 - len(expected))])
     assert job.tokens == expected

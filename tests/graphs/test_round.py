@@ -1,4 +1,4 @@
-"""The round and its stages: replay equals eager bit for bit, at random states; nothing moves and nothing is allocated."""
+"""The round and its stages: replays equal eager runs bit for bit at random states; nothing moves and nothing is allocated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_stage_replays_as_eager(backend: TapeBackend, constrained: bool, s
 
 
 class Allocating(TorchDispatchMode):
-    """Counts operations that return new memory: everything but in-place, out= and view calls."""
+    """Counts operations that return new memory: all except in-place, out= and view calls."""
 
     count = 0
 
@@ -60,7 +60,7 @@ class Allocating(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_hundred_replays_move_nothing_and_allocate_nothing(sampled: bool) -> None:
+def test_hundred_replays_move_no_tensor_and_allocate_nothing(sampled: bool) -> None:
     Allocating.count = 0
     backend = TapeBackend()
     bench = RoundBench(backend, 4)
@@ -68,9 +68,9 @@ def test_a_hundred_replays_move_nothing_and_allocate_nothing(sampled: bool) -> N
     with Allocating():
         bench.push_batch(4)
         run_eager(bench.round.step(key), bench.buffers)
-    assert Allocating.count > 100, "the counter counts"
+    assert Allocating.count > 100, "the counter works"
     recorded = backend.capture(bench.round.step(key), bench.buffers)
-    assert recorded.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates at every replay"
+    assert recorded.report.nodes.get("copied", 0) == 0, "an operation without an out= overload allocates in every replay"
     bench.randomise(1)
     pointers = bench.buffers.fingerprint()
     start = bench.contents()
@@ -92,13 +92,13 @@ def test_free_graphs_have_no_host_nodes_and_constrained_ones_k_plus_one(backend:
     for k, draft_masks, expected in ((0, True, 1), (1, True, 2), (4, True, 5), (4, False, 1)):
         bench = RoundBench(backend, k, draft_masks)
         free = backend.capture(bench.round.step(GraphKey(2, False)), bench.buffers)
-        ruled = backend.capture(bench.round.step(GraphKey(2, True)), bench.buffers)
+        constrained = backend.capture(bench.round.step(GraphKey(2, True)), bench.buffers)
         assert free.report.host_nodes == ()
-        assert len(ruled.report.host_nodes) == expected
+        assert len(constrained.report.host_nodes) == expected
 
 
 @pytest.mark.parametrize(("native", "nodes"), [(True, [430, 469]), (False, [502, 545])])
-def test_a_greedy_graph_is_spared_all_that_sampling_needs(
+def test_greedy_graph_contains_no_sampling_nodes(
     backend: TapeBackend, native: bool, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
@@ -114,13 +114,13 @@ def test_a_greedy_graph_is_spared_all_that_sampling_needs(
     ):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("called for a greedy round"))
     bench = RoundBench(backend, 3)
-    keys = [GraphKey(2, ruled) for ruled in (False, True)]
-    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == nodes, "no less, no more"
+    keys = [GraphKey(2, constrained) for constrained in (False, True)]
+    assert [sum(backend.capture(bench.round.step(key), bench.buffers).report.nodes.values()) for key in keys] == nodes
 
 
 @pytest.mark.parametrize("draft_masks", [True, False])
-def test_nothing_of_the_host_is_baked_into_a_round(backend: TapeBackend, draft_masks: bool) -> None:
-    """Recorded twice, at two states of rows, masks and matchers: the same operations with the same scalars."""
+def test_round_bakes_in_no_host_state(backend: TapeBackend, draft_masks: bool) -> None:
+    """Recorded twice with different rows, masks and matchers: the same operations with the same scalars."""
     bench = RoundBench(backend, 3, draft_masks)
     bench.randomise(1)
     for kind in itertools.product((False, True), (False, True)):
@@ -143,15 +143,15 @@ def test_padding_rows_stay_inert(backend: TapeBackend) -> None:
     assert bench.buffers.results[:, ResultLayout(3).columns["emitted"]].flatten().tolist() == [0] * ROWS
 
 
-def test_what_host_nodes_see_is_the_head_of_the_row_table() -> None:
+def test_host_columns_are_the_first_row_columns() -> None:
     assert [column.name for column in HostColumn] == [column.name for column in Column][: len(HostColumn)]
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "owner", "history", "index", "status"])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str, index: int, sampled: bool) -> None:
-    """Plant a mask that allows one poison token only, under a tag that is not this row's: the token must not come out."""
+def test_stale_mask_is_never_used(backend: TapeBackend, wrong: str, index: int, sampled: bool) -> None:
+    """A mask that allows only one poison token, under a wrong tag: the token must not be chosen."""
     bench = RoundBench(backend, 2)
     bench.randomise(3)
     b, limits, target = bench.buffers, bench.limits, bench.models.target
@@ -177,13 +177,13 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
     allowed[:, draft] = True
     allowed[index, draft], allowed[index, poison] = False, True
     b.row_masks[0] = bitmask.pack(allowed)
-    b.row_tags[0] = torch.tensor([[owner, generated, place, MaskStatus.OK] for place in range(3)])
-    spoiled = {"owner": owner + 1, "history": generated - 1, "index": index + 1, "status": int(MaskStatus.FAULT)}
+    b.row_tags[0] = torch.tensor([[owner, generated, position, MaskStatus.OK] for position in range(3)])
+    wrong_values = {"owner": owner + 1, "history": generated - 1, "index": index + 1, "status": int(MaskStatus.FAULT)}
     if wrong != "nothing":
-        b.row_tags[0, index, list(spoiled).index(wrong)] = spoiled[wrong]
+        b.row_tags[0, index, list(wrong_values).index(wrong)] = wrong_values[wrong]
     batch = read_batch(b, 1)
     emission, after = stages.accept(b, batch, stages.target_verify(b, batch, target, limits)[0], constrained=True, sampled=sampled)
-    assert (poison in emission.tokens[0].tolist()) == (wrong == "nothing"), "not even where nobody looks at the status"
+    assert (poison in emission.tokens[0].tolist()) == (wrong == "nothing"), "also at positions that are not emitted"
     emitted, finish = emission.tokens[0, : int(emission.emitted[0])].tolist(), int(after.state[0, Column.FINISH])
     if wrong == "nothing":
         assert emitted == [draft] * index + [poison]
@@ -191,10 +191,10 @@ def test_a_stale_mask_row_is_never_sampled_from(backend: TapeBackend, wrong: str
         assert (emitted, finish) == ([], FinishCode.MASK_FAULT)
     else:
         ends = FinishCode.MASK_FAULT if wrong == "status" else FinishCode.RUNNING
-        assert (emitted, finish) == ([draft], ends), "what follows the draft is unknown: it ends the round, or the text"
+        assert (emitted, finish) == ([draft], ends), "an invalid mask ends the round or the text"
 
 
-def test_one_walk_covers_the_legal_drafts_and_the_illegal_one_ends_it(backend: TapeBackend) -> None:
+def test_unmasked_drafts_are_accepted_up_to_the_first_illegal_one(backend: TapeBackend) -> None:
     bench = RoundBench(backend, 3, draft_masks=False)
     b = bench.buffers
     legal, illegal = VOCABULARY.tokens.index(b"a"), VOCABULARY.tokens.index(b"z")

@@ -1,4 +1,4 @@
-"""Stages have names: each node of a recording is told its stage, and a profiler sees ranges where it asked for them, else nothing."""
+"""Names of stages in reports, and ranges for a profiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONSTRAINT = CONSTRAINTS[3]  # a-c, then maybe x
 
 
 class Ranges:
-    """A profiler that writes down every range, with those around it."""
+    """A profiler that records every range with its enclosing ranges."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, ...]] = []
@@ -52,12 +52,12 @@ def report_of(engine: Engine, constrained: bool) -> RecordedReport:
 
 
 def names(report: RecordedReport, stream: str) -> list[str]:
-    """What a recording does on one stream, in order."""
+    """The stages and host nodes of a recording on one stream, in order."""
     return [name for name, _ in groupby(run.name for run in report.stages if run.stream == stream)]
 
 
 def node_counts(report: RecordedReport) -> tuple[int, int]:
-    """In its stages, and of the kinds that a CUDA graph has as well."""
+    """Nodes in the stages of a report, and nodes of kinds that a CUDA graph has as well."""
     return sum(run.nodes for run in report.stages), sum(count for kind, count in report.nodes.items() if kind != "wait")
 
 
@@ -65,7 +65,7 @@ SHOWN = [f"{verb}{node}" for node in ("head", "commit", "advance 1", "advance 2"
 DRAFTED = ["draft_prefill", "choose_draft 1", "draft_decode 1", "choose_draft 2", "draft_decode 2", "choose_draft 3", "keep_chain"]
 
 
-def test_a_round_tells_its_stages_in_the_order_of_the_picture() -> None:
+def test_report_has_the_stages_of_a_round_in_order() -> None:
     with small_engine(3) as engine:
         reports = {constrained: report_of(engine, constrained) for constrained in (True, False)}
     for constrained, report in reports.items():
@@ -76,17 +76,17 @@ def test_a_round_tells_its_stages_in_the_order_of_the_picture() -> None:
         assert len(set(node_counts(report))) == 1, "every node has a stage"
 
 
-def test_proposed_and_unguided_rounds_have_names_for_all_they_do() -> None:
+def test_stages_of_proposed_and_unmasked_rounds() -> None:
     reports = []
     for drafter, option, on in (("ngram", "forced_drafts", True), ("ngram", "forced_drafts", False), ("fair", "draft_masks", False)):
         options: dict[str, Any] = {option: on}
         with small_engine(2, drafter, **options) as engine:
             reports.append(report_of(engine, True))
-    guided, free, unguided = reports
-    assert names(guided, "main") == ["read_batch", "target_verify", "accept", "propose", "choose_draft 1", "choose_draft 2", "propose"]
-    assert names(guided, "side") == SHOWN[:9]
+    masked, free, unmasked = reports
+    assert names(masked, "main") == ["read_batch", "target_verify", "accept", "propose", "choose_draft 1", "choose_draft 2", "propose"]
+    assert names(masked, "side") == SHOWN[:9]
     assert names(free, "main") == ["read_batch", "target_verify", "accept", "propose"]
-    assert names(free, "side") == names(unguided, "side") == SHOWN[:3]
+    assert names(free, "side") == names(unmasked, "side") == SHOWN[:3]
     assert all(len(set(node_counts(report))) == 1 for report in reports)
 
 
@@ -112,7 +112,7 @@ def small_buffers() -> StaticBuffers:
     return StaticBuffers([*specs, BufferSpec("there_host", (2,), torch.float32, "pinned")])
 
 
-def test_the_innermost_stage_counts_and_what_has_none_is_the_step() -> None:
+def test_nodes_belong_to_the_innermost_stage_or_the_step() -> None:
     expected = [
         StageRun("main", STEP, "stage", 1),
         StageRun("main", "outer", "stage", 1),
@@ -124,19 +124,19 @@ def test_the_innermost_stage_counts_and_what_has_none_is_the_step() -> None:
     assert list(capture(small_step, small_buffers(), "tape").report.stages) == expected
 
 
-def test_host_nodes_are_runs_of_their_own() -> None:
+def test_host_nodes_are_separate_runs() -> None:
     label, node = Label("main", "a"), Label("main", "a", "host")
     assert [run.nodes for run in stage_runs([label, label, node, node, label])] == [2, 1, 1, 1]
     assert stage_runs([]) == ()
 
 
-def test_an_eager_run_has_a_range_per_stage_and_host_node() -> None:
+def test_eager_run_has_a_range_per_stage_and_host_node() -> None:
     ranges = Ranges()
     run_eager(small_step, small_buffers(), ranges)
     assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]
 
 
-def test_a_replay_has_one_range_with_its_round_and_key_and_an_eager_round_its_stages_in_it() -> None:
+def test_ranges_of_replayed_and_eager_rounds() -> None:
     for eager in (False, True):
         ranges = Ranges()
         engine = small_engine(2, eager=eager, backend=TapeBackend(ranges=ranges))
@@ -152,7 +152,7 @@ def test_a_replay_has_one_range_with_its_round_and_key_and_an_eager_round_its_st
 
 
 def calls_of(functions: tuple[Callable[..., object], ...], work: Callable[[], object]) -> int:
-    """How often `work` calls one of these functions on this thread."""
+    """Number of calls of these functions by `work` on this thread."""
     codes, count = {function.__code__ for function in functions}, 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -168,7 +168,7 @@ def calls_of(functions: tuple[Callable[..., object], ...], work: Callable[[], ob
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
+def test_round_without_ranges_creates_no_context_managers(eager: bool) -> None:
     makers = (spans._pushed.__wrapped__, Ranges.__call__.__wrapped__, contextlib.nullcontext.__init__)  # type: ignore[attr-defined]
     counts = []
     for ranges in (None, Ranges()):
@@ -177,17 +177,17 @@ def test_without_ranges_a_round_makes_none_of_any_kind(eager: bool) -> None:
             engine.step()
             counts.append(calls_of(makers, engine.step))
     assert counts[0] == 0
-    assert counts[1] == 2 * (10 if eager else 1)  # a range is called to begin and to end; an eager round has nine stages
+    assert counts[1] == 2 * (10 if eager else 1)  # a range is entered and left; an eager round has nine stages
 
 
-def test_an_eager_stage_without_a_range_is_one_object_for_all() -> None:
+def test_eager_stages_without_ranges_share_one_object() -> None:
     context = EagerContext()
     assert context.stage("a") is context.stage("b") is context.stream("side")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where torch makes no ranges")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has NVTX here")
 @pytest.mark.parametrize("by", ["config", "environment"])
-def test_ranges_that_cannot_be_made_are_refused_by_name(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvtx_without_support_raises_value_error(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if by == "environment":
         monkeypatch.setenv("STEPGRAPH_NVTX", "1")
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, nvtx=by == "config")
@@ -195,13 +195,13 @@ def test_ranges_that_cannot_be_made_are_refused_by_name(by: str, monkeypatch: py
         Engine(ToyTarget(8), config=config)
 
 
-def test_a_flag_that_is_none_is_refused() -> None:
+def test_nvtx_must_be_a_bool() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got 1, want True or False"):
         EngineConfig(nvtx=1)  # type: ignore[arg-type]
 
 
 class CountingDriver:
-    """As much of a driver as a context needs in order to tell whose the captured nodes are."""
+    """The driver calls that CudaCaptureContext needs to label nodes."""
 
     def __init__(self) -> None:
         self.nodes = 0
@@ -220,7 +220,7 @@ class OneStream:
         return self
 
 
-def test_the_cuda_flow_tells_whose_nodes_were_captured_by_how_many_there_are() -> None:
+def test_cuda_context_labels_captured_nodes() -> None:
     driver, ranges = CountingDriver(), Ranges()
     context = CudaCaptureContext(driver, OneStream(), small_buffers(), HostErrors(), launch_host=True, ranges=ranges)  # type: ignore[arg-type]
     driver.nodes += 2
@@ -232,7 +232,7 @@ def test_the_cuda_flow_tells_whose_nodes_were_captured_by_how_many_there_are() -
         driver.nodes += 1
     driver.nodes += 1
     context.label_nodes()
-    told = [(run.name, run.kind, run.nodes) for run in stage_runs(context.labels)]
+    found = [(run.name, run.kind, run.nodes) for run in stage_runs(context.labels)]
     outer, think = ("outer", "stage", 1), ("think", "host", 1)
-    assert told == [(STEP, "stage", 2), outer, ("inner", "stage", 3), think, outer, (STEP, "stage", 1)]
+    assert found == [(STEP, "stage", 2), outer, ("inner", "stage", 3), think, outer, (STEP, "stage", 1)]
     assert ranges.begun == [("outer",), ("outer", "inner"), ("outer", "think")]

@@ -1,4 +1,4 @@
-"""What tests of AsyncEngine share: a gate that holds an engine, loops that complain aloud, what every stream must have told."""
+"""Helpers of the AsyncEngine tests: a gate that holds an engine, event loops with strict checks, checks of streams."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.helpers.oracles import Answer
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
 SETUP = Setup(k=2, max_rows=3, eager=True, greedy_only=False)  # eager: the same rounds, and no capture to wait for
-LONG = SamplingParams(temperature=0, ignore_eos=True)  # what asks so ends by its length, or is cancelled
+LONG = SamplingParams(temperature=0, ignore_eos=True)  # ends by length unless cancelled
 
 
 class Gate:
-    """Lets an engine make so many steps, and then holds whoever steps it."""
+    """Lets an engine make so many steps, and then blocks the stepping thread."""
 
     def __init__(self, engine: Engine, steps: int = 0) -> None:
         self._permits, self._step, self._engine = threading.Semaphore(steps), engine.step, engine
@@ -55,7 +55,7 @@ def captured() -> Iterator[Engine]:
 
 @contextmanager
 def kept_idle(engine: Engine) -> Iterator[None]:
-    """It is handed back idle by whatever a test does with it."""
+    """Check that a test leaves the engine idle."""
     yield
     engine.__dict__.pop("step", None)
     assert not engine.has_work
@@ -68,7 +68,7 @@ def threads_left() -> list[str]:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Whatever a loop would only log fails the test: lost tasks, errors in callbacks, coroutines that nobody awaits."""
+    """Fail on what an event loop only logs: lost tasks, errors in callbacks, coroutines that were not awaited."""
 
     async def watched() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
@@ -84,7 +84,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def first(count: int, stream: JobStream) -> list[StepEvent]:
-    """As many events, or fewer where it ends."""
+    """The first `count` events, or fewer if the stream ends."""
     events: list[StepEvent] = []
     while len(events) < count and not (events and events[-1].finish_reason):
         events.append(await stream.__anext__())
@@ -95,10 +95,10 @@ async def read(stream: JobStream) -> list[StepEvent]:
     return [event async for event in stream]
 
 
-def check_told(events: list[StepEvent], job: Job) -> None:
-    """Once, in order, with its reason at the end."""
+def check_events(events: list[StepEvent], job: Job) -> None:
+    """Check that the events have all tokens once and in order, and the finish reason at the end."""
     assert [token for event in events for token in event.tokens] == job.tokens
-    assert [told for event in events for told in event.logprobs] == job.logprobs
+    assert [logprob for event in events for logprob in event.logprobs] == job.logprobs
     assert sum(event.num_accepted_drafts for event in events) == job.num_accepted_drafts
     assert [event.job_id for event in events] == [job.id] * len(events)
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [job.finish_reason]
@@ -106,7 +106,7 @@ def check_told(events: list[StepEvent], job: Job) -> None:
 
 
 def check_alone(job: Job, answer: Answer) -> None:
-    """What it would have said alone, or as much of it as it came to."""
+    """Check that a job has the tokens it would have alone, or a prefix of them if it was cancelled."""
     if job.finish_reason == FinishReason.CANCELLED:
         assert job.tokens == answer.tokens[: len(job.tokens)]
     else:
@@ -114,8 +114,8 @@ def check_alone(job: Job, answer: Answer) -> None:
 
 
 ASKS: list[dict[str, Any]] = [
-    {"prompt_ids": [place, 5], "constraint": CONSTRAINTS[place % 4], "max_new_tokens": 12 + place, "sampling": sampling}
-    for place, sampling in enumerate([LONG, None, None, None, SamplingParams(temperature=0, logprobs=True), None, None, None])
+    {"prompt_ids": [index, 5], "constraint": CONSTRAINTS[index % 4], "max_new_tokens": 12 + index, "sampling": sampling}
+    for index, sampling in enumerate([LONG, None, None, None, SamplingParams(temperature=0, logprobs=True), None, None, None])
 ]
 
 
@@ -127,7 +127,7 @@ LONG_OFF = SamplingParams(temperature=0)
 
 
 def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when somebody begins to sleep without an end in sight."""
+    """An event that is set when the stepping thread starts to sleep without a time-out."""
     asleep = threading.Event()
     real = WakeSignal.wait
 

@@ -1,4 +1,4 @@
-"""Drafters written down once more, from their papers and their files alone: float64, dense attention, no cache, one text at a time."""
+"""Independent reference implementations of the drafters, from their papers and files: float64, dense attention, no cache, one text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turned(heads: Tensor, theta: float) -> Tensor:
 
 
 def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str, Any]) -> Tensor:
-    """Causal attention of [N, anything] over itself, its last product included."""
+    """Causal self-attention of [N, D], including the output projection."""
     size, theta = fields["head_dim"], fields["rope_theta"]
     query, key, value = (
         (states @ tensors[f"{prefix}.self_attn.{part}_proj.weight"].double().T).view(len(states), -1, size) for part in "qkv"
@@ -55,7 +55,7 @@ def perceived(states: Tensor, tensors: Tensors, prefix: str) -> Tensor:
 
 
 def eagle3_layer(tensors: Tensors, fields: Mapping[str, Any], states: Tensor, tokens: Sequence[int], embedding: Tensor) -> Tensor:
-    """What leaves the layer, before the last norm: pair i is a state and the token behind it."""
+    """Output of the layer before the last norm. Pair i is state i and the next token."""
     epsilon = fields["rms_norm_eps"]
     smooth = normed(states, tensors["midlayer.hidden_norm.weight"], epsilon)
     words = normed(embedding[list(tokens)].double(), tensors["midlayer.input_layernorm.weight"], epsilon)
@@ -67,9 +67,9 @@ def eagle3_layer(tensors: Tensors, fields: Mapping[str, Any], states: Tensor, to
 def eagle3_logits(
     tensors: Tensors, fields: Mapping[str, Any], features: Tensor, tokens: Sequence[int], drafts: Sequence[int], embedding: Tensor
 ) -> list[Tensor]:
-    """Logits over the head's own tokens at every place of a text, [N, D], then behind each of `drafts`, [D].
+    """Logits over the head's own tokens at every position of a text, [N, D], then after each of `drafts`, [D].
 
-    features [N, 3 H] are the target's at tokens 0 .. N - 1, of N + 1. The first guess behind the text is the last of the N.
+    features [N, 3 H] are the target's at tokens 0 .. N - 1, of N + 1. The first draft is chosen from the last of the N.
     """
     states = features.double() @ tensors["fc.weight"].double().T
     left = eagle3_layer(tensors, fields, states, tokens[1:], embedding)
@@ -86,7 +86,7 @@ def eagle3_logits(
 
 
 def mtp_module(tensors: Tensors, fields: Mapping[str, Any], layer: int, states: Tensor, words: Tensor) -> Tensor:
-    """What one module leaves of pairs of a state and an embedded token, its last norm included."""
+    """Output of one module for pairs of a state and an embedded token, after its last norm."""
     prefix, epsilon = f"model.layers.{layer}", fields["rms_norm_eps"]
 
     def smooth(values: Tensor, name: str) -> Tensor:
@@ -109,7 +109,7 @@ def mtp_logits(
     embedding: Tensor,
     head: Tensor,
 ) -> list[Tensor]:
-    """As `eagle3_logits`, of the modules that are these layers of the file. features [N, H] are the target's last, normalised states."""
+    """Like `eagle3_logits`, for the modules in these layers of the file. features [N, H]: the target's last, normalised states."""
     states, words = features.double(), embedding.double()
     result = []
     if len(layers) == 1:
@@ -128,7 +128,7 @@ def mtp_logits(
 
 
 class Drafting:
-    """A draft model with a cache of its own for two rows whose pages lie in any order."""
+    """A draft model with its own cache for two rows with pages in arbitrary order."""
 
     def __init__(self, model: DraftModel, feature_size: int, k: int = 8) -> None:
         self.model = model
@@ -149,11 +149,11 @@ class Drafting:
     def read(self, tokens: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """A text in chunks of `size`: logits at every position and the features of the last. features [B, N - 1, F]."""
         led = torch.cat([torch.zeros_like(features[:, :1]), features], 1)
-        told = [self.run(tokens[:, at : at + size], led[:, at : at + size], at) for at in range(0, tokens.shape[1], size)]
-        return torch.cat([logits for logits, _ in told], 1), told[-1][1][:, -1:]
+        outputs = [self.run(tokens[:, at : at + size], led[:, at : at + size], at) for at in range(0, tokens.shape[1], size)]
+        return torch.cat([logits for logits, _ in outputs], 1), outputs[-1][1][:, -1:]
 
     def draft(self, start: int, drafts: Tensor, features: Tensor) -> list[Tensor]:
-        """Logits [B, D] behind each of `drafts` [B, K], the first of which is at `start`."""
+        """Logits [B, D] after each of `drafts` [B, K], the first of which is at position `start`."""
         found = []
         for index in range(drafts.shape[1]):
             logits, features = self.run(drafts[:, index : index + 1], features, start + index, step=index + 2)

@@ -1,4 +1,4 @@
-"""What every snapshot of an engine's figures must satisfy, and runs to take some of."""
+"""Invariants of EngineStats, and runs that produce some."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tests.helpers.toy_engines import CONSTRAINTS
 
 
 def holds(stats: EngineStats) -> None:
-    """What is true of every snapshot, whenever it was taken."""
+    """Check the invariants of a snapshot taken at any time."""
     drafting = stats.drafting
     assert drafting.full + drafting.illegal + drafting.improbable + drafting.ended + drafting.undrafted == drafting.rounds
     assert sum(drafting.accepted) == stats.drafts.accepted <= drafting.tokens <= min(stats.tokens, stats.drafts.accepted + drafting.rounds)
-    for places in (drafting.offered, drafting.accepted):
-        assert list(places) == sorted(places, reverse=True) and all(count <= drafting.rounds for count in places)
+    for positions in (drafting.offered, drafting.accepted):
+        assert list(positions) == sorted(positions, reverse=True) and all(count <= drafting.rounds for count in positions)
     assert all(accepted <= offered for accepted, offered in zip(drafting.accepted, drafting.offered, strict=True))
     assert stats.drafts.accepted_forced <= stats.drafts.forced and stats.drafts.accepted_looked_up <= stats.drafts.looked_up
-    assert stats.drafts.forced + stats.drafts.looked_up <= sum(drafting.offered), "a draft has one origin"
+    assert stats.drafts.forced + stats.drafts.looked_up <= sum(drafting.offered), "forced and looked up are disjoint"
     assert stats.drafts.accepted_forced + stats.drafts.accepted_looked_up <= stats.drafts.accepted
     assert sum(graph.rounds for graph in stats.graphs) == stats.rounds >= stats.eager_rounds
     assert all(graph.padded_rounds <= min(graph.rounds, graph.padded_rows) for graph in stats.graphs)
@@ -31,6 +31,6 @@ def holds(stats: EngineStats) -> None:
 
 def run(engine: Engine, constraints: Any = CONSTRAINTS, tokens: int = 20, **options: Any) -> int:
     """Submit, step to the end, and return the tokens of all events."""
-    for place, constraint in enumerate(constraints):
-        engine.submit([1 + place, 2, 3], constraint=constraint, max_new_tokens=tokens, **options)
+    for index, constraint in enumerate(constraints):
+        engine.submit([1 + index, 2, 3], constraint=constraint, max_new_tokens=tokens, **options)
     return sum(len(event.tokens) for event in engine.stream())

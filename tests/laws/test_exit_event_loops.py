@@ -1,4 +1,4 @@
-"""Event loops that end before what they were served by, and those that come after them."""
+"""Event loops that end before their AsyncEngine, and the loops after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.toy_engines import Setup, make_engine, plain
 SETUP = Setup(k=0, max_rows=1, eager=True)
 
 
-def test_many_wait_for_room_in_one_loop_after_another() -> None:
+def test_waiting_for_room_in_successive_event_loops() -> None:
     async def main() -> None:
         async with serving:
             for stream in await asyncio.gather(*(serving.submit([place], max_new_tokens=4) for place in range(5))):
@@ -30,8 +30,8 @@ def test_many_wait_for_room_in_one_loop_after_another() -> None:
             run(main())
 
 
-def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for a grammar, and sleeps; nobody closed anything."""
+def test_dropping_a_stream_after_its_loop_ended_wakes_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread sleeps while its job waits for a grammar; nothing was closed."""
     real, go = GrammarCompiler._compiled, threading.Event()
 
     def held(*arguments: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_stream_that_outlives_its_loop_wakes_the_thread_when_it_is_dropped(mon
         assert not slept_on and job.finish_reason == FinishReason.CANCELLED
 
 
-def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job() -> None:
+def test_generate_while_another_thread_steps_raises_and_leaves_no_job() -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
             with pytest.raises(RuntimeError, match="another thread serves this engine"):
@@ -75,6 +75,6 @@ def test_who_generates_where_another_thread_steps_is_refused_and_leaves_no_job()
 
 
 @pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("inf"), 1e300])
-def test_no_time_to_sleep_is_refused_by_name(seconds: float) -> None:
+def test_invalid_wait_seconds_raise(seconds: float) -> None:
     with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, want a number of seconds from 0"):
         engine.wait(seconds)

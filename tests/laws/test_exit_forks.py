@@ -1,4 +1,4 @@
-"""Forks of a process with an open engine: told so by name, never hung, and of no consequence to the process that goes on."""
+"""Forks of a process with an open engine: calls raise, nothing hangs, and the parent process is not affected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(folder: Path) -> Engine:
 
 @contextlib.contextmanager
 def held(engine: Engine) -> Iterator[None]:
-    """Another thread is in the middle of everything, and will never be anywhere else in a fork."""
+    """Another thread holds all locks, and in a fork never releases them."""
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -64,33 +64,33 @@ def held(engine: Engine) -> Iterator[None]:
 
 
 class Child:
-    """A fork that says one line for each call it makes, and then waits until it is let go."""
+    """A forked process that reports one line for each call, and then waits for release()."""
 
     def __init__(self, *calls: Callable[[], object]) -> None:
-        mouth, hand = os.pipe()
-        self._leash, end = os.pipe()
+        reader, writer_end = os.pipe()
+        self._release_pipe, end = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             signal.alarm(CHILD_SECONDS)
             os.close(end)
-            os.write(hand, "\n".join(map(said, calls)).encode())
-            os.close(hand)
-            os.read(self._leash, 1)
+            os.write(writer_end, "\n".join(map(outcome, calls)).encode())
+            os.close(writer_end)
+            os.read(self._release_pipe, 1)
             os._exit(0)
-        os.close(hand)
+        os.close(writer_end)
         self._end = end
-        with open(mouth, encoding="utf-8") as ear:
-            self.lines = ear.read().splitlines()
+        with open(reader, encoding="utf-8") as pipe:
+            self.lines = pipe.read().splitlines()
 
-    def let_go(self) -> int:
+    def release(self) -> int:
         os.close(self._end)
-        os.close(self._leash)
+        os.close(self._release_pipe)
         return os.waitpid(self.pid, 0)[1]
 
 
-def said(call: Callable[[], object]) -> str:
+def outcome(call: Callable[[], object]) -> str:
     try:
         return f"{call()}"
     except BaseException as error:
@@ -112,7 +112,7 @@ def submitted(engine: Engine) -> list[Job]:
 
 
 def check_goes_on(engine: Engine, jobs: list[Job], worker: int | None) -> None:
-    """Everything says what it would have said, and the worker is the one that it was."""
+    """All jobs have the expected tokens, and the compile worker is the same process."""
     for _ in engine.stream():
         pass
     for job, (prompt, constraint) in zip(jobs, ASKS, strict=True):
@@ -122,7 +122,7 @@ def check_goes_on(engine: Engine, jobs: list[Job], worker: int | None) -> None:
     assert worker_pid(engine) == worker
 
 
-def test_a_fork_is_told_whose_the_engine_is_and_changes_nothing_for_its_parent(tmp_path: Path) -> None:
+def test_fork_raises_and_changes_nothing_for_the_parent(tmp_path: Path) -> None:
     engine = make(tmp_path)
     jobs, worker = submitted(engine), worker_pid(engine)
     engine.step()
@@ -143,13 +143,13 @@ def test_a_fork_is_told_whose_the_engine_is_and_changes_nothing_for_its_parent(t
         )
     refused = [f"EngineClosedError: Engine.{call}(): {LEFT}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
     assert child.lines == [*refused, "[]", "False", str({("error", LEFT)}), "3", "None"]
-    other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # all of it goes there, and nothing of it here
-    assert (other.lines, other.let_go()) == (["None", "True"], 0)
+    other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # collected there without effect here
+    assert (other.lines, other.release()) == (["None", "True"], 0)
     check_goes_on(engine, jobs, worker)
     engine.close()
-    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # a fork that lives on does not keep the folder
-    assert child.let_go() == 0
-    assert len(SavedStates(tmp_path / "states")) == len(jobs), "what the fork held was written by it as well"
+    StatesWriter(tmp_path / "states", SavedStates(tmp_path / "states").layout, 1).close()  # the living fork does not lock the folder
+    assert child.release() == 0
+    assert len(SavedStates(tmp_path / "states")) == len(jobs), "the fork wrote its copy as well"
     recorded = read_recording(tmp_path / "record.jsonl")
-    assert [told.tokens for told in recorded.requests] == [job.tokens for job in jobs]
+    assert [request.tokens for request in recorded.requests] == [job.tokens for job in jobs]
     assert recorded.ending == "the engine was closed" and recorded.path.read_bytes().count(b'"kind":"closed"') == 1

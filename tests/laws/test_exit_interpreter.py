@@ -1,4 +1,4 @@
-"""An interpreter that ends, or an engine that is dropped, with everything under way: cleanly, with nothing left behind and nothing lost."""
+"""Interpreter exit and dropped engines with rounds, compiles and saving in progress: clean, and without leftovers or losses."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ while not all(one.stats().grammars.running for one in engines):
 """
 
 
-def test_an_interpreter_ends_cleanly_in_the_middle_of_rounds_and_compiles(tmp_path: Path) -> None:
-    """One grammar that would take minutes in its worker and one of about a second in the process itself; nothing was closed."""
+def test_interpreter_exits_cleanly_during_rounds_and_compiles(tmp_path: Path) -> None:
+    """One grammar takes minutes in its worker process, one about a second in this process; nothing was closed."""
     ran = subprocess.run([sys.executable, "-c", EXITING, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     worker, of_the_fork, running = ran.stdout.splitlines()
@@ -64,8 +64,8 @@ def test_an_interpreter_ends_cleanly_in_the_middle_of_rounds_and_compiles(tmp_pa
     assert len(text.token_ids) == 10, "what was held is lost"
 
 
-def test_an_engine_that_nobody_closes_ends_when_it_is_dropped(tmp_path: Path) -> None:
-    """With rounds and a compile under way, which ends by its own limit."""
+def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
+    """With rounds in flight and a compile that ends at its time limit."""
     before = threads()
     config = EngineConfig(
         max_rows=2,

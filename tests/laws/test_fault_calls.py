@@ -18,9 +18,9 @@ import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job
 from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
-from tests.graphs.test_capture_failures import KEYS, Refusing, serve
-from tests.graphs.test_capture_failures import make as make_refusing
-from tests.helpers.aio_runs import check_told
+from tests.graphs.test_graph_set import KEYS, Refusing, serve
+from tests.graphs.test_graph_set import make as make_refusing
+from tests.helpers.aio_runs import check_events
 from tests.helpers.call_points import call_raises, worker_dies
 from tests.helpers.fault_points import CAUSE, Fault, Point
 from tests.helpers.proposers import parrot
@@ -152,7 +152,7 @@ def test_failing_task_cancels_only_its_own_stream(engine: Engine, expected: list
                 events.append(event)
                 if place == 3:
                     fault.strike()
-            check_told(events, stream.job)
+            check_events(events, stream.job)
         return stream.job
 
     async def scene() -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in `submit`: no claim on a grammar is left behind, no job that nobody knows of, and no lock that somebody waits for."""
+"""Ctrl-C at any point of `submit` leaves no claim on a grammar, no unknown job and no held lock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = os.path.dirname(os.path.abspath(stepgraph.__file__))
 
 def interrupted(place: int, call: Callable[[], Any]) -> bool:
     """Whether a call came to that many places at which an interrupt may come, where it then did: where one of our functions begins
-    or ends, and behind a call into C. Not where `call` itself ends: it has returned then."""
+    or ends, and after a call into C. Not at the end of `call` itself, which has returned then."""
     seen, depth = 0, 0
 
     def at(frame: FrameType, event: str, argument: object) -> None:
@@ -51,7 +51,7 @@ def claims(compiler: GrammarCompiler) -> int:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
-def test_an_interrupt_in_submit_leaves_nothing_behind(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
         compiler, desk, others = engine._grammars._compiler, engine._desk, list[Job]()
         assert compiler is not None
@@ -60,7 +60,7 @@ def test_an_interrupt_in_submit_leaves_nothing_behind(kept: bool, monkeypatch: p
 
         def give_up(waiting: QueuedRequest) -> None:
             if not kept and waiting.claim is not None and waiting.claim.entry is not None:
-                others.append(submit())  # somebody else wants the same grammar, as from another thread
+                others.append(submit())  # another request with the same grammar, as from another thread
             Scheduler.give_up(desk, waiting)
 
         monkeypatch.setattr(desk, "give_up", give_up)
@@ -81,6 +81,6 @@ def check_forgotten(engine: Engine, compiler: GrammarCompiler) -> int:
             cancelled += sum(event.finish_reason == FinishReason.CANCELLED for event in engine.step())
     stats = engine.stats()
     assert not engine.has_work and stats.waiting == 0 and stats.submitted == sum(count for _, count in stats.finished)
-    waited(lambda: not compiler._threads, "a compile goes on that nobody wants")
+    waited(lambda: not compiler._threads, "an unused compile continues")
     assert compiler.stats.running == compiler.stats.waiting == claims(compiler) == 0
     return cancelled

@@ -1,4 +1,4 @@
-"""An engine behind asyncio: every event once and in order, whoever cancels, drops or lags."""
+"""AsyncEngine: every event arrives once and in order, with cancelled, dropped and slow consumers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.aio_runs import (
     answers,
     captured,
     check_alone,
-    check_told,
+    check_events,
     first,
     kept_idle,
     read,
@@ -51,10 +51,10 @@ def _no_thread_left() -> Iterator[None]:
     assert threads_left() == []
 
 
-def test_forty_jobs_from_tasks_and_threads_with_cancels_say_what_they_would_alone(engine: Engine) -> None:
-    wanted, dice = answers(), random.Random(7)
+def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engine) -> None:
+    expected, dice = answers(), random.Random(7)
     plans = [(place % len(ASKS), dice.choice(["read", "read", "leave", "cancel"]), dice.randrange(4)) for place in range(40)]
-    told: list[tuple[int, Job]] = []
+    from_tasks: list[tuple[int, Job]] = []
     from_threads: list[tuple[int, Job]] = []
 
     async def ask(serving: AsyncEngine, which: int, plan: str, patience: int) -> None:
@@ -63,9 +63,9 @@ def test_forty_jobs_from_tasks_and_threads_with_cancels_say_what_they_would_alon
             if plan != "leave":
                 if plan == "cancel":
                     engine.cancel(stream.job)
-                check_told([*events, *await read(stream)], stream.job)
+                check_events([*events, *await read(stream)], stream.job)
         assert stream.job.finished
-        told.append((which, stream.job))
+        from_tasks.append((which, stream.job))
 
     def ask_plainly(places: range) -> None:
         for place in places:
@@ -83,13 +83,13 @@ def test_forty_jobs_from_tasks_and_threads_with_cancels_say_what_they_would_alon
                 thread.join()
 
     run(main())
-    assert (len(told), len(from_threads)) == (40, 20)
-    for which, job in (*told, *from_threads):
-        check_alone(job, wanted[which])
-    assert {job.finish_reason for _, job in told} >= {FinishReason.CANCELLED, FinishReason.LENGTH}
+    assert (len(from_tasks), len(from_threads)) == (40, 20)
+    for which, job in (*from_tasks, *from_threads):
+        check_alone(job, expected[which])
+    assert {job.finish_reason for _, job in from_tasks} >= {FinishReason.CANCELLED, FinishReason.LENGTH}
 
 
-def test_who_reads_late_gets_one_event_with_all_of_it_and_holds_up_nobody(engine: Engine) -> None:
+def test_slow_consumer_receives_one_merged_event_and_delays_no_other(engine: Engine) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
             late = serving.generate([1], max_new_tokens=40, sampling=SamplingParams(temperature=0, ignore_eos=True, logprobs=True))
@@ -98,12 +98,12 @@ def test_who_reads_late_gets_one_event_with_all_of_it_and_holds_up_nobody(engine
             assert not [kept for kept in vars(late._buffer).values() if isinstance(kept, list) and kept], "tokens are kept twice"
             events = await read(late)
             assert len(events) == 1 and len(events[0].logprobs) == 40
-            check_told(events, late.job)
+            check_events(events, late.job)
 
     run(main())
 
 
-def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         loop, calls = asyncio.get_running_loop(), list[str]()
         serving = AsyncEngine(engine)
@@ -121,14 +121,14 @@ def test_a_loop_that_is_busy_is_called_once_for_all_it_missed(engine: Engine, mo
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
         assert sorted(calls) == ["_resolve", "_resolve", "_wake_readers", "_wake_readers"], "one call for six texts, and those of the end"
         for stream in streams:
-            check_told(await read(stream), stream.job)
+            check_events(await read(stream), stream.job)
         await serving.close()
 
     run(main())
 
 
-def test_a_merged_event_adds_up_every_field() -> None:
-    """Numbers are added, what there is per token follows each other, and the end is the last one's: for fields to come as well."""
+def test_merged_event_combines_every_field() -> None:
+    """Counts are summed, per-token fields are concatenated, and the finish reason is the last; the last assertion finds new fields."""
     job = Job(7, (1,), None, LONG, 60, 2, (), 0)
     events = []
     for place in range(1, 4):
@@ -142,16 +142,16 @@ def test_a_merged_event_adds_up_every_field() -> None:
     buffer = StreamBuffer(job)
     for event in events:
         buffer.add(event)
-    wanted: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
-    wanted["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
+    expected: dict[str, Any] = {"job_id": 7, "finish_reason": FinishReason.ERROR, "error": "burnt"}
+    expected["drafts"] = DraftCounts(*(6 * (position + 2) for position in range(len(DraftCounts._fields))))
     for name in PER_TOKEN:
-        wanted[name] = sum((getattr(event, name) for event in events), ())
-    assert wanted.keys() == {field.name for field in fields(StepEvent)}
-    assert buffer.take() == StepEvent(**wanted)
+        expected[name] = sum((getattr(event, name) for event in events), ())
+    assert expected.keys() == {field.name for field in fields(StepEvent)}
+    assert buffer.take() == StepEvent(**expected)
     assert buffer.take() is None
 
 
-def test_forced_drafts_are_added_up() -> None:
+def test_merged_events_sum_forced_drafts() -> None:
     with make_engine(Setup(k=3, drafter="ngram", eager=True, forced_drafts=True)) as engine:
 
         async def main() -> None:
@@ -173,7 +173,7 @@ def test_forced_drafts_are_added_up() -> None:
         assert engine.stats().drafts.forced > 0
 
 
-def test_a_cancelled_task_cancels_its_job_and_no_other(engine: Engine) -> None:
+def test_cancelled_task_cancels_only_its_job(engine: Engine) -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
@@ -200,7 +200,7 @@ def test_a_cancelled_task_cancels_its_job_and_no_other(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("way", ["aclose", "async with", "dropped"])
-def test_who_leaves_early_frees_the_row(engine: Engine, way: str) -> None:
+def test_leaving_a_stream_early_frees_the_row(engine: Engine, way: str) -> None:
     async def main() -> None:
         gate = Gate(engine, steps=3)
         async with AsyncEngine(engine) as serving:
@@ -216,7 +216,7 @@ def test_who_leaves_early_frees_the_row(engine: Engine, way: str) -> None:
                 async with stream:
                     pass
             else:
-                del stream, _  # the gate opens behind the call that this leaves to the loop
+                del stream, _  # the gate opens after the call that this schedules in the loop
                 gc.collect()
                 await serving.close()
             assert (job.finish_reason, engine.stats().running) == (FinishReason.CANCELLED, 0)
@@ -224,7 +224,7 @@ def test_who_leaves_early_frees_the_row(engine: Engine, way: str) -> None:
     run(main())
 
 
-def test_a_stream_that_nobody_reads_is_cancelled_when_it_is_dropped_before_it_began(engine: Engine) -> None:
+def test_dropping_an_unread_stream_cancels_its_job(engine: Engine) -> None:
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
@@ -238,7 +238,7 @@ def test_a_stream_that_nobody_reads_is_cancelled_when_it_is_dropped_before_it_be
     run(main())
 
 
-def test_one_requests_fault_is_its_own_and_what_submit_refuses_is_raised_at_the_call(engine: Engine) -> None:
+def test_faults_end_one_request_and_invalid_arguments_raise_at_the_call(engine: Engine) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
             with pytest.raises(ValueError, match="max_new_tokens"):

@@ -1,4 +1,4 @@
-"""How an AsyncEngine ends: closed, failed, dropped, asleep, with its interpreter. Every job with a reason, and nothing left behind."""
+"""The end of an AsyncEngine: closed, failed, dropped, asleep or with the interpreter. Every job has a reason, and no thread is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.aio_runs import (
     SETUP,
     Gate,
     captured,
-    check_told,
+    check_events,
     first,
     kept_idle,
     opened,
@@ -28,7 +28,7 @@ from tests.helpers.aio_runs import (
     threads_left,
     watch_sleep,
 )
-from tests.helpers.toy_engines import make_engine, plain
+from tests.helpers.toy_engines import Setup, make_engine, plain
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def _no_thread_left() -> Iterator[None]:
     assert threads_left() == []
 
 
-def test_close_lets_jobs_end_or_cancels_them_whoever_submitted_them(engine: Engine) -> None:
+def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:
     async def main(drain: bool) -> None:
         gate = Gate(engine)
         serving = AsyncEngine(engine)
@@ -60,10 +60,10 @@ def test_close_lets_jobs_end_or_cancels_them_whoever_submitted_them(engine: Engi
             await first(1, streams[0])
             asyncio.get_running_loop().call_soon(gate.open)
             await asyncio.gather(serving.close(drain), serving.close(drain))
-            wanted = FinishReason.LENGTH if drain else FinishReason.CANCELLED
-            assert {job.finish_reason, *(stream.job.finish_reason for stream in streams)} == {wanted}
+            expected = FinishReason.LENGTH if drain else FinishReason.CANCELLED
+            assert {job.finish_reason, *(stream.job.finish_reason for stream in streams)} == {expected}
             for stream in streams[1:]:
-                check_told(await read(stream), stream.job)
+                check_events(await read(stream), stream.job)
             with pytest.raises(EngineClosedError, match=r"AsyncEngine.generate\(\): it was closed"):
                 serving.generate([1])
             with pytest.raises(EngineClosedError, match="it was closed"):
@@ -75,7 +75,7 @@ def test_close_lets_jobs_end_or_cancels_them_whoever_submitted_them(engine: Engi
     run(main(drain=False))
 
 
-def test_who_raises_inside_cancels_and_who_is_cancelled_while_it_drains_too(engine: Engine) -> None:
+def test_exception_inside_and_cancellation_while_draining_cancel_jobs(engine: Engine) -> None:
     async def raising() -> None:
         gate = Gate(engine)
         with pytest.raises(KeyError):  # noqa: PT012
@@ -102,7 +102,7 @@ def test_who_raises_inside_cancels_and_who_is_cancelled_while_it_drains_too(engi
     run(hurried())
 
 
-def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SETUP)
 
     def burn(seats: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.
                 monkeypatch.setattr(engine._flights, "launch", burn)
                 gate.open()
                 for events, stream in zip(await asyncio.gather(*map(read, streams)), streams, strict=True):
-                    check_told([*(begun if stream is streams[0] else []), *events], stream.job)
+                    check_events([*(begun if stream is streams[0] else []), *events], stream.job)
                     assert (stream.job.finish_reason, stream.job.error) == (FinishReason.ERROR, "OSError: the host is on fire")
                 assert isinstance(serving.failure, OSError)
                 with pytest.raises(EngineClosedError, match="the engine failed: OSError: the host is on fire"):
@@ -130,7 +130,7 @@ def test_a_step_that_fails_ends_every_stream_with_its_error(monkeypatch: pytest.
         run(opened(engine))
 
 
-def test_an_engine_that_somebody_closes_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SETUP)
 
     async def main() -> None:
@@ -148,8 +148,8 @@ def test_an_engine_that_somebody_closes_ends_every_stream(monkeypatch: pytest.Mo
     run(main())
 
 
-def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is made and no clock is asked until the grammar is there, or another request comes."""
+def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step and no timed wait until the grammar is compiled or another request arrives."""
     real, go = GrammarCompiler._compiled, threading.Event()
 
     def held(*arguments: Any) -> Any:
@@ -173,7 +173,7 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             made = gate.made
             assert engine.stats().waiting == 1
             go.set()
-            check_told(await read(waiting), waiting.job)
+            check_events(await read(waiting), waiting.job)
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
@@ -184,13 +184,13 @@ def test_who_waits_for_a_grammar_alone_lets_the_thread_sleep(engine: Engine, mon
             serving._stepper.thread.join(60)
             slept_on = serving._stepper.thread.is_alive()
             engine.stepping.ring()
-            assert not slept_on, "it was asked to stop in its sleep"
+            assert not slept_on, "stop() wakes the thread"
 
     run(main())
 
 
 @pytest.mark.parametrize("how", ["dropped", "loop closed"])
-def test_what_is_never_closed_ends_with_its_loop_or_when_it_is_dropped(engine: Engine, how: str) -> None:
+def test_unclosed_engine_stops_when_dropped_or_when_its_loop_closes(engine: Engine, how: str) -> None:
     jobs: list[Job] = []
     threads: list[threading.Thread] = []
     kept: list[AsyncEngine] = []
@@ -239,7 +239,28 @@ asyncio.get_event_loop_policy().new_event_loop().run_until_complete(main())
 """
 
 
-def test_an_interpreter_that_ends_in_the_middle_ends_cleanly() -> None:
-    """Nothing was closed, the loop neither, and rounds are on their way."""
+def test_interpreter_exits_cleanly_with_rounds_in_flight() -> None:
+    """Neither the engine nor the loop is closed."""
     ran = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "cancelled True\n", "")
+
+
+def test_consumer_sees_the_error_that_ended_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def burns() -> None:
+        raise OSError("the host is on fire")
+
+    async def serve(engine: Engine) -> None:
+        async with AsyncEngine(engine) as serving:
+            monkeypatch.setattr(engine, "step", burns)
+            serving.generate([1, 2], max_new_tokens=20)
+
+    engine = make_engine(Setup(k=0, max_rows=1, eager=True))
+    with pytest.raises(OSError, match="on fire"):
+        asyncio.run(serve(engine))
+
+
+def test_close_before_open_does_nothing() -> None:
+    with make_engine(Setup(k=0, max_rows=1, eager=True)) as engine:
+        serving = AsyncEngine(engine)
+        asyncio.run(serving.close())
+        assert serving.failure is None

@@ -1,4 +1,4 @@
-"""What an AsyncEngine does not take: more than its queue holds, other loops, other steppers, forks."""
+"""What AsyncEngine refuses: a full queue, other event loops, other stepping threads, forks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepgraph.runtime.aio import JobStream
 from tests.helpers.aio_runs import (
     Gate,
     captured,
-    check_told,
+    check_events,
     kept_idle,
     opened_again,
     read,
@@ -44,13 +44,13 @@ def _no_thread_left() -> Iterator[None]:
     assert threads_left() == []
 
 
-def test_a_full_queue_refuses_or_is_waited_for_in_order() -> None:
+def test_full_queue_raises_or_is_awaited_in_order() -> None:
     engine = make_engine(Setup(k=0, max_rows=1, eager=True), max_queued=2)
 
     async def main() -> None:
         gate = Gate(engine)
         async with AsyncEngine(engine) as serving:
-            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # no stream is told of their ends
+            jobs = [engine.submit([place], max_new_tokens=4) for place in range(2)]  # without streams
             with pytest.raises(QueueFullError, match="2 requests are waiting already"):
                 serving.generate([7], max_new_tokens=4)
             tasks = [asyncio.create_task(serving.submit([place], max_new_tokens=4)) for place in range(2, 8)]
@@ -70,7 +70,7 @@ def test_a_full_queue_refuses_or_is_waited_for_in_order() -> None:
         run(main())
 
 
-def test_what_waits_for_room_is_told_of_the_end() -> None:
+def test_close_ends_the_wait_for_room() -> None:
     engine = make_engine(Setup(k=0, max_rows=1, eager=True), max_queued=1)
 
     async def main() -> None:
@@ -90,7 +90,7 @@ def test_what_waits_for_room_is_told_of_the_end() -> None:
         run(main())
 
 
-def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
+def test_other_loops_and_other_steppers_are_refused(engine: Engine) -> None:
     serving = AsyncEngine(engine)
     with pytest.raises(RuntimeError, match=r"AsyncEngine.generate\(\): not open"):
         serving.generate([1])
@@ -114,13 +114,13 @@ def test_it_serves_one_loop_and_steps_alone(engine: Engine) -> None:
                 await AsyncEngine(engine).open()
             with pytest.raises(RuntimeError, match="another thread serves this engine"):
                 engine.step()
-            check_told(await read(stream), stream.job)
+            check_events(await read(stream), stream.job)
 
     run(main())
     run(opened_again(serving))  # in a loop of its own
 
 
-def test_opening_captures_where_that_was_not_done() -> None:
+def test_open_captures_if_needed() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
         engine = Engine(made._models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
     with engine:
@@ -130,7 +130,7 @@ def test_opening_captures_where_that_was_not_done() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_fork_is_refused_by_name(engine: Engine) -> None:
+def test_calls_in_a_fork_raise(engine: Engine) -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
             stream, (mouth, hand) = serving.generate([1], max_new_tokens=30), os.pipe()

@@ -1,4 +1,4 @@
-"""The metrics as Prometheus would read them: by a parser that takes nothing but the format, against the figures themselves."""
+"""Prometheus metrics: parsed by a strict parser of the text format and compared with EngineStats."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 @dataclass
 class Family:
     kind: str
-    told: str
+    description: str
     samples: dict[Key, float] = field(default_factory=dict)
 
 
 def parsed(text: str) -> dict[str, Family]:
-    """Version 0.0.4, and stricter: HELP then TYPE in front of every family, its samples in one block, nothing twice."""
+    """Format 0.0.4, with stricter rules: HELP and TYPE before every family, its samples in one block, no duplicates."""
     assert text.endswith("\n") and not text.endswith("\n\n"), "the last line ends, and is not empty"
     families: dict[str, Family] = {}
-    name = told = ""
+    name = description = ""
     for line in text[:-1].split("\n"):
         if line.startswith("# HELP "):
-            name, told = line[len("# HELP ") :].split(" ", 1)
-            assert re.fullmatch(NAME, name) and name not in families and told.strip(), line
+            name, description = line[len("# HELP ") :].split(" ", 1)
+            assert re.fullmatch(NAME, name) and name not in families and description.strip(), line
         elif line.startswith("# TYPE "):
             typed, kind = line[len("# TYPE ") :].split(" ")
             assert typed == name and name not in families and kind in SUFFIXES, line
-            families[name] = Family(kind, told)
+            families[name] = Family(kind, description)
         else:
             add_sample(families[name], name, line)
     for name, family in families.items():
@@ -77,7 +77,7 @@ def check_histogram(name: str, family: Family) -> None:
     bounds, values = [bound for bound, _ in buckets], [value for _, value in buckets]
     assert bounds[-1] == math.inf and values == sorted(values), "buckets are cumulative, up to +Inf"
     counts = [value for (sample, _), value in family.samples.items() if sample == f"{name}_count"]
-    assert counts == [values[-1]], "the last bucket has them all"
+    assert counts == [values[-1]], "the last bucket contains all values"
     assert sum(sample == f"{name}_sum" for sample, _ in family.samples) == 1
 
 
@@ -89,15 +89,15 @@ def value(families: dict[str, Family], name: str, **labels: object) -> float:
 
 def run_once() -> EngineStats:
     engine = shared_engine(Setup(3))
-    for place, constraint in enumerate(CONSTRAINTS[:5]):
-        engine.submit([1, 2, place], constraint=constraint, max_new_tokens=10)
+    for index, constraint in enumerate(CONSTRAINTS[:5]):
+        engine.submit([1, 2, index], constraint=constraint, max_new_tokens=10)
     for _ in engine.stream():
         pass
-    engine.step()  # reads what is still on its way
+    engine.step()  # reads the rounds still in flight
     return engine.stats()
 
 
-def test_values_are_the_figures() -> None:
+def test_metrics_equal_stats() -> None:
     stats = run_once()
     read = parsed(prometheus_text(stats))
     drafting, grammars = stats.drafting, stats.grammars
@@ -150,9 +150,9 @@ def test_values_are_the_figures() -> None:
     assert stats.tokens > 0 and stats.drafts.accepted > 0 and stats.mask_fills > 0
     assert all(value(read, "finished_total", reason=reason) == count for reason, count in stats.finished)
     assert all(value(read, "lost_chains_total", cause=loss.value) == getattr(drafting, loss.value) for loss in Loss)
-    for place in (1, 2, 3):
-        assert value(read, "position_offered_total", position=place) == drafting.offered[place - 1]
-        assert value(read, "position_accepted_total", position=place) == drafting.accepted[place - 1]
+    for position in (1, 2, 3):
+        assert value(read, "position_offered_total", position=position) == drafting.offered[position - 1]
+        assert value(read, "position_accepted_total", position=position) == drafting.accepted[position - 1]
     for name, histogram in {
         "host_node_seconds": stats.host_nodes,
         "queue_seconds": stats.queue_seconds,
@@ -166,25 +166,25 @@ def test_values_are_the_figures() -> None:
         assert figures == [graph.rounds, graph.padded_rounds, graph.padded_rows]
 
 
-def test_counters_and_buckets_never_fall_and_no_line_goes_away() -> None:
+def test_counters_never_decrease_and_no_line_disappears() -> None:
     engine = shared_engine(Setup(3))
-    told = [parsed(engine.metrics())]
-    for place, constraint in enumerate(CONSTRAINTS):
-        job = engine.submit([1, 2, place], constraint=constraint, max_new_tokens=4 + place)
-        told.append(parsed(engine.metrics()))
-        if place == 3:
+    snapshots = [parsed(engine.metrics())]
+    for index, constraint in enumerate(CONSTRAINTS):
+        job = engine.submit([1, 2, index], constraint=constraint, max_new_tokens=4 + index)
+        snapshots.append(parsed(engine.metrics()))
+        if index == 3:
             engine.cancel(job)
     for _ in engine.stream():
-        told.append(parsed(engine.metrics()))
-    assert len(told) > 20
-    for earlier, later in itertools.pairwise(told):
+        snapshots.append(parsed(engine.metrics()))
+    assert len(snapshots) > 20
+    for earlier, later in itertools.pairwise(snapshots):
         for name, family in earlier.items():
             for key, count in family.samples.items():
                 assert key in later[name].samples
                 assert family.kind == "gauge" or later[name].samples[key] >= count, key
 
 
-def test_labels_are_on_every_line_and_come_back_as_they_were() -> None:
+def test_common_labels_are_on_every_line_and_escaped() -> None:
     labels = {"model": 'a "quoted"\\name\nof two lines', "zone": "eu"}
     text = shared_engine(Setup(3)).metrics(labels)
     families = parsed(text)
@@ -193,7 +193,7 @@ def test_labels_are_on_every_line_and_come_back_as_they_were() -> None:
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
-def test_what_is_not_known_has_no_line_and_what_is_eager_says_why() -> None:
+def test_unknown_values_have_no_line_and_eager_rounds_have_a_reason() -> None:
     stats = run_once()
     assert "exposed_wait" not in prometheus_text(replace(stats, exposed_wait_seconds=None))
     assert not parsed(prometheus_text(stats))["stepgraph_eager_rounds_total"].samples
@@ -201,29 +201,29 @@ def test_what_is_not_known_has_no_line_and_what_is_eager_says_why() -> None:
     assert value(eager, "eager_rounds_total", reason="EngineConfig.eager") == 7
 
 
-def test_figures_of_any_size_are_numbers() -> None:
+def test_large_and_small_values_keep_their_digits() -> None:
     stats = run_once()
     large = replace(stats, tokens=10**18 + 1, longest_host_node_seconds=1e-7, host_nodes=Histogram((1e-5, 1.0), (1, 0, 2), 1e300))
     text = prometheus_text(replace(large, graphs=(GraphStats(GraphKey(4, True, True), 3, 2, 2),)))
-    assert f"stepgraph_tokens_total {10**18 + 1}\n" in text, "whole numbers keep their last digit"
+    assert f"stepgraph_tokens_total {10**18 + 1}\n" in text, "integers keep all digits"
     assert value(parsed(text), "host_node_seconds_sum") == 1e300
 
 
 @pytest.mark.parametrize(
-    ("labels", "told"),
+    ("labels", "message"),
     [
         ({"le": "1"}, r"labels: got the name 'le'"),
         ({"cause": "x"}, "labels: got the name 'cause'"),
-        ({"a-b": "x"}, "labels: got the name 'a-b', want letters, digits and _"),
+        ({"a-b": "x"}, "labels: got the name 'a-b', expected letters, digits and _"),
         ({"1a": "x"}, "labels: got the name '1a'"),
         ({"__name": "x"}, "labels: got the name '__name'"),
         ({"a\n": "x"}, "labels: got the name"),
-        ({"model": 7}, r"labels\['model'\]: got int, want a string"),
-        (["model"], "labels: got list, want a mapping"),
+        ({"model": 7}, r"labels\['model'\]: got int, expected a string"),
+        (["model"], "labels: got list, expected a mapping"),
     ],
 )
-def test_labels_that_are_none_are_refused_by_name(labels: object, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_labels_raise(labels: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         shared_engine(Setup(3)).metrics(labels)  # type: ignore[arg-type]
 
 
@@ -241,6 +241,6 @@ def test_labels_that_are_none_are_refused_by_name(labels: object, told: str) -> 
         '# HELP a b\n# TYPE a histogram\na_bucket{le="1"} 1\na_sum 1\na_count 1\n',
     ],
 )
-def test_the_parser_takes_nothing_else(text: str) -> None:
+def test_parser_rejects_malformed_text(text: str) -> None:
     with pytest.raises((AssertionError, KeyError)):
         parsed(text)

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: sums that hold at every moment, also in another thread, behind faults and the end; known crowds."""
+"""EngineStats: consistent at every moment, from other threads, after faults and after close; figures of known workloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_en
 
 
 def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
-    """Requests of all kinds, cancels in the queue, in the prompt and in the text; a snapshot behind every step."""
+    """Requests of all kinds, cancelled in the queue, in the prompt and while decoding; yields a snapshot after every step."""
     handed = []
     for place in range(jobs):
         constraint = CONSTRAINTS[place % len(CONSTRAINTS)]
@@ -38,14 +38,14 @@ def churn(engine: Engine, jobs: int = 24) -> Iterator[EngineStats]:
 
 
 @pytest.mark.parametrize("setup", [Setup(3), Setup(3, drafter="ngram", eager=True), Setup(2, False, "illegal", eager=True)])
-def test_sums_hold_behind_every_step_and_counts_never_fall(setup: Setup) -> None:
+def test_stats_are_consistent_after_every_step(setup: Setup) -> None:
     engine = shared_engine(setup)
     begun = engine.stats()
-    told = [begun, *churn(engine)]
-    for earlier, later in itertools.pairwise(told):
+    snapshots = [begun, *churn(engine)]
+    for earlier, later in itertools.pairwise(snapshots):
         holds(later)
         assert all(now >= then for now, then in zip(counted(later), counted(earlier), strict=True))
-    last = told[-1]
+    last = snapshots[-1]
     assert (last.running, last.waiting, last.free_pages) == (0, 0, last.pages)
     assert sum(count for _, count in last.finished) == last.submitted == begun.submitted + 24
     assert dict(last.finished)["cancelled"] > dict(begun.finished)["cancelled"]
@@ -62,8 +62,8 @@ def counted(stats: EngineStats) -> list[float]:
     ]
 
 
-def test_every_figure_is_written_and_read_under_one_lock() -> None:
-    """Else another thread's snapshot could be torn: a round lost that was not counted, a page neither free nor used."""
+def test_counters_are_accessed_under_the_scheduler_lock() -> None:
+    """Otherwise a snapshot of another thread could be inconsistent, such as a page that is neither free nor used."""
     engine = make_engine(Setup(3, asynchronous=False, eager=True))
     desk, touched = engine._desk, set[str]()
 
@@ -104,7 +104,7 @@ def test_every_figure_is_written_and_read_under_one_lock() -> None:
     }
 
 
-def test_snapshots_of_another_thread_are_whole_while_the_engine_steps() -> None:
+def test_snapshots_from_another_thread_are_consistent() -> None:
     engine = shared_engine(Setup(3))
     done, seen, broken = threading.Event(), [0], list[BaseException]()
 
@@ -132,7 +132,7 @@ def test_snapshots_of_another_thread_are_whole_while_the_engine_steps() -> None:
     assert not broken and seen[0] > 0
 
 
-def test_sums_hold_behind_faults_failures_and_the_end() -> None:
+def test_stats_are_consistent_after_faults_and_close() -> None:
     def explode(name: str) -> None:
         if armed.is_set() and name == "commit":
             raise OSError("the host is on fire")
@@ -158,13 +158,13 @@ def test_sums_hold_behind_faults_failures_and_the_end() -> None:
     assert stats.tokens == sum(len(job.tokens) for job in jobs) and (stats.running, stats.waiting) == (0, 0)
     assert dict(stats.finished) == {**dict.fromkeys(map(str, FinishReason), 0), "error": 5}
     engine.close()
-    assert engine.stats() == stats, "it stays as it ended"
+    assert engine.stats() == stats, "unchanged by close()"
 
 
 # graphs, pages, queue, compiles
 
 
-def test_graphs_are_counted_with_the_rows_that_they_had_too_many() -> None:
+def test_graph_stats_count_rounds_and_padded_rows() -> None:
     engine = shared_engine(Setup(3))
     before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool]]()
     real = engine._flights.launch
@@ -192,7 +192,7 @@ def test_graphs_are_counted_with_the_rows_that_they_had_too_many() -> None:
     assert (stats.eager_rounds, stats.eager_reason) == (0, "") and stats.replays == stats.rounds
 
 
-def test_eager_rounds_say_why_and_hide_nothing() -> None:
+def test_eager_rounds_have_a_reason_and_expose_all_host_time() -> None:
     with make_engine(Setup(2, eager=True, asynchronous=False)) as engine:
         run(engine, CONSTRAINTS[:2], tokens=6)
         stats = engine.stats()
@@ -200,8 +200,8 @@ def test_eager_rounds_say_why_and_hide_nothing() -> None:
     assert stats.exposed_wait_seconds == stats.host_nodes.total > 0
 
 
-def test_pages_queue_and_first_tokens_of_a_known_crowd() -> None:
-    """Pages of eight, 36 of them; each of six requests takes five, and four sit at once."""
+def test_page_queue_and_first_token_stats_of_six_requests() -> None:
+    """36 pages of 8; each of six requests takes five, and four run at once."""
     with make_engine(Setup(2, asynchronous=False, eager=True), prefix_reuse=False) as engine:
         jobs = [
             engine.submit([1, 2, place], max_new_tokens=33, sampling=SamplingParams(temperature=0, ignore_eos=True)) for place in range(6)

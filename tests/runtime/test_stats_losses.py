@@ -1,4 +1,4 @@
-"""Why chains of drafts end: every cause against a matcher of one's own, and known runs."""
+"""DraftStats: each loss compared with an independent matcher, and figures of known runs."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
 
 
 @pytest.mark.parametrize(
-    ("told", "loss"),
+    ("arguments", "loss"),
     [
         ((3, 4, 3, 3, [OK] * 4, [5, 6, 7]), None),
-        ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request wants two, and both held
+        ((2, 3, 2, 3, [OK] * 4, [5, 6, 7]), None),  # the request asks for two, and both were accepted
         ((3, 3, 3, 3, [OK, OK, OK, TERMINATED], [5, 6, STOP]), None),  # the last draft ended the text
-        ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two drafts that held
+        ((3, 1, 1, 3, [OK] * 4, [5, 6, 7]), Loss.ENDED),  # a limit between two accepted drafts
         ((3, 1, 1, 1, [OK, COMPLETE, NONE, NONE], [5, -1, -1]), Loss.ENDED),
         ((3, 0, 0, 0, [NONE] * 4, [-1, -1, -1]), Loss.ENDED),  # a mask failed, and the text with it
         ((3, 2, 1, 3, [OK] * 4, [5, 6, 7]), Loss.IMPROBABLE),
         ((3, 2, 1, 3, [OK, OK, TERMINATED, NONE], [5, STOP, 7]), Loss.IMPROBABLE),  # a stop was drafted, and not chosen
         ((3, 2, 1, 3, [OK, OK, ILLEGAL, NONE], [5, 6, 7]), Loss.ILLEGAL),
-        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # nobody vouches for it
+        ((3, 1, 0, 3, [OK, NONE, NONE, NONE], [5, 6, 7]), Loss.ILLEGAL),  # it was not checked
         ((3, 2, 1, 1, [OK] * 4, [5, REFUSED, -1]), Loss.ILLEGAL),
         ((3, 2, 1, 1, [OK] * 4, [5, -1, -1]), Loss.UNDRAFTED),
         ((3, 1, 0, 0, [OK] * 4, [-1, -1, -1]), Loss.UNDRAFTED),
     ],
 )
-def test_what_a_round_says_has_one_cause(told: Any, loss: Loss | None) -> None:
-    assert loss_of(*told) == loss
+def test_loss_of_each_kind_of_round(arguments: Any, loss: Loss | None) -> None:
+    assert loss_of(*arguments) == loss
 
 
 class Judge:
-    """Sees what is on offer before each round, and asks a matcher of its own why it was lost."""
+    """Reads the drafts before each round, and determines the loss with its own matcher."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[Loss | None]()
@@ -102,7 +102,7 @@ class Judge:
         ("ngram", True, False, {Loss.ILLEGAL, Loss.IMPROBABLE, Loss.UNDRAFTED, Loss.ENDED}),
     ],
 )
-def test_causes_are_what_a_matcher_of_ones_own_says(drafter: str, draft_masks: bool, forced: bool, causes: set[Loss | None]) -> None:
+def test_losses_agree_with_an_independent_matcher(drafter: str, draft_masks: bool, forced: bool, causes: set[Loss | None]) -> None:
     setup = Setup(3, draft_masks, drafter, rounds_in_flight=1, asynchronous=False, forced_drafts=forced, eager=True)
     with make_engine(setup) as engine:
         judge = Judge(engine)
@@ -111,13 +111,13 @@ def test_causes_are_what_a_matcher_of_ones_own_says(drafter: str, draft_masks: b
         counted = {loss: getattr(drafting, loss.value) for loss in Loss}
         assert (drafting.full, drafting.rounds) == (judge.judged.count(None), len(judge.judged))
         assert counted == {loss: judge.judged.count(loss) for loss in Loss}
-        assert set(judge.judged) == causes, "a case that never comes up proves nothing"
+        assert set(judge.judged) == causes, "every cause occurs"
         assert engine.stats().tokens == tokens
         holds(engine.stats())
 
 
-def test_places_lengths_and_tokens_of_a_known_run() -> None:
-    """A perfect draft of four: one token of its own, then five, then what is left of the limit."""
+def test_drafting_stats_of_a_perfect_draft() -> None:
+    """Four drafts, all accepted: rounds of one token, of five, and of the rest up to the limit."""
     engine = shared_engine(PERFECT)
     before = engine.stats()
     assert run(engine, [None], tokens=9, sampling=SamplingParams(temperature=0, ignore_eos=True)) == 9
@@ -126,12 +126,12 @@ def test_places_lengths_and_tokens_of_a_known_run() -> None:
     change = [now - then for now, then in zip(drafting.accepted, before.drafting.accepted, strict=True)]
     assert change == [2, 2, 2, 1] and after.drafting.rounds - before.drafting.rounds == 2
     assert (drafting.full - before.drafting.full, drafting.ended - before.drafting.ended) == (1, 1)
-    assert drafting.tokens - before.drafting.tokens == 8, "the first token was nobody's draft"
+    assert drafting.tokens - before.drafting.tokens == 8, "the first token was not drafted"
     assert drafting.accepted_length == drafting.tokens / drafting.rounds
     holds(after)
 
 
-def test_who_wants_no_drafts_or_fewer_is_counted_by_what_they_want() -> None:
+def test_drafting_stats_use_the_drafts_each_request_asks_for() -> None:
     engine = shared_engine(PERFECT)
     before = engine.stats().drafting
     run(engine, [None, CONSTRAINTS[1]], tokens=12, num_speculative_tokens=0)

@@ -1,4 +1,4 @@
-"""Where each token came from: told per token, the same in events, jobs and counts."""
+"""Origin of each token: the same in events, jobs and counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def spelled(event: StepEvent) -> str:
 
 
 def rounds(made: Engine, *jobs: Any) -> list[list[str]]:
-    """Of each job, what its rounds said, a letter per token."""
+    """By job, the origins of each round, one letter per token."""
     said: dict[int, list[str]] = {job.id: [] for job in jobs}
     for event in made.stream():
         said[event.job_id].append(spelled(event))
@@ -54,8 +54,8 @@ def rounds(made: Engine, *jobs: Any) -> list[list[str]]:
     return [said[job.id] for job in jobs]
 
 
-def test_a_draft_that_knows_all_beside_a_given_text_with_one_wrong_token() -> None:
-    """The sixth token is another; eight equal ones count as a find. In front of it the text is copied, and from the eighth behind it on."""
+def test_look_up_resumes_after_a_wrong_token_in_draft_ids() -> None:
+    """The sixth token of draft_ids is wrong, and a match needs eight tokens: copied before it, and again from the eighth token after it."""
     prompt = [*range(20, 30)]
     expected = greedy(TARGET, prompt, 25, (), None, len(VOCABULARY.tokens)).tokens
     given_ids = [*expected[:5], (expected[5] + 1) % 90, *expected[6:]]
@@ -68,8 +68,8 @@ def test_a_draft_that_knows_all_beside_a_given_text_with_one_wrong_token() -> No
     assert drafted == ["T", "DDDT", "DDDT"]
 
 
-def test_what_a_grammar_forces_goes_before_what_is_looked_up() -> None:
-    """A token that is both is forced, and what was found goes on behind it: "ef12" stands in the prompt."""
+def test_forced_drafts_take_precedence_over_looked_up_ones() -> None:
+    """A token that is both counts as forced, and the look-up continues after it: the prompt contains "ef12"."""
     constraint = Constraint.regex("abcdef[12]{3}")
     e, f, one, two = (VOCABULARY.tokens.index(letter) for letter in (b"e", b"f", b"1", b"2"))
 
@@ -83,7 +83,7 @@ def test_what_a_grammar_forces_goes_before_what_is_looked_up() -> None:
     assert said == ["T", "FFFT", "FLLT"]
 
 
-def test_a_row_s_former_owner_looked_up_nothing_for_the_next_one() -> None:
+def test_new_request_in_a_row_inherits_no_looked_up_drafts() -> None:
     with engine(ToyDraft(TARGET, 1.0), look_up=1) as made:
         former = made.submit([1, 2], max_new_tokens=40, draft_ids=greedy(TARGET, [1, 2], 40, (), None, len(VOCABULARY.tokens)).tokens)
         while len(former.tokens) < 8:
@@ -95,8 +95,8 @@ def test_a_row_s_former_owner_looked_up_nothing_for_the_next_one() -> None:
         assert job.origins == [Origin.TARGET] and made.stats().drafts.looked_up == before > 0
 
 
-def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -> None:
-    """Its first rounds have no grammar at all; then a neighbour brings one."""
+def test_new_request_in_a_row_inherits_no_forced_drafts() -> None:
+    """Its first rounds are unconstrained; then another row has a grammar."""
     constraint = Constraint.choice(["total currency"])
     with engine(ToyDraft(TARGET, 1.0), forced_drafts=True) as made:
         made.compile(constraint)
@@ -117,8 +117,8 @@ def test_what_was_forced_on_a_row_s_former_owner_is_not_told_of_the_next_one() -
 
 
 @pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
-def test_who_proposes_alone(draft: Any, origin: str) -> None:
-    """A look-up's drafts are looked up, a function's are the drafter's; a slot's former owner does not matter."""
+def test_origin_of_drafts_from_a_single_proposer(draft: Any, origin: str) -> None:
+    """Drafts of a look-up are LOOK_UP, those of a function DRAFT, whichever request had the row before."""
     expected, constraint = greedy(TARGET, [1, 2], 9, (), None, len(VOCABULARY.tokens)).tokens, Constraint.regex("abcdef[0-9]{3}")
     with engine(draft) as made:
         former = made.submit([5, 6], constraint=Constraint.choice(["total currency"]), max_new_tokens=12)
@@ -171,7 +171,7 @@ def test_origins_agree_with_every_count(setup: Setup, batch: Sequence[Ask]) -> N
     assert found == [total.total(), drafted, total[Origin.FORCED], total[Origin.LOOK_UP], offered]
 
 
-def test_they_are_spelled_as_words_and_made_once() -> None:
+def test_origins_are_strings_and_cached() -> None:
     assert [str(origin) for origin in origins_of(4, 3, 0b001, 0b010)] == ["forced", "look_up", "draft", "target"]
     assert origins_of(2, 2, 0, 0b10) == ("draft", "look_up") and origins_of(0, 0, 0, 0) == ()
     assert origins_of(3, 1, 0, 0) is origins_of(3, 1, 0, 0)

@@ -1,4 +1,4 @@
-"""Times among the figures: what is timed, by which clock, and what never is."""
+"""Times in the statistics: what is measured, and with which clock."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.helpers.stat_checks import run
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, compiled, needs_native, shared_engine
 
 
-def test_a_histogram_adds_up() -> None:
+def test_histogram_count_cumulative_and_mean() -> None:
     histogram = Histogram((0.1, 1.0), (2, 1, 3), 12.0)
     assert (histogram.count, histogram.cumulative, histogram.mean) == (6, (2, 3, 6), 2.0)
     assert Histogram((1.0,), (0, 0), 0.0).mean == 0.0
 
 
-def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host node begins once the main stream has found its mark missing, by a clock that says 7 microseconds for it."""
+def test_wait_of_the_main_stream_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host node starts once the main stream waits for its event; the clock then reports a wait of 7 microseconds."""
     missed, main, ticks = threading.Event(), threading.current_thread(), iter([100, 7_100])
 
     def clock() -> int:
@@ -60,16 +60,16 @@ def test_time_that_the_main_stream_stood_waiting_is_noted_and_no_other(monkeypat
     backend.close()
 
 
-def test_a_mark_that_is_there_already_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_await_of_a_set_event_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     noted, reached = BackendStats(wait_ns=0), threading.Lock()
-    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace())  # no clock to ask
+    monkeypatch.setattr("stepgraph.graphs.tape.player.time", SimpleNamespace())  # without a clock
     Await(reached, "think", noted)(False)
     assert reached.locked() and noted.wait_ns == 0
 
 
-def test_what_has_no_grammar_waits_for_none() -> None:
+def test_unconstrained_rounds_have_no_host_nodes_and_no_wait() -> None:
     engine = shared_engine(Setup(3))
-    engine.step()  # reads what may still be on its way
+    engine.step()  # reads the rounds still in flight
     before = engine.stats()
     run(engine, [None] * 2, tokens=8)
     engine.step()
@@ -82,7 +82,7 @@ def test_what_has_no_grammar_waits_for_none() -> None:
 
 
 class Slow(ForeignMatcher):
-    """Takes two milliseconds for a mask, whatever the machine does besides."""
+    """Takes two milliseconds for a mask."""
 
     def fill_next_token_bitmask(self, masks: torch.Tensor, index: int) -> MaskStatus:
         time.sleep(0.002)
@@ -90,7 +90,7 @@ class Slow(ForeignMatcher):
 
 
 @pytest.mark.parametrize("which", ["python", pytest.param("native", marks=needs_native)])
-def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: str) -> None:
+def test_slow_host_nodes_are_in_the_upper_buckets(which: str) -> None:
     memory = Memory.make(1, 3)
     link: HostLink = native_link(memory) if which == "native" else PythonLink(*memory.all)
     grammar = compiled(Constraint.regex("[ab]*"))
@@ -106,9 +106,9 @@ def test_every_node_is_timed_once_and_a_slow_one_is_not_among_the_quick(which: s
     assert sum(stats.nodes) == 3 and sum(stats.nodes[slow:]) >= 1 <= stats.longest_node_ns // 2_000_000
     assert stats.longest_node_ns <= stats.node_ns
     link.close()
-    assert link.stats == stats and link.stats.nodes == stats.nodes, "it is known behind the end"
+    assert link.stats == stats and link.stats.nodes == stats.nodes, "available after close()"
 
 
 @needs_native
-def test_both_links_sort_times_by_the_same_bounds() -> None:
+def test_both_links_use_the_same_bounds() -> None:
     assert layout_of(load().quick)[-len(NODE_BOUNDS_NS) :] == NODE_BOUNDS_NS

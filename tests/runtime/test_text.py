@@ -1,4 +1,4 @@
-"""Text to ids and back: as `transformers` does it from the same files, and character by character as tokens come."""
+"""TextCodec: compared with transformers on the same files; decoding of token streams."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ TEMPLATES = {
 }
 
 
-def folder_of(tmp_path: Path, kind: str = "byte level", **told: Any) -> Path:
+def folder_of(tmp_path: Path, kind: str = "byte level", **fields: Any) -> Path:
     MADE[kind]().save(str(tmp_path / "tokenizer.json"))
     ends = {"__type": "AddedToken", "content": "<|im_end|>"}
-    config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | told
+    config = {"bos_token": "<|im_start|>", "eos_token": ends, "tokenizer_class": "PreTrainedTokenizerFast"} | fields
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return tmp_path
 
@@ -44,7 +44,7 @@ def judge(folder: Path, **options: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MADE if kind != "unigram"])
-def test_ids_are_those_of_transformers_and_read_back(tmp_path: Path, kind: str) -> None:
+def test_encode_agrees_with_transformers_and_decodes_back(tmp_path: Path, kind: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, kind))
     tokenizer = judge(tmp_path)
     for text in TEXTS:
@@ -56,7 +56,7 @@ def test_ids_are_those_of_transformers_and_read_back(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_chats_are_those_of_transformers(tmp_path: Path, name: str, tools: Any) -> None:
+def test_chat_agrees_with_transformers(tmp_path: Path, name: str, tools: Any) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES[name]))
     tokenizer = judge(tmp_path)
     for answer in (True, False):
@@ -65,7 +65,7 @@ def test_chats_are_those_of_transformers(tmp_path: Path, name: str, tools: Any) 
         assert codec.has_chat
 
 
-def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
+def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools | length }}t"}]
     codec = TextCodec.open(folder_of(tmp_path, chat_template=named))
     assert (codec.decode(codec.chat(MESSAGES)), codec.decode(codec.chat(MESSAGES, TOOLS))) == ("d", "1t")
@@ -75,7 +75,7 @@ def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "told"),
+    ("template", "messages", "error"),
     [
         (None, MESSAGES, "without chat template"),
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
@@ -87,21 +87,21 @@ def test_a_template_may_be_one_of_several_or_a_file(tmp_path: Path) -> None:
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
     ],
 )
-def test_chats_that_cannot_be_written_are_refused(tmp_path: Path, template: str | None, messages: Any, told: str) -> None:
+def test_invalid_chats_raise(tmp_path: Path, template: str | None, messages: Any, error: str) -> None:
     codec = TextCodec.open(folder_of(tmp_path, chat_template=template))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=error):
         codec.chat(messages)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{" * 9, {"a": 1}])
-def test_a_template_that_is_none_is_refused_at_once(tmp_path: Path, template: Any) -> None:
+def test_invalid_template_raises_at_open(tmp_path: Path, template: Any) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         TextCodec.open(folder_of(tmp_path, chat_template=template))
 
 
-@pytest.mark.parametrize(("told", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_the_folder_says_whether_a_text_has_a_token_in_front(tmp_path: Path, told: dict[str, Any], begins: bool) -> None:
-    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **told))
+@pytest.mark.parametrize(("config", "begins"), [({}, False), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
+def test_begin_token_follows_the_folder_config(tmp_path: Path, config: dict[str, Any], begins: bool) -> None:
+    codec = TextCodec.open(folder_of(tmp_path, chat_template="<|im_start|>the cat", **config))
     (first,) = codec.encode("<|im_start|>")
     ids = codec.encode("the cat")
     assert (ids[0] == first) == begins
@@ -109,17 +109,17 @@ def test_the_folder_says_whether_a_text_has_a_token_in_front(tmp_path: Path, tol
     assert codec.chat(MESSAGES) == [first, *ids[begins:]], "a chat begins as its template says"
 
 
-def test_what_a_file_cuts_texts_to_in_training_is_not_done(tmp_path: Path) -> None:
+def test_truncation_of_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    told = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    told["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
-    told["padding"]["pad_token"] = "<unk>"
-    (folder / "tokenizer.json").write_text(json.dumps(told), encoding="utf-8")
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    content["padding"]["pad_token"] = "<unk>"
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     assert TextCodec.open(folder).decode(TextCodec.open(folder).encode("the cat sat on")) == "the cat sat on"
 
 
-def test_a_stream_says_what_the_whole_says_and_no_half_characters() -> None:
+def test_stream_agrees_with_decode_and_has_no_partial_characters() -> None:
     vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"ab", "\u6f22".encode(), b"\x9f\x98\x80", b"<eos>"], [259])
     codec = TextCodec.of_bytes(vocabulary)
     drawn = random.Random(1)
@@ -132,7 +132,7 @@ def test_a_stream_says_what_the_whole_says_and_no_half_characters() -> None:
     assert (stream.push([0xF0]), stream.finish(), stream.finish(), stream.push([97])) == ("", "\ufffd", "", "a")
 
 
-def test_a_vocabulary_alone_writes_text_too() -> None:
+def test_codec_of_bytes_round_trip() -> None:
     codec = TextCodec.of_bytes(Vocabulary.printable())
     assert codec.decode(codec.encode('{"name": true}')) == '{"name": true}'
     assert len(codec.encode("name")) == 1, "the longest token that fits"
@@ -142,15 +142,15 @@ def test_a_vocabulary_alone_writes_text_too() -> None:
 
 
 def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
-    told = json.loads(byte_level().to_str())
-    texts = {**told["model"]["vocab"], **{entry["content"]: entry["id"] for entry in told["added_tokens"]}}
-    special = {entry["id"]: 3 if entry["special"] else 4 for entry in told["added_tokens"]}
+    content = json.loads(byte_level().to_str())
+    texts = {**content["model"]["vocab"], **{entry["content"]: entry["id"] for entry in content["added_tokens"]}}
+    special = {entry["id"]: 3 if entry["special"] else 4 for entry in content["added_tokens"]}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(sorted(texts, key=texts.__getitem__))
     writer.add_token_types([special.get(place, 1) for place in range(len(texts))])
-    writer.add_token_merges([" ".join(merge) for merge in told["model"]["merges"]])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATES["plain"])
@@ -163,7 +163,7 @@ def write_gguf(path: Path, pre: str, **fields: Any) -> Path:
     return path
 
 
-def test_a_gguf_file_says_what_the_folder_says(tmp_path: Path) -> None:
+def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "made.gguf", "gpt-2")
     codec, folder = TextCodec.open(path), TextCodec.open(folder_of(tmp_path, chat_template=TEMPLATES["plain"]))
     assert [codec.encode(text) for text in TEXTS] == [folder.encode(text) for text in TEXTS]
@@ -185,7 +185,7 @@ def test_a_gguf_file_says_what_the_folder_says(tmp_path: Path) -> None:
         ("llama-bpe", ["It", "'s", "\u0120", "\u0120", "202", "4", "!?\u010a\u010a", "x", ".y", "\u0120don", "'T"]),
     ],
 )
-def test_a_family_cuts_texts_in_its_own_way(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_pre_tokenizer_of_each_gguf_family(tmp_path: Path, pre: str, pieces: list[str]) -> None:
     tokenizer = open_tokenizer(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's  2024!?\n\nx.y don'T")] == pieces
 
@@ -205,7 +205,7 @@ def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
     assert refused > 40
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"expected a local folder with a tokenizer.json, or a .gguf file"):
         TextCodec.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"tokenizer.json: no such file"):
@@ -219,7 +219,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         TextCodec.open(folder_of(tmp_path))
 
 
-def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gguf_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = TextCodec.open(write_gguf(tmp_path / "known.gguf", "gpt-2"))
     path = write_gguf(tmp_path / "made.gguf", "unheard-of")
     assert [TextCodec.open(path).encode(text) for text in TEXTS] == [known.encode(text) for text in TEXTS]
@@ -229,8 +229,8 @@ def test_a_tokenizer_of_another_kind_is_left_to_transformers(tmp_path: Path, mon
 
 
 @pytest.mark.models
-def test_a_real_file_is_read_as_transformers_reads_it() -> None:
-    """But for blanks in front of digits: the file says that digits stand alone, which transformers does not read."""
+def test_real_gguf_agrees_with_transformers() -> None:
+    """Except for blanks before digits: the file makes digits single tokens, which transformers ignores."""
     path = gguf_path()
     codec, tokenizer = TextCodec.open(path), judge(path.parent, gguf_file=path.name)
     texts = [text for text in (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8").split("\n\n") if text]

@@ -1,4 +1,4 @@
-"""Timelines of rounds: every stage, host node and wait is there once, the figures add up, files say the same, and no token changes."""
+"""Timelines: each stage, host node and wait appears once, times add up, files agree with them, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small_engine(backend: TapeBackend | None = None, drafter: str = "fair", **ot
 class Traced(NamedTuple):
     engine: Engine
     timeline: Timeline
-    tokens: tuple[list[int], ...]  # of the same request before, under and behind the trace
+    tokens: tuple[list[int], ...]  # of the same request before, during and after the trace
     first_round: int
     tape: Tape
 
@@ -51,25 +51,25 @@ def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
         before = engine.generate([1, 2, 3], **ASK).tokens
         first_round = engine.stats().rounds
         with engine.trace(rounds=ROUNDS) as trace:
-            under = engine.generate([1, 2, 3], **ASK).tokens
-        behind = engine.generate([1, 2, 3], **ASK).tokens
+            during = engine.generate([1, 2, 3], **ASK).tokens
+        after = engine.generate([1, 2, 3], **ASK).tokens
         tape = engine._graphs[engine._graphs.key_for(1, True, False)]
         assert isinstance(tape, Tape)
-        yield Traced(engine, trace.timeline, (before, under, behind), first_round, tape)
+        yield Traced(engine, trace.timeline, (before, during, after), first_round, tape)
 
 
 def of_round(timeline: Timeline, number: int, stream: str, *kinds: str) -> list[Span]:
     return [span for span in timeline.spans if (span.round, span.stream) == (number, stream) and span.kind in kinds]
 
 
-def test_a_trace_changes_no_token_and_no_count(traced: Traced) -> None:
+def test_trace_changes_no_token_and_no_count(traced: Traced) -> None:
     assert len(traced.tokens[0]) > 30
     assert traced.tokens[0] == traced.tokens[1] == traced.tokens[2]
     stats = traced.engine.stats()
     assert stats.rounds == stats.replays > 2 * ROUNDS
 
 
-def test_as_many_rounds_are_traced_as_were_asked_for(traced: Traced) -> None:
+def test_trace_has_the_requested_number_of_rounds(traced: Traced) -> None:
     assert traced.timeline.rounds == tuple(range(traced.first_round, traced.first_round + ROUNDS))
     launches = [span for span in traced.timeline.spans if span.kind == "launch"]
     assert [span.round for span in launches] == list(traced.timeline.rounds)
@@ -83,12 +83,12 @@ def test_spans_of_one_stream_do_not_overlap(traced: Traced) -> None:
         assert all(first.end_ns <= second.start_ns for first, second in pairwise(spans))
 
 
-def test_every_round_is_its_recording_stage_by_stage_and_host_node_by_host_node(traced: Traced) -> None:
+def test_traced_rounds_have_all_stages_and_host_nodes_of_the_recording(traced: Traced) -> None:
     recorded = traced.tape.report
     for number in traced.timeline.rounds:
         for stream in (MAIN, SIDE):
-            told = [name for name, _ in groupby(span.name for span in of_round(traced.timeline, number, stream, "stage", "host"))]
-            assert told == [name for name, _ in groupby(run.name for run in recorded.stages if run.stream == stream)]
+            names = [name for name, _ in groupby(span.name for span in of_round(traced.timeline, number, stream, "stage", "host"))]
+            assert names == [name for name, _ in groupby(run.name for run in recorded.stages if run.stream == stream)]
         hosts = [span.name for span in traced.timeline.spans if span.kind == "host" and span.round == number]
         assert hosts == list(recorded.host_nodes)
     counts = Counter((stage.name, stage.kind) for stage in traced.timeline.summary().stages)
@@ -97,19 +97,19 @@ def test_every_round_is_its_recording_stage_by_stage_and_host_node_by_host_node(
     assert each == dict.fromkeys(recorded.host_nodes, ROUNDS)
 
 
-def test_a_wait_ends_behind_what_it_waits_for(traced: Traced) -> None:
+def test_waits_end_after_the_work_they_wait_for(traced: Traced) -> None:
     for number in traced.timeline.rounds:
         ends = {span.name: span.end_ns for span in of_round(traced.timeline, number, SIDE, "host")}
         waits = of_round(traced.timeline, number, MAIN, "wait")
         assert [span.name for span in waits] == list(ends)
         assert all(span.end_ns >= ends[span.name] for span in waits)
-        first: dict[str, int] = {}  # a stage may go on behind the mark that the other stream waits for
+        first: dict[str, int] = {}  # a stage may continue after the event that the other stream waits for
         for span in of_round(traced.timeline, number, MAIN, "stage"):
             first.setdefault(span.name, span.end_ns)
         assert all(span.end_ns >= first[span.name] for span in of_round(traced.timeline, number, SIDE, "wait"))
 
 
-def test_what_is_hidden_and_what_is_exposed_is_all_there_is(traced: Traced) -> None:
+def test_summary_times_add_up(traced: Traced) -> None:
     summary = traced.timeline.summary()
     assert summary.rounds == ROUNDS
     assert 0 < summary.host_ns == summary.hidden_ns + summary.exposed_ns
@@ -120,7 +120,7 @@ def test_what_is_hidden_and_what_is_exposed_is_all_there_is(traced: Traced) -> N
     assert f"{ROUNDS} rounds of" in str(summary) and "hidden under" in str(summary)
 
 
-def test_untraced_replays_run_programs_without_a_clock(traced: Traced) -> None:
+def test_untraced_replays_run_untimed_programs(traced: Traced) -> None:
     plain = [item for program in traced.tape._programs.values() for item in program]
     assert traced.tape._running is traced.tape._programs
     assert not any(isinstance(item, Timed) for item in plain)
@@ -128,11 +128,11 @@ def test_untraced_replays_run_programs_without_a_clock(traced: Traced) -> None:
     assert sum(isinstance(item, Segment) for item in plain) < len(traced.tape._timed.timed)
     free = traced.engine._graphs[traced.engine._graphs.key_for(1, False, False)]
     assert isinstance(free, Tape)
-    assert free._timed is None, "what was never traced has no second program"
+    assert free._timed is None, "never traced, so no timed programs"
 
 
-def test_a_node_that_runs_under_a_stage_is_seen_under_it() -> None:
-    """The second segment of the main stream waits for the end of the first host node, and that one for its beginning."""
+def test_host_node_concurrent_with_a_stage_is_counted_as_hidden() -> None:
+    """The second segment of the main stream ends after the first host node, which ends after that segment has begun."""
     begun, ended = threading.Event(), threading.Event()
     calls: Counter[str] = Counter()
 
@@ -145,7 +145,7 @@ def test_a_node_that_runs_under_a_stage_is_seen_under_it() -> None:
             assert ended.wait(60)
         elif (name, calls[name]) == ("head", 1):
             assert begun.wait(60)
-        elif (name, calls[name]) == (SIDE, 2):  # the copies behind the host node
+        elif (name, calls[name]) == (SIDE, 2):  # the copies after the host node
             ended.set()
 
     armed = threading.Event()
@@ -165,21 +165,21 @@ def test_a_node_that_runs_under_a_stage_is_seen_under_it() -> None:
 
 
 def planted(late: int) -> Timeline:
-    """One round: a stage of 100, and a host node that begins with it and takes `late` longer."""
+    """One round: a stage of 100 ns, and a host node that starts with it and takes `late` ns longer."""
     spans = [Span(MAIN, "target_verify", "stage", 7, 0, 100), Span(SIDE, "head", "host", 7, 0, 100 + late)]
     if late:
         spans.append(Span(MAIN, "head", "wait", 7, 100, 100 + late))
     return Timeline((*spans, Span(MAIN, "accept", "stage", 7, 100 + late, 150 + late)))
 
 
-def test_a_late_host_node_is_exposed_by_as_much_as_it_is_late() -> None:
+def test_late_host_node_is_exposed_by_its_delay() -> None:
     hidden, late = planted(0).summary(), planted(30).summary()
     assert (hidden.host_ns, hidden.hidden_ns, hidden.exposed_ns, hidden.exposed_wait_ns, hidden.share_hidden) == (100, 100, 0, 0, 1.0)
     assert (late.host_ns, late.hidden_ns, late.exposed_ns, late.exposed_wait_ns) == (130, 100, 30, 30)
     assert (hidden.round_ns, late.round_ns) == (150, 180)
 
 
-def test_idle_time_between_rounds_is_what_nothing_ran_in() -> None:
+def test_idle_time_excludes_work_between_rounds() -> None:
     spans = [Span(MAIN, "a", "stage", number, 1000 * number, 1000 * number + 400) for number in (3, 4, 5)]
     outside = Span(MAIN, BETWEEN, "stage", OUTSIDE, 3500, 3650)
     assert Timeline((*spans, outside)).summary().idle_ns == 600 + 600 - 150
@@ -188,7 +188,7 @@ def test_idle_time_between_rounds_is_what_nothing_ran_in() -> None:
     assert (empty.rounds, empty.round_ns, empty.share_hidden) == (0, 0, None)
 
 
-def test_covered_time_is_counted_nanosecond_by_nanosecond() -> None:
+def test_covered_time_agrees_with_counting_nanoseconds() -> None:
     pick = random.Random(5)
     for _ in range(300):
         intervals = [(start, start + pick.randint(0, 9)) for start in (pick.randint(0, 40) for _ in range(pick.randint(0, 6)))]
@@ -200,7 +200,7 @@ def test_covered_time_is_counted_nanosecond_by_nanosecond() -> None:
         assert covered(window, joined) == sum(at in busy for at in range(*window))
 
 
-def test_the_perfetto_file_says_the_same(traced: Traced, tmp_path: Path) -> None:
+def test_perfetto_file_agrees_with_the_timeline(traced: Traced, tmp_path: Path) -> None:
     traced.timeline.save_perfetto(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -224,7 +224,7 @@ def test_the_perfetto_file_says_the_same(traced: Traced, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("traced", ["fair"], indirect=True)
-def test_the_picture_is_a_png_as_wide_as_it_should_be(traced: Traced, tmp_path: Path) -> None:
+def test_picture_is_a_png_of_the_expected_width(traced: Traced, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     traced.timeline.save_picture(tmp_path / "rounds.png", rounds=2, title="two rounds")
     content = (tmp_path / "rounds.png").read_bytes()
@@ -236,7 +236,7 @@ def test_the_picture_is_a_png_as_wide_as_it_should_be(traced: Traced, tmp_path: 
         traced.timeline.save_picture(tmp_path / "none.png", rounds=0)
 
 
-def test_without_matplotlib_the_error_names_what_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(RuntimeError, match=r"matplotlib is not installed; pip install 'stepgraph\[pictures\]'"):
@@ -244,12 +244,12 @@ def test_without_matplotlib_the_error_names_what_brings_it(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("rounds", [0, -1, True, 2.0, None])
-def test_rounds_that_are_no_count_are_refused(traced: Traced, rounds: Any) -> None:
+def test_trace_refuses_invalid_numbers_of_rounds(traced: Traced, rounds: Any) -> None:
     with pytest.raises(ValueError, match=r"Engine\.trace\.rounds: got .*, expected an integer >= 1"), traced.engine.trace(rounds):
         pass
 
 
-def test_a_trace_is_told_when_it_has_ended_and_one_at_a_time(traced: Traced) -> None:
+def test_timeline_is_available_after_the_block_and_traces_do_not_nest(traced: Traced) -> None:
     with traced.engine.trace(rounds=1) as trace:
         with pytest.raises(RuntimeError, match="before the with block"):
             _ = trace.timeline
@@ -262,7 +262,7 @@ def test_a_trace_is_told_when_it_has_ended_and_one_at_a_time(traced: Traced) -> 
         pass
 
 
-def test_an_eager_engine_is_refused_and_a_closed_one_tells_what_was_noted() -> None:
+def test_trace_refuses_eager_engines_and_survives_close() -> None:
     with small_engine(eager=True) as engine, pytest.raises(ValueError, match=r"EngineConfig\.eager=True"), engine.trace():
         pass
     engine = small_engine()

@@ -112,6 +112,19 @@ def test_a_probe_that_cannot_be_captured_leaves_torch_able_to_capture(backend: C
     assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_any_error_in_the_capture_is_a_capture_error(backend: CudaBackend, error: type[Exception]) -> None:
+    def step(buffers: StaticBuffers) -> None:
+        add(buffers)
+        if torch.cuda.is_current_stream_capturing():
+            raise error("as of a kernel launcher")
+
+    with pytest.raises(CaptureError, match=rf"\[exception\] {error.__name__}: as of a kernel launcher\n.*test_captures.py") as caught:
+        backend.capture(step, buffers())
+    assert isinstance(caught.value.__cause__, error)
+    assert backend.capture(add, buffers()).report.nodes == {"kernel": 1, "copy": 1}
+
+
 @pytest.mark.parametrize("check", ["once", "twice"])
 def test_no_replay_uploads_its_graph(backend: CudaBackend, check: Check) -> None:
     static = buffers()

@@ -1,4 +1,4 @@
-"""What the CUDA backend is made of, as far as it runs without a GPU. The rest is checked on one by tools/gpu_check.py."""
+"""The parts of the CUDA backend that run without a GPU. tools/gpu_check.py checks the rest on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call_as_c(callback: HostCallback) -> None:
 
 
 def call_from_foreign_thread(callback: HostCallback) -> None:
-    """As the driver does: from a thread that Python did not start."""
+    """Like the driver: from a thread that Python did not start."""
     libc = ctypes.CDLL(None)
     thread = ctypes.c_ulong()
     assert libc.pthread_create(ctypes.byref(thread), None, ctypes.c_void_p(callback.address), ctypes.c_void_p(callback.data)) == 0
@@ -37,13 +37,13 @@ def call_from_foreign_thread(callback: HostCallback) -> None:
 
 
 @needs_no_gpu
-def test_without_a_gpu_the_error_says_what_is_missing_and_what_works() -> None:
+def test_cuda_backend_without_a_gpu_raises_a_helpful_error() -> None:
     with pytest.raises(RuntimeError, match=r"backend 'cuda': torch .* has no CUDA device; use backend 'tape' on the CPU"):
         make_backend("cuda")
 
 
 @needs_no_gpu
-def test_auto_takes_the_tape_where_there_is_no_gpu() -> None:
+def test_auto_backend_is_the_tape_without_a_gpu() -> None:
     assert make_backend("auto").name == "tape"
 
 
@@ -56,7 +56,7 @@ def test_capture_on_cuda_fails_before_anything_is_recorded() -> None:
     assert not calls
 
 
-def test_driver_that_is_missing_is_named() -> None:
+def test_missing_driver_library_is_named() -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -66,7 +66,7 @@ def test_driver_that_is_missing_is_named() -> None:
         assert open_driver().version() >= 12000
 
 
-def test_driver_without_a_needed_function_is_named() -> None:
+def test_missing_driver_function_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"no cuGetErrorName: .*expected a driver for CUDA 12"):
         Driver(ctypes.CDLL(None))
 
@@ -84,7 +84,7 @@ def test_python_callback_runs_when_c_calls_its_address(call: Caller) -> None:
 
 @pytest.mark.parametrize("call", [call_as_c, call_from_foreign_thread])
 @pytest.mark.parametrize("cause", [ValueError("bad mask"), KeyboardInterrupt(), SystemExit(3)])
-def test_python_callback_never_raises_into_c_and_its_error_is_raised_once(
+def test_error_of_a_python_callback_is_stored_and_raised_once(
     call: Caller, cause: BaseException, capfd: pytest.CaptureFixture[str]
 ) -> None:
     errors = HostErrors()
@@ -101,7 +101,7 @@ def test_python_callback_never_raises_into_c_and_its_error_is_raised_once(
     assert capfd.readouterr().err == ""  # ctypes would report what escapes
 
 
-def test_the_first_error_is_kept_until_it_is_raised() -> None:
+def test_first_host_error_is_kept_until_it_is_raised() -> None:
     errors = HostErrors()
     for name in ("first", "second"):
         errors.store(name, ValueError(name))
@@ -143,7 +143,7 @@ def test_callback_keeps_its_function_alive_exactly_as_long_as_itself() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_collection_starts_inside_a_callback(enabled: bool) -> None:
+def test_no_garbage_collection_in_a_callback(enabled: bool) -> None:
     seen: list[bool] = []
     callback = HostCallback("node", lambda: seen.append(gc.isenabled()), HostErrors())
     was = gc.isenabled()
@@ -157,7 +157,7 @@ def test_no_collection_starts_inside_a_callback(enabled: bool) -> None:
 
 
 class NativeNode:
-    """A host node whose work is a C function: here one that ctypes makes, with a counter as its data."""
+    """A native host node: a C function from ctypes, with a counter as its data."""
 
     def __init__(self) -> None:
         self.counter = ctypes.c_int(0)
@@ -198,7 +198,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_snapshot_puts_back_every_bit(dtype: torch.dtype) -> None:
+def test_backup_restores_every_bit(dtype: torch.dtype) -> None:
     specs = [
         BufferSpec("small", (3, 5), dtype, fill=1),
         BufferSpec("fresh", (1 << 21,), dtype, fill=1),
@@ -220,7 +220,7 @@ def test_snapshot_puts_back_every_bit(dtype: torch.dtype) -> None:
     assert buffers.fingerprint() == fingerprint
 
 
-def test_a_buffer_counts_as_fresh_only_bit_for_bit() -> None:
+def test_holds_only_compares_bits() -> None:
     zeros = torch.zeros(100)
     assert holds_only(zeros, 0)
     zeros[7] = -0.0
@@ -243,7 +243,7 @@ def test_two_captures_are_compared_node_by_node() -> None:
         assert text in str(found)
 
 
-def test_a_failed_capture_blames_the_line_of_the_step() -> None:
+def test_failed_capture_names_the_line_of_the_step() -> None:
     model = torch.nn.Linear(3, 3)
     try:
         model(torch.zeros(2, 4))  # the line to blame
@@ -254,11 +254,11 @@ def test_a_failed_capture_blames_the_line_of_the_step() -> None:
     assert f"{__file__}:{found.line}" in str(found)
 
 
-def test_blame_knows_no_line_where_torch_itself_failed() -> None:
+def test_failed_capture_inside_torch_has_no_line() -> None:
     assert blame([]) == ("", 0, "")
     innermost = blame(traceback.walk_stack(sys._getframe()))
     assert innermost[0] == __file__
 
 
-def test_an_unjoined_stream_has_a_rule_of_its_own() -> None:
+def test_unjoined_stream_has_its_own_rule() -> None:
     assert as_capture_error(RuntimeError("CUDA error: capturing stream has unjoined work\nmore")).rule == "unjoined-fork"

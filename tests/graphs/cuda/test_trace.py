@@ -1,4 +1,4 @@
-"""What torch's profiler tells of graph launches on a GPU, made up, and the spans that come of it."""
+"""Spans from synthetic profiler events of graph launches on a GPU."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ STAGES = (
 
 
 def launched(start: float, correlation: int, kernels: int = 5) -> list[dict[str, Any]]:
-    """One graph launch: kernels on stream 13, one after the other, and three copies on stream 20."""
+    """One graph launch: consecutive kernels on stream 13 and three copies on stream 20."""
     found = [event("cuda_runtime", "cudaGraphLaunch", start, 3, correlation=correlation)]
     found += [event("kernel", f"k{n}", start + 10 + 4 * n, 3, correlation=correlation, stream=13) for n in range(kernels)]
     return found + [event("gpu_memcpy", "copy", start + 11 + 4 * n, 1, correlation=correlation, stream=20) for n in range(3)]
 
 
-def test_device_work_gets_the_names_of_the_stages_it_was_captured_in() -> None:
+def test_activities_have_the_names_of_their_stages() -> None:
     between = event("kernel", "batch in", 90, 5, correlation=99, stream=7)
-    late = event("kernel", "of nobody", 900, 5, correlation=100, stream=7)
+    late = event("kernel", "other work", 900, 5, correlation=100, stream=7)
     spans = spans_of([*launched(100, 2), between, *launched(0, 1), late, {"ph": "M", "name": "process_name"}], [STAGES, STAGES], 40, 2)
-    told = [(span.stream, span.name, span.round, span.start_ns, span.end_ns) for span in spans if span.round == 40 and span.kind == "stage"]
-    assert told == [
+    found = [
+        (span.stream, span.name, span.round, span.start_ns, span.end_ns) for span in spans if span.round == 40 and span.kind == "stage"
+    ]
+    assert found == [
         (MAIN, "target_verify", 40, 10_000, 21_000),
         (SIDE, "show head", 40, 11_000, 12_000),
         (SIDE, "place head", 40, 15_000, 20_000),
@@ -51,14 +53,14 @@ def test_device_work_gets_the_names_of_the_stages_it_was_captured_in() -> None:
     assert [span.name for span in spans if span.kind == "launch"] == ["launch 40", "launch 41"]
 
 
-def test_what_the_profiler_writes_on_this_machine_is_read_and_holds_no_launch() -> None:
+def test_profile_without_graph_launches_has_no_spans() -> None:
     tracer = CudaTracer(3, 1, ProfilerActivity.CPU)
     torch.ones(4).softmax(0)
     tracer.replayed(STAGES)
     assert tracer.stop() == ()
 
 
-def test_device_work_that_does_not_fit_the_recording_is_not_given_a_name() -> None:
+def test_activities_that_do_not_match_the_recording_are_unnamed() -> None:
     spans = spans_of(launched(0, 1, kernels=6), [STAGES], 0, 1)
     assert {span.name for span in spans if span.stream == "stream 13"} == {UNNAMED}
     assert {span.name for span in spans if span.stream == SIDE} == {"show head", "place head"}

@@ -1,4 +1,4 @@
-"""The tape as a backend: no trace of a capture, replays in place, host state that was baked in, errors, events, threads."""
+"""The tape backend: captures without side effects, replays in place, baked host state, errors, events, threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def through_host(function: Callable[[], None], name: str = "double") -> Callable[[StaticBuffers], None]:
-    """x -> pinned -> host node on a side stream -> y, while the main stream goes on."""
+    """x -> pinned -> host node on a side stream -> y, while the main stream continues."""
 
     def step(b: StaticBuffers) -> None:
         context = current_context()
@@ -109,7 +109,7 @@ def test_capture_changes_nothing_when_the_step_raises(buffers: StaticBuffers, fa
     backend.capture(lambda b: None, buffers).replay()
 
 
-def test_generators_are_put_back(buffers: StaticBuffers) -> None:
+def test_capture_restores_generators(buffers: StaticBuffers) -> None:
     generator = torch.Generator().manual_seed(5)
     state = generator.get_state()
 
@@ -222,7 +222,7 @@ def test_baked_values(buffers: StaticBuffers, step: Callable[[StaticBuffers], No
     assert same(before, snapshot(buffers))
 
 
-def test_a_buffer_read_behind_the_recorder_is_seen(buffers: StaticBuffers) -> None:
+def test_check_twice_finds_an_unrecorded_buffer_read(buffers: StaticBuffers) -> None:
     PEEK["array"] = buffers.index.numpy()  # shares the memory
     with pytest.raises(CaptureError) as caught:
         TapeBackend().capture(baked_device_value, buffers, check="twice")
@@ -230,7 +230,7 @@ def test_a_buffer_read_behind_the_recorder_is_seen(buffers: StaticBuffers) -> No
     assert buffers.index.tolist() == [0, 0, 0, 0]
 
 
-def test_altered_contents_that_an_operation_refuses() -> None:
+def test_check_twice_with_contents_that_an_operation_rejects() -> None:
     def step(b: StaticBuffers) -> None:
         b.one.copy_(b.one[b.index])
 
@@ -271,7 +271,7 @@ def test_replay_keeps_no_memory(buffers: StaticBuffers) -> None:
     assert kept == 0
 
 
-def test_a_fresh_recording_is_poisoned(buffers: StaticBuffers) -> None:
+def test_new_recording_is_poisoned(buffers: StaticBuffers) -> None:
     def step(b: StaticBuffers) -> None:
         b.x.copy_(torch.empty(4, 8, device=b.device))
         b.index.copy_(torch.empty(4, dtype=torch.int64, device=b.device))
@@ -280,7 +280,7 @@ def test_a_fresh_recording_is_poisoned(buffers: StaticBuffers) -> None:
     assert bool(buffers.x.isnan().all()) and int(buffers.index.min()) > 2**60
 
 
-def test_a_step_that_reads_the_last_round_is_seen_with_poison_every(buffers: StaticBuffers) -> None:
+def test_poison_every_finds_reads_of_the_previous_replay(buffers: StaticBuffers) -> None:
     def step(b: StaticBuffers) -> None:
         scratch = torch.empty(4, 8, device=b.device)
         scratch[:2].copy_(b.x[:2])
@@ -378,7 +378,7 @@ _library.impl("broken.out", lambda x, *, out: torch.mm(x, x, out=out), "CPU")
 
 
 @pytest.mark.parametrize("name", ["idle", "other", "broken"])
-def test_an_out_overload_is_tried_before_it_is_used(buffers: StaticBuffers, name: str) -> None:
+def test_out_overload_is_tried_before_it_is_used(buffers: StaticBuffers, name: str) -> None:
     operation = getattr(torch.ops.stepgraph_test_tape, name)
 
     def step(b: StaticBuffers) -> None:
@@ -417,8 +417,8 @@ def test_host_node_error_names_the_node_and_the_next_replay_works(buffers: Stati
     backend.close()
 
 
-def test_an_error_on_any_stream_skips_the_rest_and_frees_the_others(buffers: StaticBuffers) -> None:
-    """Each stream waits for each other; whichever fails, the replay ends with its error, and the next one works."""
+def test_error_on_any_stream_skips_the_rest_of_the_replay(buffers: StaticBuffers) -> None:
+    """The streams wait for each other. If one fails, the replay raises its error, and the next replay works."""
     broken: set[str] = set()
 
     def node(name: str) -> Callable[[], None]:
@@ -455,7 +455,7 @@ def test_an_error_on_any_stream_skips_the_rest_and_frees_the_others(buffers: Sta
     backend.close()
 
 
-def test_an_operation_that_fails_in_a_replay_names_its_line(buffers: StaticBuffers) -> None:
+def test_operation_that_fails_in_a_replay_names_its_line(buffers: StaticBuffers) -> None:
     def step(b: StaticBuffers) -> None:
         b.x.copy_(b.y[b.index])  # out of range later
 
@@ -481,7 +481,7 @@ def test_undeclared_write_of_a_host_node(buffers: StaticBuffers) -> None:
         TapeBackend(poison="every").capture(through_host(work), buffers).replay()
 
 
-def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: StaticBuffers) -> None:
+def test_concurrent_copy_is_not_an_undeclared_write(buffers: StaticBuffers) -> None:
     started = threading.Event()
 
     def work() -> None:  # ends when the copy beside it has happened
@@ -506,8 +506,8 @@ def test_a_copy_that_runs_beside_a_host_node_is_no_undeclared_write(buffers: Sta
     backend.close()
 
 
-def test_streams_run_beside_each_other(buffers: StaticBuffers) -> None:
-    """The main stream passes the host node while it runs: shown by a hand-shake, not by time."""
+def test_streams_run_concurrently(buffers: StaticBuffers) -> None:
+    """The main stream continues while the host node runs; checked by a handshake, not by time."""
     seen, arrived = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -549,7 +549,7 @@ def test_threads_are_reused_and_end(buffers: StaticBuffers) -> None:
     assert threading.active_count() == threads
 
 
-def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
+def test_close_without_waiting_ends_the_threads(buffers: StaticBuffers) -> None:
     threads, tapes = threading.active_count(), len(tape._tapes)
     recorded = capture(through_host(doubling(buffers)), buffers, backend=TapeBackend(asynchronous=True))
     recorded.replay()
@@ -562,8 +562,8 @@ def test_an_abandoned_backend_ends_its_threads(buffers: StaticBuffers) -> None:
     assert dead() is None and threading.active_count() <= threads and len(tape._tapes) <= tapes
 
 
-def test_leaving_without_close_is_clean() -> None:
-    """A process may end with launches in flight and nothing closed."""
+def test_process_exits_cleanly_without_close() -> None:
+    """A process may exit with replays in flight and an open backend."""
     program = """
 import time, torch
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
@@ -631,7 +631,7 @@ def test_asynchronous_rounds_stay_in_order_under_delays(buffers: StaticBuffers) 
 
 
 @pytest.mark.parametrize("deliver", ["replay", "run", "event", "synchronize"])
-def test_an_asynchronous_error_is_delivered_once(buffers: StaticBuffers, deliver: str) -> None:
+def test_asynchronous_error_is_raised_once(buffers: StaticBuffers, deliver: str) -> None:
     backend = TapeBackend(asynchronous=True)
     ran: list[int] = []
 
@@ -672,7 +672,7 @@ def test_synchronous_calls_raise_at_once(buffers: StaticBuffers) -> None:
     assert backend.stats.event_waits == 1
 
 
-def test_run_is_without_gradients(buffers: StaticBuffers) -> None:
+def test_run_disables_gradients(buffers: StaticBuffers) -> None:
     modes: list[bool] = []
     for asynchronous in (False, True):
         backend = TapeBackend(asynchronous=asynchronous)
@@ -705,7 +705,7 @@ def test_close(buffers: StaticBuffers, asynchronous: bool) -> None:
             call()
 
 
-def test_close_tells_of_an_error_that_nobody_saw() -> None:
+def test_close_warns_about_an_error_that_was_not_raised() -> None:
     backend = TapeBackend(asynchronous=True)
     backend.run(lambda: 1 / 0)
     with pytest.warns(RuntimeWarning, match="never raised: division by zero"):

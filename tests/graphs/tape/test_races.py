@@ -1,4 +1,4 @@
-"""The race checker: exact to the element, blind to nothing that the schemas declare, silent where events order the accesses."""
+"""The race checker: exact to the element, covers everything in the schemas, no report for accesses that events order."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ DISJOINT: dict[str, tuple[Work, Work]] = {
 
 
 @pytest.mark.parametrize("name", DISJOINT)
-def test_disjoint_is_no_race(name: str) -> None:
+def test_disjoint_accesses_are_no_race(name: str) -> None:
     main, side = DISJOINT[name]
     TapeBackend().capture(forked(main, side), StaticBuffers(SPECS)).replay()
 
@@ -252,7 +252,7 @@ OPERATIONS: dict[str, Callable[[StaticBuffers, int, int, float], object]] = {
 
 
 class Shaken:
-    """Short random sleeps in front of host nodes and stream segments."""
+    """Short random sleeps before host nodes and stream segments."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._lock = random.Random(seed), threading.Lock()
@@ -295,6 +295,6 @@ def test_random_programs(program: list[tuple[str, str, int, int]], seed: int) ->
     backend.close()
 
 
-def test_random_programs_were_of_both_kinds() -> None:
+def test_random_programs_included_legal_and_racing_ones() -> None:
     if sum(VERDICTS.values()):  # the test above ran in this process
         assert min(VERDICTS.values()) >= 20, VERDICTS

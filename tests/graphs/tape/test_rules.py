@@ -1,4 +1,4 @@
-"""What the tape rejects, with the rule and the step's own line, and the legal look-alikes that it must accept."""
+"""Steps that the tape refuses, with the rule and the line, and similar legal steps that it accepts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ BUFFERS = StaticBuffers(SPECS, constants={"net": NET, "table": TABLE, "freed": F
 FREED.untyped_storage().resize_(0)
 PACKED = torch.ones(4, 8).to_mkldnn()
 ESCAPED: list[Tensor] = []
-MARKS: list[object] = []
+EVENTS: list[object] = []
 BACKEND = TapeBackend(poison="every")
 
 
@@ -500,7 +500,7 @@ def side_stream_without_wait(b: StaticBuffers) -> None:
 
 
 @illegal("stream-outside-capture")
-def mark_on_outside_stream(b: StaticBuffers) -> None:
+def event_on_outside_stream(b: StaticBuffers) -> None:
     with current_context().stream("side"):
         current_context().record()  # illegal
 
@@ -512,8 +512,8 @@ def host_node_on_outside_stream(b: StaticBuffers) -> None:
 
 
 @illegal("foreign-event")
-def foreign_mark(b: StaticBuffers) -> None:
-    current_context().wait(MARKS[0])  # illegal
+def foreign_event(b: StaticBuffers) -> None:
+    current_context().wait(EVENTS[0])  # illegal
 
 
 @illegal("unjoined-fork")
@@ -547,6 +547,21 @@ def host_node_on_unregistered_memory(b: StaticBuffers) -> None:
     current_context().host_node("h", lambda: None, writes=[UNREGISTERED])  # illegal
 
 
+@illegal("host-sync")
+def matrix_inverse(b: StaticBuffers) -> object:
+    return torch.linalg.inv(b.x[:, :4])  # illegal
+
+
+@illegal("host-sync")
+def singular_values(b: StaticBuffers) -> object:
+    return torch.linalg.svdvals(b.x)  # illegal
+
+
+@illegal("collective")
+def all_reduce(b: StaticBuffers) -> object:
+    return torch.ops._c10d_functional.all_reduce(b.x, "sum", "group")  # illegal
+
+
 @illegal("nested-capture")
 def nested(b: StaticBuffers) -> None:
     BACKEND.capture(lambda b: None, b)  # illegal
@@ -556,7 +571,7 @@ def nested(b: StaticBuffers) -> None:
 def another_capture() -> object:
     def other(b: StaticBuffers) -> None:
         ESCAPED.append(b.x + 1)
-        MARKS.append(current_context().record())
+        EVENTS.append(current_context().record())
 
     return BACKEND.capture(other, BUFFERS)
 
@@ -823,7 +838,7 @@ def host_node(b: StaticBuffers) -> None:
 
 @pytest.mark.parametrize("step", LEGAL, ids=[step.__name__ for step in LEGAL])
 def test_legal(step: SnippetStep) -> None:
-    """Accepted, without a trace; and each replay equals the eager step bit for bit, also from state to state."""
+    """The capture has no side effects, and each of several replays equals the eager step bit for bit."""
     generators = [GENERATOR, torch.default_generator]
     randomise(BUFFERS, 1)
     before, states = snapshot(BUFFERS), [g.get_state() for g in generators]

@@ -1,4 +1,4 @@
-"""Saved hidden states are those of a pass over the whole text without a cache, token for token, and cost the requests nothing."""
+"""Saved hidden states equal those of one pass over the text without a cache, and saving does not affect requests."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def finish(engine: Engine, jobs: list[Job]) -> list[Job]:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, k: int) -> None:
+def test_saved_states_equal_one_pass_over_the_text(tmp_path: Path, k: int) -> None:
     with saving_engine(tmp_path, k) as engine:
         guard = NoSyncs(engine.buffers)
         jobs = [engine.submit(prompt, constraint=rule, max_new_tokens=20) for prompt in PROMPTS for rule in (None, CONSTRAINTS[1])]
-        engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # stands for no tokens
+        engine.submit([5, 6, 7, 8, 9], prompt_embeddings={1: torch.ones(2, 48)}, max_new_tokens=20)  # not saved: no token ids
         with guard:
             finish(engine, jobs)
         assert engine.stats().host_syncs == 0 and guard.pinned_reads > 10
@@ -77,8 +77,8 @@ def test_saved_states_are_those_of_one_pass_over_the_whole_text(tmp_path: Path, 
         torch.testing.assert_close(text.hidden, expected[-1][0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_lagging_device_and_bursts_of_prompts_mix_nothing_up(tmp_path: Path) -> None:
-    """The toy's states are a hash of the whole prefix: one wrong line of a ring would show."""
+def test_states_are_not_mixed_up_by_a_slow_device_and_prompt_bursts(tmp_path: Path) -> None:
+    """The toy's states are a hash of the whole prefix, so one wrong ring line is detected."""
     config: dict[str, Any] = {"prefill_chunk": 3, "rounds_in_flight": 3, "max_rows": 4}
     prompts = [[place % 7 + 1] * length for place, length in enumerate([1, 9, 2, 14, 30, 3, 3, 5, 8, 21])]
     tokens: list[dict[tuple[int, ...], list[int]]] = []
@@ -102,7 +102,7 @@ def test_a_lagging_device_and_bursts_of_prompts_mix_nothing_up(tmp_path: Path) -
     assert len(shared) >= 9 and all(tokens[0][text] == tokens[1][text] for text in shared)
 
 
-def test_a_folder_is_continued_and_guarded(tmp_path: Path) -> None:
+def test_folder_is_continued_and_locked(tmp_path: Path) -> None:
     for _ in range(2):
         with toy_engine(tmp_path, states_shard_bytes=4000) as engine:
             finish(engine, [engine.submit([place, 2], max_new_tokens=8) for place in range(4)])
@@ -115,12 +115,12 @@ def test_a_folder_is_continued_and_guarded(tmp_path: Path) -> None:
         saving_engine(tmp_path, 0)
 
 
-def test_nothing_is_there_for_it_when_off() -> None:
+def test_engine_without_saving_has_no_state_buffers() -> None:
     with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(num_speculative_tokens=0, max_rows=1)) as engine:
         assert not [name for name in engine.buffers if "states" in name]
 
 
-def test_a_target_that_does_not_tell_its_sizes_is_refused(tmp_path: Path) -> None:
+def test_target_without_hidden_size_raises(tmp_path: Path) -> None:
     class Silent(type(TARGET)):  # type: ignore[misc]
         hidden_size = property(lambda self: None, lambda self, value: None)
 
@@ -136,7 +136,7 @@ def test_bad_settings_are_refused(value: Any) -> None:
         EngineConfig(states_shard_bytes=0)
 
 
-def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unusable_folder_raises_at_construction(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for folder in (file, file / "below", tmp_path / "no" / "such"):
@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path)
         toy_engine(tmp_path)
 
 
-def test_when_the_folder_goes_away_requests_go_on(tmp_path: Path) -> None:
+def test_requests_continue_when_the_folder_disappears(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     engine = toy_engine(folder, states_shard_bytes=1)
     shutil.rmtree(folder)
@@ -168,8 +168,8 @@ def test_when_the_folder_goes_away_requests_go_on(tmp_path: Path) -> None:
     assert str(folder) in stats.saving_error
 
 
-def test_a_full_disk_leaves_whole_files_only(tmp_path: Path) -> None:
-    """A limit on the size of a file stands for the disk: a write beyond it fails just so."""
+def test_full_disk_leaves_only_complete_files(tmp_path: Path) -> None:
+    """A file size limit takes the place of a full disk: a write beyond it fails in the same way."""
 
     def text(tokens: int) -> SavedText:
         return SavedText(torch.arange(tokens), 1, torch.rand(tokens - 1, 6), torch.rand(tokens - 1, 3))
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_whole_files_only(tmp_path: Path) -> None:
     assert [text.token_ids.tolist() for text in SavedStates(tmp_path)] == [[0, 1, 2, 3]]
 
 
-def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before")
 
     def write() -> None:
@@ -204,7 +204,7 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """What comes faster than the disk takes it is refused, and counted."""
+    """Texts that arrive faster than the disk writes are refused and counted."""
     writer = StatesWriter(tmp_path, LAYOUT, shard_bytes=40_000)
     text = SavedText(torch.arange(100), 1, torch.rand(99, 6), torch.rand(99, 3))
     with writer._lock:  # the writing thread cannot book what it wrote meanwhile

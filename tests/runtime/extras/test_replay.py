@@ -1,8 +1,9 @@
-"""What an engine records, and what asking the same again tells of it."""
+"""Recordings, and replays of them."""
 
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
 import tempfile
@@ -35,7 +36,7 @@ CONFIG = EngineConfig(
     buckets=(2,),
     compile_isolation="none",
     look_up=2,
-    eager=True,  # nothing is recorded twice over, and captures are left out
+    eager=True,  # no captures
 )
 DRAFT = ToyDraft(TARGET, 0.8)
 
@@ -48,14 +49,14 @@ def recorded_engine(path: Path, config: EngineConfig = CONFIG, record: Recording
 
 @functools.cache
 def other_engine() -> Engine:
-    """Another one, to be asked again by many cases."""
+    """An engine for the replays of many tests."""
     engine = Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG)
     engine.capture()
     return engine
 
 
 def busy_run(engine: Engine, ready: bool) -> list[Job]:
-    """Requests of all kinds between steps; ready: no grammar is waited for."""
+    """Requests of all kinds between steps. ready: all grammars are compiled beforehand."""
     for constraint in filter(None, CONSTRAINTS if ready else ()):
         engine.compile(constraint)
     jobs = []
@@ -88,17 +89,17 @@ def again(path: Path) -> ReplayReport:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_a_replay_says_the_same(ready: bool, tmp_path: Path) -> None:
+def test_replay_has_the_same_tokens(ready: bool, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with recorded_engine(path) as engine:
         jobs = busy_run(engine, ready)
-        fixed = sum(len(jobs[place].tokens) for place in (0, 4, 6, 9, 12))  # greedy, and not cancelled: nothing else decides their lengths
+        fixed = sum(len(jobs[place].tokens) for place in (0, 4, 6, 9, 12))  # greedy and not cancelled: of fixed length
         rounds = engine.stats().rounds
         assert engine.stats().finished[list(FinishReason).index(FinishReason.CANCELLED)][1] > 0
     found = replay(read_recording(path), TARGET, DRAFT, VOCABULARY)
     assert found.equal and (found.requests, found.skipped) == (14, 0), found.differences
     assert found.tokens > fixed == 50
-    if ready:  # then also where a cancelled text ends, and when who sits down
+    if ready:  # then cancelled texts and scheduling are the same, too
         assert (found.tokens, found.rounds) == (found.recorded_tokens, rounds)
 
 
@@ -121,7 +122,7 @@ def altered(path: Path, kind: str, change: Callable[[dict[str, Any]], object]) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "told"),
+    ("kind", "change", "expected"),
     [
         ("tokens", lambda line: line["tokens"].__setitem__(0, 9999), (2, "expected 9999")),
         ("tokens", lambda line: line.update(tokens=line["tokens"] + [5]), (2, "got length, expected 5")),
@@ -131,16 +132,18 @@ def altered(path: Path, kind: str, change: Callable[[dict[str, Any]], object]) -
         ("submit", lambda line: line["prompt_ids"].__setitem__(0, 50), (2, "")),
     ],
 )
-def test_the_first_difference_is_told(kind: str, change: Callable[[dict[str, Any]], object], told: tuple[int, str], tmp_path: Path) -> None:
+def test_first_difference_is_reported(
+    kind: str, change: Callable[[dict[str, Any]], object], expected: tuple[int, str], tmp_path: Path
+) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(two_texts())
     altered(path, kind, change)
     (difference,) = again(path).differences
-    assert difference.job_id == told[0] and told[1] in str(difference)
+    assert difference.job_id == expected[0] and expected[1] in str(difference)
 
 
-def test_what_ends_by_a_fault_or_from_outside_is_replayed(tmp_path: Path) -> None:
-    """A grammar that is not to be had, a job that waits when it is cancelled, one that the engine's end cut short."""
+def test_replay_of_faults_and_cancelled_requests(tmp_path: Path) -> None:
+    """A grammar that cannot be compiled, a job cancelled in the queue, and jobs ended by close()."""
     path = tmp_path / "run.jsonl"
     with recorded_engine(path, replace(CONFIG, max_queued=5)) as engine:
         bad = engine.submit([1], constraint=Constraint.ebnf("root ::= nothing"), max_new_tokens=8)
@@ -161,14 +164,14 @@ def test_what_ends_by_a_fault_or_from_outside_is_replayed(tmp_path: Path) -> Non
     assert found.equal and found.tokens == found.recorded_tokens > 0, found.differences
 
 
-def test_a_crash_keeps_what_was_before(tmp_path: Path) -> None:
-    """Whatever was told of is in the file by then, whoever reads it; half a line at its end is where a process ended."""
+def test_crash_keeps_the_lines_before_it(tmp_path: Path) -> None:
+    """Every returned token is in the file already; an incomplete last line is ignored."""
     path, cut = tmp_path / "run.jsonl", tmp_path / "cut.jsonl"
     with recorded_engine(path) as engine:
         job = engine.submit([1, 2, 3], sampling=SamplingParams(seed=1, ignore_eos=True), max_new_tokens=50)
         while len(job.tokens) < 8:
             engine.step()
-            assert sum(len(told.tokens) for told in read_recording(path).requests) == len(job.tokens)
+            assert sum(len(request.tokens) for request in read_recording(path).requests) == len(job.tokens)
         cut.write_bytes(path.read_bytes() + b'{"kind":"tokens","step":99,"jo')
     run = read_recording(cut)
     assert run.ending == "the process ended" and run.requests[0].reason is None
@@ -176,7 +179,7 @@ def test_a_crash_keeps_what_was_before(tmp_path: Path) -> None:
     assert found.equal and 8 <= found.tokens == found.recorded_tokens < 50
 
 
-def test_a_recording_ends_at_its_limit_with_one_warning(tmp_path: Path) -> None:
+def test_recording_ends_at_max_bytes_with_one_warning(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path, record=Recording(path, 4000)) as engine:
         warnings.simplefilter("always")
@@ -188,14 +191,14 @@ def test_a_recording_ends_at_its_limit_with_one_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None:
+def test_failing_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
         warnings.simplefilter("error" if strict else "always")
         engine.step()
         recorder = engine._desk._observer
         assert isinstance(recorder, Recorder) and recorder._file
-        recorder._file.close()  # what is written from now on fails
+        recorder._file.close()  # later writes fail
         jobs = [engine.submit([place], max_new_tokens=20) for place in range(4)]
         for _ in engine.stream():
             pass
@@ -203,13 +206,13 @@ def test_a_disk_that_fails_disturbs_nobody(strict: bool, tmp_path: Path) -> None
     assert [str(each.message) for each in caught] == ([] if strict else [f"the recording {path} ends here: I/O operation on closed file"])
 
 
-def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
     there = tmp_path / "there.jsonl"
-    there.write_text("somebody's")
-    for path, told in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
-        with pytest.raises(ValueError, match=told):
+    there.write_text("another file")
+    for path, message in ((there, "File exists"), (tmp_path / "no" / "run.jsonl", "No such file")):
+        with pytest.raises(ValueError, match=message):
             recorded_engine(path)
-    assert there.read_text() == "somebody's"
+    assert there.read_text() == "another file"
     with pytest.raises(ValueError, match=r"Recording\.path: got 3"):
         Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG, record=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Recording\.max_bytes: got 0"):
@@ -221,13 +224,13 @@ def test_engine_without_recording_has_no_observer() -> None:
         assert engine._desk._observer is None
 
 
-def test_others_may_not_read_it_and_no_weights_are_in_it(tmp_path: Path) -> None:
+def test_recording_is_private_and_has_no_weights(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorded_engine(path).close()
     assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size < 4000
 
 
-def test_lines_of_many_threads_are_whole(tmp_path: Path) -> None:
+def test_lines_from_many_threads_are_complete(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorder = Recorder(Recording(path), {})
 
@@ -246,25 +249,25 @@ def test_lines_of_many_threads_are_whole(tmp_path: Path) -> None:
     assert all([line["place"] for line in lines if line["thread"] == number] == list(range(200)) for number in range(4))
 
 
-def test_another_model_is_named_by_its_fingerprint(tmp_path: Path) -> None:
+def test_replay_with_another_model_raises(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorded_engine(path).close()
     run = read_recording(path)
-    biased = ToyTarget(VOCABULARY.logits_width, seed=3, biases={1: 2.5})  # of the same shape: only its values are others
+    biased = ToyTarget(VOCABULARY.logits_width, seed=3, biases={1: 2.5})  # same shapes, other values
     wider = Vocabulary(VOCABULARY.tokens, VOCABULARY.stop_token_ids, VOCABULARY.logits_width)  # no control tokens
-    for told, target, draft, vocabulary in (
+    for message, target, draft, vocabulary in (
         ("draft: got ToyDraft of", TARGET, ToyDraft(TARGET, 0.7), VOCABULARY),
         ("target: got ToyTarget of", biased, DRAFT, VOCABULARY),
         ("vocabulary: got", TARGET, DRAFT, wider),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             replay(run, target, draft, vocabulary)
     pair = toy_pair()
     with pytest.raises(ValueError, match=r"fingerprint \w{16}, expected the recorded ToyDraft of \d tensors, fingerprint \w{16}"):
         replay(run, pair.target, pair.draft, pair.vocabulary)
 
 
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+def test_invalid_recordings_raise(tmp_path: Path) -> None:
     good = two_texts().splitlines(keepends=True)
     bad = {
         ":1: got b'', expected the first line": "",
@@ -277,16 +280,16 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
         ":3: ValueError: kind: got 'fly'": "".join(good[:2]) + '{"kind":"fly"}\n',
     }
     path = tmp_path / "run.jsonl"
-    for told, text in bad.items():
+    for message, text in bad.items():
         path.write_text(text)
-        with pytest.raises(ValueError, match=re.escape(f"run.jsonl{told}")):
+        with pytest.raises(ValueError, match=re.escape(f"run.jsonl{message}")):
             read_recording(path).config  # noqa: B018
     with pytest.raises(ValueError, match="Is a directory, expected a file"):
         read_recording(tmp_path)
 
 
-def test_embeddings_are_left_out(tmp_path: Path) -> None:
-    """A recording holds what tells them apart, and no values."""
+def test_requests_with_embeddings_are_skipped(tmp_path: Path) -> None:
+    """A recording has a hash of embeddings and no values."""
     path, config = tmp_path / "run.jsonl", EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=32, eager=True)
     loaded = load_models(model_folder(), "none", config)
     with Engine(loaded.target, vocabulary=loaded.vocabulary, config=config, record=path) as engine:
@@ -304,3 +307,16 @@ def test_a_recording_without_a_vocabulary(tmp_path: Path) -> None:
     with Engine(ToyTarget(40), config=config, record=path) as engine:
         engine.generate([1, 2], max_new_tokens=2)
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[0])["vocabulary"] == "none"
+
+
+def test_full_disk_ends_a_recording_with_one_warning(tmp_path: Path) -> None:
+    recorder = Recorder(Recording(tmp_path / "run.jsonl"), {})
+    assert recorder._file is not None
+    recorder._file.close()
+    recorder._file = io.FileIO("/dev/full", "wb")
+    with pytest.warns(RuntimeWarning, match="the recording .* ends here: .*No space left"):
+        recorder.write("submit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.write("submit")
+    assert not recorder.close(), "closed by the failure"

@@ -1,4 +1,4 @@
-"""tools/nsys_profile.py as a process on the tape, the line that it would run under nsys, and what the environment makes an engine do."""
+"""tools/nsys_profile.py as a process on the tape, its nsys command line, and profiling set by the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.profiling import command
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = json.loads((ROOT / "tests" / "data" / "profile_report.schema.json").read_text())
-GOLDEN = {  # what nsys is told, and why
+GOLDEN = {  # flags for nsys, and their reasons
     "--trace=cuda,nvtx": "launches, nodes and the ranges of stages and rounds",
     "--cuda-graph-trace=node": "the default, a graph as a whole, has no stages",
     "--capture-range=cudaProfilerApi": "the engine says when",
@@ -46,12 +46,12 @@ def tool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_line_is_what_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nsys_command_has_the_flags_the_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert nsys_profile.main(["--rounds", "5-9", "--out", "/tmp/p", "--print", "--", "serve.py", "--port", "80 00"]) == 0
     *why, line = capsys.readouterr().out.splitlines()
     words = shlex.split(line)
-    told, (nsys, profile, *rest) = words[:4], words[4:]
-    assert told == [
+    variables, (nsys, profile, *rest) = words[:4], words[4:]
+    assert variables == [
         "STEPGRAPH_PROFILE_ROUNDS=5-9",
         "STEPGRAPH_PROFILE_FILE=/tmp/p.rounds.json",
         "STEPGRAPH_PROFILE_WITH=nsys",
@@ -69,7 +69,7 @@ def examples(doc: str | None, name: str) -> list[list[str]]:
     return [shlex.split(line.split(" > ")[0].removeprefix(f"python tools/{name}")) for line in lines]
 
 
-def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
+def test_profile_of_the_bench_end_to_end(tmp_path: Path) -> None:
     """The first example of --help, as a process, by the engine's own timeline: its report is as it is written down, and adds up."""
     out, first = tmp_path / "folder" / "bench", examples(nsys_profile.__doc__, "nsys_profile.py")[0]
     assert first[:4] == ["--rounds", "20-40", "--out", "/tmp/bench"]
@@ -91,14 +91,14 @@ def test_the_bench_is_profiled_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", examples(nsys_profile.__doc__, "nsys_profile.py")[1:])
-def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_help_examples_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     here = words.index("--") if "--" in words else len(words)
     assert nsys_profile.main([*words[:here], *["--print"][: "--print" not in words], *words[here:]]) == 0
     assert " nsys profile --trace=cuda,nvtx " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--bench", "--rounds", "9-4"], 2, "--rounds: got '9-4', want FIRST-LAST"),
         ([], 2, "got neither of --bench and -- SCRIPT"),
@@ -109,12 +109,10 @@ def test_the_other_examples_are_lines_that_parse(words: list[str], capsys: pytes
         (["--with", "trace", "--", "false"], 1, "the script ended with 1; nothing was recorded"),
     ],
 )
-def test_what_cannot_be_profiled_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
-) -> None:
+def test_profile_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str) -> None:
     assert nsys_profile.main(["--out", str(tmp_path / "p"), *arguments]) == code
     printed = capsys.readouterr()
-    assert told in printed.err and printed.out == ""
+    assert message in printed.err and printed.out == ""
 
 
 def toy_engine(eager: bool = False) -> Engine:
@@ -138,7 +136,7 @@ def decode(eager: bool = False) -> list[list[int]]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+def profile_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
     """Ask for these rounds, as the environment of a fresh process does."""
 
     def ask(rounds: str) -> Path:
@@ -150,33 +148,33 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pa
     return ask
 
 
-def test_an_engine_writes_down_its_rounds_and_says_the_same(asked: Callable[[str], Path]) -> None:
+def test_profiled_engine_writes_its_rounds_and_has_the_same_tokens(profile_rounds: Callable[[str], Path]) -> None:
     plain = decode(eager=True)
-    file = asked("3-5")
+    file = profile_rounds("3-5")
     assert decode() == plain
-    told = json.loads(file.read_text())
-    assert [one["round"] for one in told["rounds"]] == [3, 4, 5]
-    spans = {(span[1], span[3]): span[4:] for span in told["spans"] if span[2] == "host"}
+    document = json.loads(file.read_text())
+    assert [one["round"] for one in document["rounds"]] == [3, 4, 5]
+    spans = {(span[1], span[3]): span[4:] for span in document["spans"] if span[2] == "host"}
     # By its own clock in the link, inside of what the tape saw: each host node of each round, under its name.
-    assert {(name, number) for name, number, _, _ in told["host_nodes"]} == set(spans)
+    assert {(name, number) for name, number, _, _ in document["host_nodes"]} == set(spans)
     assert {number for _, number in spans} == {3, 4, 5} and len(spans) == 3 * 3
-    for name, number, start, end in told["host_nodes"]:
+    for name, number, start, end in document["host_nodes"]:
         assert spans[name, number][0] <= start <= end <= spans[name, number][1]
-    assert told["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in told["host_nodes"])
-    assert 3 <= told["counters"]["row_rounds"] <= 6 and told["counters"]["tokens"] >= told["counters"]["row_rounds"]
+    assert document["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in document["host_nodes"])
+    assert 3 <= document["counters"]["row_rounds"] <= 6 and document["counters"]["tokens"] >= document["counters"]["row_rounds"]
     with toy_engine() as another:
         assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
 
 
-def test_rounds_cut_short_by_the_end_are_kept(asked: Callable[[str], Path]) -> None:
-    file = asked("2-900")
+def test_rounds_before_an_early_end_are_written(profile_rounds: Callable[[str], Path]) -> None:
+    file = profile_rounds("2-900")
     decode(eager=True)
     numbers = [one["round"] for one in json.loads(file.read_text())["rounds"]]
     assert numbers == list(range(2, 2 + len(numbers))) and len(numbers) > 3
 
 
-def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callable[[str], Path]) -> None:
-    file = asked("3-5")
+def test_script_with_its_own_trace_continues_unprofiled(profile_rounds: Callable[[str], Path]) -> None:
+    file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.capture()
         engine.backend.start_trace(0, 2)
@@ -187,8 +185,8 @@ def test_a_script_that_traces_its_rounds_itself_goes_on_unprofiled(asked: Callab
     assert not file.exists()
 
 
-def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    file = asked("3-5")
+def test_report_of_eager_rounds_raises(profile_rounds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    file = profile_rounds("3-5")
     with toy_engine(eager=True) as engine:
         engine.generate([1], max_new_tokens=24, num_speculative_tokens=0)
     code, out, err = printed(capsys, file)
@@ -196,18 +194,18 @@ def test_rounds_that_were_not_recorded_are_told_as_such(asked: Callable[[str], P
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
-        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', want FIRST-LAST"),
-        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', want 'trace' or 'nsys'"),
-        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', want a file in a folder that is there"),
+        (profiled.ROUNDS, "20", "STEPGRAPH_PROFILE_ROUNDS: got '20', expected FIRST-LAST"),
+        (profiled.TOOL, "ncu", "STEPGRAPH_PROFILE_WITH: got 'ncu', expected 'trace' or 'nsys'"),
+        (profiled.FILE, "/none/a.json", "STEPGRAPH_PROFILE_FILE: got '/none/a.json', expected a file in an existing folder"),
     ],
 )
-def test_a_wrong_variable_is_named(variable: str, value: str, told: str) -> None:
+def test_invalid_environment_variable_is_named(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match="STEPGRAPH") as raised:
-        profiled.asked_range({profiled.ROUNDS: "1-2", variable: value})
-    assert told in str(raised.value)
-    assert profiled.asked_range({}) is None
+        profiled.read_range({profiled.ROUNDS: "1-2", variable: value})
+    assert message in str(raised.value)
+    assert profiled.read_range({}) is None
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -255,8 +253,8 @@ def test_every_example_of_the_report_prints_one(
     os.utime(tmp_path / "profile.2.nsys-rep", (1, 1))
     own = words[0].endswith(".json")
     spans = [[*(("side" if stream == 13 else "main"), name, "stage"), 20, *times] for name, _, stream, *times in nsys_files.ROUND]
-    told = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
-    (tmp_path / "profile.rounds.json").write_text(json.dumps(told))
+    document = nsys_files.sidecar_document(**{"backend": "tape", "spans": spans} if own else {})
+    (tmp_path / "profile.rounds.json").write_text(json.dumps(document))
     monkeypatch.chdir(tmp_path)
     code, out, err = printed(capsys, *words)
     assert (code, err) == (0, "")
@@ -265,7 +263,7 @@ def test_every_example_of_the_report_prints_one(
 
 def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nsys = nsys_stand_in(tmp_path / "nsys", tmp_path / "none")
-    for name, wanted in (
+    for name, expected in (
         ("gone.sqlite", "got no such file"),
         ("broken.nsys-rep", "ended with 4: cannot read"),
         ("other.json", "want what the engine wrote"),
@@ -273,7 +271,7 @@ def test_the_report_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFix
         if name != "gone.sqlite":
             (tmp_path / name).write_text("{}")
         code, out, err = printed(capsys, tmp_path / name, "--nsys", nsys)
-        assert (code, out) == (2, "") and wanted in err and name in err
+        assert (code, out) == (2, "") and expected in err and name in err
     code, _, err = printed(capsys, tmp_path / "broken.nsys-rep", "--nsys", "/none/nsys")
     assert code == 2 and "no /none/nsys here to export it; run `/none/nsys export --type sqlite" in err
     (tmp_path / "a.rounds.json").write_text(json.dumps(nsys_files.sidecar_document()))

@@ -1,4 +1,4 @@
-"""Graphs that cannot be captured, and graphs for which there is no memory: told of, and served by what is there."""
+"""Graphs that cannot be captured or do not fit into memory: errors, the report, and the rounds that run instead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from stepgraph import Engine, EngineConfig, Job
-from stepgraph.graphs import CaptureError, TapeBackend
-from stepgraph.graphs.graph_set import CaptureBudget
+from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, TapeBackend
+from stepgraph.graphs.graph_set import CaptureBudget, GraphSet, OnFailure
 from stepgraph.graphs.shapes import GraphKey
+from stepgraph.graphs.tape.backend import Tape
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 
 CONFIG = EngineConfig(
@@ -55,7 +56,7 @@ def make(backend: TapeBackend | None = None, **others: Any) -> Engine:
 
 
 def serve(engine: Engine, rows: int, grammar: int) -> None:
-    """A batch of so many rows, each token for token what plain decoding says."""
+    """Run a batch of `rows` requests and compare every token with plain decoding."""
     engine.compile(CONSTRAINTS[1])
     jobs: list[Job] = [engine.submit([row, 5], constraint=CONSTRAINTS[grammar], max_new_tokens=8) for row in range(rows)]
     for _ in engine.stream():
@@ -64,7 +65,7 @@ def serve(engine: Engine, rows: int, grammar: int) -> None:
         assert job.tokens == plain([row, 5], 8, CONSTRAINTS[grammar]).tokens
 
 
-def test_a_graph_that_cannot_be_captured_is_served_by_a_larger_one_or_eagerly() -> None:
+def test_failed_graph_is_replaced_by_a_larger_one_or_run_eagerly() -> None:
     with make(Refusing(1, 4), on_capture_failure="eager") as engine:  # rows=4 constrained and rows=2 free
         report = engine.capture()
         assert [key for key, _ in report.keys] == [KEYS[1], KEYS[2]]
@@ -86,22 +87,22 @@ def test_a_graph_that_cannot_be_captured_is_served_by_a_larger_one_or_eagerly() 
             pass
 
 
-def test_by_default_a_capture_that_fails_raises_and_leaves_the_engine_as_it_was() -> None:
+def test_failed_capture_raises_by_default_and_can_be_repeated() -> None:
     with make(Refusing(3)) as engine:
         with pytest.raises(CaptureError, match="planted fault"):
             engine.capture()
         with pytest.raises(RuntimeError, match="nothing is captured"):
             engine.step()
-        assert len(engine.capture().keys) == len(KEYS), "the fault is gone"
+        assert len(engine.capture().keys) == len(KEYS), "without the fault"
         serve(engine, 1, 1)
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-def test_memory_that_runs_out_names_the_graph_and_what_to_lower(error: Exception) -> None:
-    told = r"\[memory\] rows=4 constrained greedy needs more memory than available .*; lower max_rows"
-    with make(Refusing(1, error=error)) as engine, pytest.raises(CaptureError, match=told):
+def test_out_of_memory_names_the_graph_and_the_options_to_lower(error: Exception) -> None:
+    message = r"\[memory\] rows=4 constrained greedy needs more memory than available .*; lower max_rows"
+    with make(Refusing(1, error=error)) as engine, pytest.raises(CaptureError, match=message):
         engine.capture()
 
 
@@ -112,7 +113,7 @@ def test_error_of_the_step_names_the_graph_and_is_chained() -> None:
         assert isinstance(caught.value.__cause__, TypeError) and not isinstance(caught.value, CaptureError)
 
 
-def test_a_budget_refuses_before_it_is_spent() -> None:
+def test_capture_bytes_is_checked_before_the_capture() -> None:
     with make() as engine:
         report = engine.capture()
         graphs, buffers = sum(one.nbytes for _, one in report.keys), report.buffer_bytes
@@ -120,10 +121,10 @@ def test_a_budget_refuses_before_it_is_spent() -> None:
     with make(backend, capture_bytes=buffers + graphs // 2) as engine:
         with pytest.raises(CaptureError) as caught:
             engine.capture()
-        assert backend.captures == 2, "the two smallest, for what they take"
-        told = str(caught.value)
-        assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in told and f"{buffers:,} bytes of static buffers" in told
-        assert "lower max_rows, buckets" in told
+        assert backend.captures == 2, "only the two smallest, for the estimate"
+        message = str(caught.value)
+        assert f"capture_bytes: got {buffers + graphs // 2:,}, need about " in message and f"{buffers:,} bytes of static buffers" in message
+        assert "lower max_rows, buckets" in message
     with make(capture_bytes=(buffers + graphs) * 21 // 20) as engine:
         (note,) = [note for note in engine.capture().notes if note.startswith("memory: about")]
         about = int(note.split()[2].replace(",", ""))
@@ -135,17 +136,17 @@ def test_a_budget_refuses_before_it_is_spent() -> None:
         serve(engine, 4, 1)
 
 
-def test_a_graph_that_takes_more_than_was_estimated_is_dropped() -> None:
+def test_graph_larger_than_its_estimate_is_refused() -> None:
     key, budget = GraphKey(4, False), CaptureBudget(1000, 400, pooled=True)
     budget.learn([(1, 100), (2, 150)])
-    assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest is all"
+    assert budget.estimate([key, GraphKey(2, False)]) == 400 + 250, "in one pool the largest graph determines the memory"
     budget.check_next(key)
     with pytest.raises(CaptureError, match=r"capture_bytes: got 1,000, rows=4 free greedy needs 601, and 400 are used"):
         budget.add(key, 601)
     budget.add(key, 600)
 
 
-def test_graphs_that_fit_into_the_pool_of_a_larger_one_take_no_more() -> None:
+def test_pooled_graphs_need_no_additional_memory() -> None:
     budget = CaptureBudget(700, 400, pooled=True)
     budget.learn([(1, 100), (2, 150)])
     for key, nbytes in ((GraphKey(4, False), 250), (GraphKey(2, False), 0)):
@@ -161,13 +162,48 @@ def test_graphs_that_fit_into_the_pool_of_a_larger_one_take_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value", "expected"),
     [
         ("on_capture_failure", "ignore", "want 'raise' or 'eager'"),
         ("capture_bytes", 0, "want a whole number >= 1, or None"),
         ("capture_bytes", True, "want a whole number >= 1, or None"),
     ],
 )
-def test_what_is_no_choice_is_refused_by_name(field: str, value: object, wanted: str) -> None:
-    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got {value!r}, {wanted}"):
+def test_invalid_capture_options_raise_value_error(field: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got {value!r}, {expected}"):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def one_buffer() -> StaticBuffers:
+    return StaticBuffers([BufferSpec("x", (2,), torch.float32)])
+
+
+def adds_one(buffers: StaticBuffers) -> None:
+    buffers.x.add_(1)
+
+
+class OutOfMemory(TapeBackend):
+    """Every capture runs out of memory."""
+
+    def capture(self, *_: Any, **__: Any) -> Tape:
+        raise MemoryError("nothing left")
+
+
+def test_no_memory_for_an_estimate_runs_eagerly_or_raises() -> None:
+    def graphs(on_failure: OnFailure) -> GraphSet:
+        return GraphSet(OutOfMemory(), one_buffer(), lambda key: adds_one, (1, 2), on_failure, capture_bytes=1 << 20)
+
+    report = graphs("eager").capture()
+    assert "memory of the graphs: no estimate, because the smallest graphs cannot be captured" in report.notes
+    assert report.failed and all(
+        one.served_by is None and "needs more memory than available (nothing left)" in one.why for one in report.failed
+    )
+    with pytest.raises(CaptureError, match=r"needs more memory than available \(nothing left\)"):
+        graphs("raise").capture()
+
+
+def test_graph_set_is_captured_once() -> None:
+    graphs = GraphSet(TapeBackend(), one_buffer(), lambda key: adds_one, (1,))
+    graphs.capture(eager=True)
+    with pytest.raises(RuntimeError, match=r"GraphSet\.capture\(\): already captured"):
+        graphs.capture()

@@ -1,4 +1,4 @@
-"""Look-up beside a draft model: what the text holds is copied, the rest is the model's, and tokens and law are as ever."""
+"""Look-up beside a draft model: found tokens are drafted first, and the output and its distribution do not change."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_every_job_equals_plain_greedy_long(setup: Setup, batch: list[tuple[Any,
 RESTLESS = ToyTarget(VOCABULARY.logits_width, seed=3, biases={VOCABULARY.stop_token_ids[0]: -9.0})
 
 
-def rounds(draft: Any, prompt: Sequence[int], told_ids: Sequence[int], expected: list[int], **options: Any) -> tuple[int, Engine]:
-    """How many a text takes, which is held against the oracle."""
+def rounds(draft: Any, prompt: Sequence[int], draft_ids: Sequence[int], expected: list[int], **options: Any) -> tuple[int, Engine]:
+    """Number of rounds of a text, which must equal the oracle's."""
     config = EngineConfig(max_rows=1, num_speculative_tokens=4, max_length=96, greedy_only=True, backend="tape", eager=True, **options)
-    given_ids = {"draft_ids": told_ids} if isinstance(draft, str) or config.look_up else {}
+    given_ids = {"draft_ids": draft_ids} if isinstance(draft, str) or config.look_up else {}
     with Engine(RESTLESS, draft, vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
         job = engine.generate(prompt, max_new_tokens=len(expected), **given_ids)
@@ -72,8 +72,8 @@ def rounds(draft: Any, prompt: Sequence[int], told_ids: Sequence[int], expected:
         return job.rounds, engine
 
 
-def test_together_they_are_faster_than_either_alone() -> None:
-    """A text like the one that is given, with passages of its own: those are the model's, the rest is copied."""
+def test_look_up_and_model_together_need_fewest_rounds() -> None:
+    """The text differs from the given one in some passages: the model drafts those, the look-up the rest."""
     prompt = [*range(40, 49)]
     expected = greedy(RESTLESS, prompt, 80, (), None, len(VOCABULARY.tokens)).tokens
     given_ids = [*expected[:30], *[7] * 20, *expected[50:]]
@@ -87,8 +87,8 @@ def test_together_they_are_faster_than_either_alone() -> None:
 
 
 @pytest.mark.soak
-def test_a_model_of_the_llama_family_beside_the_history_alone() -> None:
-    """No text is given: a target that repeats itself is looked up in what it said. The draft's vocabulary is its own."""
+def test_llama_draft_with_look_up_in_the_history() -> None:
+    """Without a given text: the look-up finds repetitions in the output. The draft has its own vocabulary."""
     (folder,) = (each for each in FOLDERS if each.name == "model")
     found = []
     for look_up in (0, 3):
@@ -100,7 +100,7 @@ def test_a_model_of_the_llama_family_beside_the_history_alone() -> None:
 
 
 class LookUpLaw(ForcedLaw):
-    """Rows whose text holds a chain, any tokens, beside a draft model; at some places a grammar forces another."""
+    """Rows with a look-up chain of arbitrary tokens beside a draft model; at some positions a grammar forces another token."""
 
     def __init__(self, k: int, d2t: bool, settings: Sequence[Setting]) -> None:
         super().__init__(k, d2t, settings)
@@ -117,14 +117,14 @@ class LookUpLaw(ForcedLaw):
 
 
 @pytest.mark.parametrize(("k", "d2t"), [(2, True), *(pytest.param(k, d2t, marks=pytest.mark.soak) for k in (1, 3, 4) for d2t in (0, 1))])
-def test_looked_up_drafts_keep_the_law(k: int, d2t: bool) -> None:
+def test_looked_up_drafts_preserve_the_distribution(k: int, d2t: bool) -> None:
     law = LookUpLaw(k, d2t, SETTINGS)
     assert float(law.chances(law.tally(ROUNDS)).min()) > RARE
     looked_up = law.buffers.row_looked_up[law.buffers.batch_rows]
     assert all(int(looked_up[law.kind == kind].sum(0).min()) > 20 for kind in range(len(SETTINGS))), "at every place of every setting"
 
 
-def test_a_looked_up_draft_judged_as_if_it_were_drawn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_treating_looked_up_drafts_as_drawn_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     real = drafting.choose_draft
 
     def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
@@ -137,8 +137,8 @@ def test_a_looked_up_draft_judged_as_if_it_were_drawn_is_found(monkeypatch: pyte
     assert (law.chances(law.tally(ROUNDS)).amin(0) < RARE).tolist() == [True] * 4
 
 
-class Places:
-    """One place of every row of a small batch: the model wants `own`, and the mask allows what `allowed` says."""
+class Positions:
+    """One position of every row of a small batch: the model chooses `own`, and the mask allows `allowed`."""
 
     def __init__(self, forced: int = -1) -> None:
         self.law = LookUpLaw(2, False, SETTINGS[:1])
@@ -170,15 +170,17 @@ class Places:
         (6, (6, 4), (1, 6), 6, 1, 4),
     ],
 )
-def test_who_goes_first(forced: int, chain: Sequence[int], allowed: Sequence[int], chosen: int, looked_up: int, next_of_chain: int) -> None:
-    places = Places(forced)
+def test_order_of_forced_looked_up_and_model_drafts(
+    forced: int, chain: Sequence[int], allowed: Sequence[int], chosen: int, looked_up: int, next_of_chain: int
+) -> None:
+    places = Positions(forced)
     for sampled in (True, False):
         found = places.choose(chain, 1, allowed, sampled=sampled)
         assert found.unique(dim=0).tolist() == [[chosen, looked_up, next_of_chain]]
 
 
-def test_what_is_found_under_a_wrong_tag_is_not_drafted() -> None:
-    places = Places()
+def test_looked_up_token_is_not_drafted_under_a_stale_mask() -> None:
+    places = Positions()
     for column in range(4):
         found = places.choose((3, 4), 1, (1, 3), wrong_tag=column)
         assert found[::2].unique(dim=0).tolist() == [[-1, 0, -1]] and found[1::2].unique(dim=0).tolist() == [[3, 1, 4]]
@@ -206,7 +208,7 @@ def test_rounds_replay_as_eager(k: int, draft_masks: bool, forced: bool) -> None
     backend.close()
 
 
-def test_it_costs_nothing_where_it_is_off() -> None:
+def test_no_buffers_or_nodes_without_look_up() -> None:
     with make_engine(Setup(k=2, max_rows=1, eager=True)) as engine:
         assert not [name for name in engine.buffers if "text" in name or "looked_up" in name]
     with make_engine(Setup(k=2, max_rows=1, eager=True, look_up=3)) as engine:
@@ -217,7 +219,7 @@ SAMPLED = Setup(k=2, drafter="fair", look_up=2, max_rows=2, greedy_only=False, e
 
 
 def submit(engine: Engine, place: int, **options: Any) -> Any:
-    """Greedy and sampled requests by turns, some with a grammar; much is said again."""
+    """Alternating greedy and sampled requests, some with a grammar; the texts are repetitive."""
     sampling = SamplingParams(temperature=place % 3 * 0.6, seed=place, logit_bias={20: 9.0, 21: 9.0, 22: 9.0})
     return engine.submit([place, 7, 8], sampling=sampling, constraint=CONSTRAINTS[2 * (place == 4)], max_new_tokens=24, **options)
 
@@ -229,7 +231,7 @@ def ask(engine: Engine, place: int, **options: Any) -> list[int]:
     return list(job.tokens)
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
+def test_seeded_text_is_independent_of_batch_composition() -> None:
     engine = shared_engine(SAMPLED)
     alone = [ask(engine, place) for place in range(5)]
     assert engine.stats().drafts.accepted_looked_up > 5
@@ -245,8 +247,8 @@ def test_a_seed_gives_the_same_text_alone_and_in_company() -> None:
 
 
 @pytest.mark.parametrize("constraint", [None, CONSTRAINTS[1]], ids=["free", "schema"])
-def test_a_text_that_was_foreseen_takes_few_rounds(constraint: Constraint | None) -> None:
-    """A draft that knows nothing beside it; with a grammar, drafts begin behind the first round's masks."""
+def test_correct_draft_text_needs_few_rounds(constraint: Constraint | None) -> None:
+    """With a draft model of random output; with a grammar, drafts start after the first round's masks."""
     engine = shared_engine(SETUPS[2] if constraint is None else SETUPS[0])
     prompt, k = [*range(30, 38)], engine.limits.num_speculative_tokens
     expected = plain(prompt, 40, constraint)
@@ -266,12 +268,12 @@ def test_a_text_that_was_foreseen_takes_few_rounds(constraint: Constraint | None
     ],
     ids=str,
 )
-def test_bad_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_invalid_look_up_raises_value_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**fields)
 
 
-def test_where_no_model_drafts_it_is_refused_and_where_one_does_the_report_says_so() -> None:
+def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
     for draft, name in (*drafters, (noise(9), "Proposes"), (told, "FunctionProposer")):

@@ -1,0 +1,67 @@
+"""Limits, graph keys, and the choice of a key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.graphs import GraphKey, Limits
+from stepgraph.graphs.shapes import bucket_sizes, checked_buckets, dispatch, graph_keys
+
+SIZES: dict[str, Any] = {
+    "max_rows": 3,
+    "num_speculative_tokens": 4,
+    "max_length": 50,
+    "page_size": 16,
+    "num_pages": 12,
+    "vocab_size": 70,
+    "num_tokens": 68,
+    "feature_size": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Limits(**{**SIZES, "max_rows": 0}), r"Limits.max_rows: got 0, expected a whole number >= 1"),
+        (lambda: Limits(**{**SIZES, "page_size": 2.5}), r"Limits.page_size: got 2.5"),
+        (lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}), r"Limits.num_speculative_tokens: got 9, expected 0 to 8"),
+        (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, expected >= 4 for one row of max_length=50"),
+        (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, expected at most vocab_size=70"),
+        (lambda: checked_buckets([1.5, 4], 4), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]
+        (lambda: checked_buckets(4, 4), r"buckets: got 4"),  # type: ignore[arg-type]
+        (lambda: checked_buckets([], 4), r"buckets: got \[\], expected integers >= 1 of which the largest is max_rows=4"),
+        (lambda: checked_buckets([1, 8], 4), r"buckets: got \[1, 8\]"),
+    ],
+)
+def test_invalid_limits_and_buckets_raise_value_error(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_buckets_and_keys() -> None:
+    assert [bucket_sizes(rows) for rows in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]
+    keys = graph_keys((1, 4), greedy_only=True)
+    assert keys == (GraphKey(4, True), GraphKey(4, False), GraphKey(1, True), GraphKey(1, False)), "largest first"
+    assert [str(key) for key in keys[:2]] == ["rows=4 constrained greedy", "rows=4 free greedy"]
+    assert len(graph_keys((1, 4))) == 8
+
+
+def test_derived_limits() -> None:
+    limits = Limits(**SIZES)
+    assert (limits.rows, limits.dummy_row, limits.positions, limits.pages_per_row) == (4, 3, 5, 4)
+    assert (limits.cache_slots, limits.mask_words, limits.ring_depth) == (13 * 16, 3, 3)
+
+
+@given(max_rows=st.integers(1, 40), extra=st.lists(st.integers(1, 40), max_size=4))
+@settings(max_examples=60)
+def test_dispatch_is_total(max_rows: int, extra: list[int]) -> None:
+    for sizes in (bucket_sizes(max_rows), checked_buckets([*[size for size in extra if size <= max_rows], max_rows], max_rows)):
+        for batch in range(1, max_rows + 1):
+            for constrained in (False, True):
+                key = dispatch(sizes, batch, constrained)
+                assert key.rows in sizes and key.rows >= batch and key.constrained == constrained
+                assert not any(batch <= size < key.rows for size in sizes), "the smallest key that fits"
