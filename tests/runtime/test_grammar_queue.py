@@ -114,7 +114,7 @@ def test_a_grammar_that_is_there_is_not_waited_for(engine: Engine) -> None:
 
 def test_a_grammar_in_use_is_kept_beyond_the_cache_and_dropped_when_its_last_job_ends() -> None:
     with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
-        assert engine._grammars.notes == ("grammars: compiled in this process, whatever time and memory they take",)
+        assert engine._grammars.notes == ("grammars: compiled in this process, without limits on time and memory",)
         assert engine.stats().grammars.grammars == 0, "nobody uses what was compiled ahead"
         asked = Constraint.regex("[a-d]{30,}")
         jobs = [engine.submit([7], constraint=asked, max_new_tokens=20) for _ in range(2)]
