@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
     "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
-    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"expected at most {MOST_INDEX_BYTES}"),
+    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"most {MOST_INDEX_BYTES}"),
 }
 
 

@@ -70,7 +70,7 @@ def test_every_long_step_shows_progress_on_a_terminal(
     assert positions == sorted(positions)
 
 
-def test_demo_without_grammar_and_matplotlib_reports_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_demo_of_free_text_without_matplotlib_reports_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """No variant with a grammar, no picture, and exit code 1."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(demo, "failure_of", lambda job, compiled: "error: planted")
