@@ -13,7 +13,7 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.pages import PagePool
+from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
 
@@ -129,11 +129,11 @@ def test_pages_are_kept_while_nobody_wants_them() -> None:
         held = ask(engine, [1] * 16, 24, sampling=endless)
         engine.step()
         assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven more were wanted, and five free"
-        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
+        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
         more = ask(engine, [0] * 16, 20, sampling=endless)  # nine pages, of which it finds three
         engine.step()
         assert (more.num_cached_tokens, engine.stats().evicted_pages) == (12, 8)
-        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
+        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
         finish(engine)
 
 
@@ -167,9 +167,9 @@ def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.Monkey
             assert jobs[0].tokens == jobs[1].tokens == plain(SYSTEM, 9).tokens
     bad: list[dict[str, Any]] = [{"prefix_cache_pages": -1}, {"prefix_cache_pages": True}, {"prefix_reuse": 1}]
     for field in bad:
-        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, want"):
+        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, expected"):
             replace(CONFIG, **field)
-    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, want a string"):
+    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, expected a string"):
         ask(engine, SYSTEM, cache_salt=1)
 
 
@@ -201,8 +201,7 @@ def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
         assert (jobs[0].tokens, jobs[0].logprobs) == (jobs[1].tokens, jobs[1].logprobs) and jobs[1].num_cached_tokens == 16
 
 
-def test_page_pool_gives_all_requested_pages_or_none() -> None:
-    pool = PagePool(3)
-    assert pool.take(4) is None and pool.free == 3
-    pages = pool.take(3)
-    assert pages is not None and sorted(pages) == [1, 2, 3] and pool.take(1) is None
+def test_page_cache_allocates_all_requested_pages_or_none() -> None:
+    pages = PageCache(3, page_size=4)
+    assert pages.allocate(4) is None and pages.num_free == 3
+    assert sorted(pages.allocate(3) or ()) == [1, 2, 3] and pages.allocate(1) is None

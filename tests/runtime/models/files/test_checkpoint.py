@@ -68,7 +68,7 @@ def test_bad_path_and_config_types_are_refused() -> None:
     with pytest.raises(ValueError, match=r"path: got NoneType, expected the path of a model folder or \.gguf file"):
         Engine.from_pretrained(None)  # type: ignore[arg-type]
     for config in ({}, {"max_rows": 2}):
-        with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+        with pytest.raises(ValueError, match=r"Engine\.config: got dict, expected an EngineConfig"):
             Engine.from_pretrained("nowhere", config=config)  # type: ignore[arg-type]
 
 
