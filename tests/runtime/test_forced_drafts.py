@@ -248,7 +248,7 @@ def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> N
 def test_engine_with_forced_drafts_only() -> None:
     """`draft="forced"` without a draft model. Greedy and sampled, beside requests without drafts."""
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
-    assert "drafter: what grammars force" in made.capture().notes
+    assert "draft: tokens forced by grammars" in made.capture().notes
     jobs = run(made)
     check(jobs)
     stats = made.stats()
