@@ -16,7 +16,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.helpers.proposers import parrot, told
+from tests.helpers.proposers import draft_ids_then_noise, parrot
 
 VOCABULARY = Vocabulary.printable(logits_width=128)
 STOP = VOCABULARY.stop_token_ids[0]
@@ -103,7 +103,7 @@ KINDS = (
     EngineKind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
     EngineKind("forced", lambda _: "forced", 4, grammars="llguidance"),
     EngineKind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
-    EngineKind("function", lambda _: told, 2, reads_text=True, changes={"rounds_in_flight": 1}),
+    EngineKind("function", lambda _: draft_ids_then_noise, 2, reads_text=True, changes={"rounds_in_flight": 1}),
     EngineKind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
     EngineKind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
     EngineKind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),
