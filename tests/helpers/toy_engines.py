@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import Answer, greedy
-from tests.helpers.proposers import always, noise, parrot, told
+from tests.helpers.proposers import always, draft_ids_then_noise, noise, parrot
 
 try:
     load()
@@ -45,7 +45,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in reverse order
     "ngram": NgramLookup,
     "parrot": parrot,
-    "function": lambda: told,
+    "function": lambda: draft_ids_then_noise,
     "noise": lambda: noise(CONTROL + 1),
     "control": lambda: always(CONTROL),  # never legal under a grammar
     "stops": lambda: always(STOP),
