@@ -57,7 +57,7 @@ def parrot() -> Proposes:
     return Proposes(formula)
 
 
-def told(job: Job) -> list[int]:
+def draft_ids_then_noise(job: Job) -> list[int]:
     """A host drafter: the caller's draft ids, then pseudo-random ids, some of them invalid."""
     position = len(job.tokens)
     return [*job.draft_ids[position:], *[(position * 31 + index * 17 + job.prompt_ids[0]) % 120 - 3 for index in range(3)]]
