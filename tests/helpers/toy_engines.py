@@ -1,4 +1,4 @@
-"""Toy engines for tests: one vocabulary, a table of drafters, and engines that are captured once and shared."""
+"""Toy engines for tests: one vocabulary, several drafters, and engines captured once and shared by many tests."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """Configuration of a shared test engine."""
+    """Configuration of an engine that tests share."""
 
     k: int
     draft_masks: bool = True
     drafter: str = "fair"
     max_rows: int = 4
-    buckets: tuple[int, ...] | None = None  # None: powers of two and max_rows
+    buckets: tuple[int, ...] | None = None  # None: powers of two and all rows, one capture each
     num_pages: int = 36
     rounds_in_flight: int = 2
     asynchronous: bool = True
@@ -93,11 +93,11 @@ class Setup:
     host_link: str = "auto"
     forced_drafts: bool = False
     look_up: int = 0
-    compile_isolation: Isolation = "none"  # starting a worker process for each engine would be slow
+    compile_isolation: Isolation = "none"  # starting a worker per engine is slow
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
-    """others: further fields of EngineConfig."""
+    """A captured engine. `others`: EngineConfig fields that Setup lacks."""
     config = EngineConfig(
         max_rows=setup.max_rows,
         num_speculative_tokens=setup.k,
@@ -122,7 +122,7 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
     engine.capture()
     for constraint in filter(None, CONSTRAINTS):
-        engine.compile(constraint)  # so that a job is admitted by the next step
+        engine.compile(constraint)  # so that the step after a submit starts the job
     return engine
 
 
@@ -143,6 +143,6 @@ def plain(
     stop_ids: Sequence[int] = (),
     sampling: SamplingParams = GREEDY,
 ) -> Answer:
-    """The result of plain decoding with TARGET."""
+    """The result of plain decoding with TARGET, without drafts."""
     stops = (*(() if sampling.ignore_eos else (STOP,)), *stop_ids, *sampling.stop_token_ids)
     return greedy(TARGET, prompt, max_new_tokens, stops, compiled(constraint), len(VOCABULARY.tokens), sampling)
