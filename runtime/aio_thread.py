@@ -7,17 +7,14 @@ receives fewer, larger events, uses no more memory and does not delay the others
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.request import NO_DRAFTS, Job, StepEvent
-
-EXIT_SECONDS = 10.0  # that an interpreter which exits without close() waits for a round in flight
+from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 
 class StreamBuffer:
@@ -77,7 +74,7 @@ class StepThread:
         self._last_jobs: Sequence[Job] | None = None  # those to finish before the thread ends
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
         self.thread.start()
-        _live.add(self)
+        close_at_exit(self, ExitStage.STEPPER)
 
     def submit(self, prompt_ids: Any, options: dict[str, Any]) -> StreamBuffer:
         with self._lock:  # so that the job's first event finds its buffer
@@ -91,17 +88,22 @@ class StepThread:
 
     async def wait_for_room(self) -> None:
         """Wait until the queue may have room. For one task at a time."""
-        while self.engine.stepping.queue_full and not self.stopping:
+        while self.engine.step_gate.queue_full and not self.stopping:
             with self._lock:
                 self._room = self.loop.create_future()
-            if self.engine.stepping.queue_full:  # otherwise room appeared before the thread could see the future
+            if self.engine.step_gate.queue_full:  # otherwise room appeared before the thread could see the future
                 await self._room
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
         self._cancel_jobs = self._cancel_jobs or not drain
         self.stopping = True
-        self.engine.stepping.ring()
+        self.engine.step_gate.notify()
+
+    def close(self, seconds: float) -> None:
+        """Cancel the jobs, and wait at most `seconds` for the thread."""
+        self.stop(drain=False)
+        self.thread.join(seconds)
 
     def cancel_soon(self, job: Job) -> None:
         """For finalisers, which may run at a point where their thread holds a lock of the engine."""
@@ -110,8 +112,8 @@ class StepThread:
 
     def _run(self) -> None:
         try:
-            with self.engine.stepping.alone():
-                if not self.engine.stepping.captured:
+            with self.engine.step_gate.exclusive():
+                if not self.engine.step_gate.captured:
                     self.engine.capture()
                 self.engine.wait(0)  # raises if the engine is closed
                 self._call_in_loop(_resolve, self.opened)
@@ -134,7 +136,7 @@ class StepThread:
         if not self.stopping:
             return False
         if self._last_jobs is None:
-            self._last_jobs = self.engine.stepping.jobs
+            self._last_jobs = self.engine.step_gate.jobs
         if self._cancel_jobs:
             for job in self._last_jobs:
                 self.engine.cancel(job)
@@ -152,7 +154,7 @@ class StepThread:
                 buffer.add(event)
                 if buffer.ended:
                     del self._buffers[event.job_id]
-            has_room = self._room is not None and not self.engine.stepping.queue_full
+            has_room = self._room is not None and not self.engine.step_gate.queue_full
             if self._notified or not (self._unread or has_room):
                 return
             self._notified = True
@@ -178,14 +180,3 @@ class StepThread:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-_live: weakref.WeakSet[StepThread] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """A thread inside a round would crash an interpreter that shuts down."""
-    for stepper in tuple(_live):
-        stepper.stop(drain=False)
-        stepper.thread.join(EXIT_SECONDS)

@@ -1,10 +1,11 @@
-"""Where an engine's models and memory are: the device, the backend for it, all static buffers, and who drives its matchers."""
+"""Builds an engine's parts: drafter, backend, static buffers, host link, graphs, scheduler."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -14,15 +15,27 @@ from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
 from stepgraph.graphs.backends import make_backend
 from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.model import ModelPair
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.graphs.proposing import text_specs
+from stepgraph.graphs.round import Round
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.extras.hidden_states import HiddenStates, open_states, states_layout
 from stepgraph.runtime.extras.states_folder import StatesLayout
-from stepgraph.runtime.host_drafts import FunctionProposer
+from stepgraph.runtime.grammar_queue import GrammarQueue
+from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
+from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.models.forced import ForcedDrafts
-from stepgraph.runtime.scheduler import RequestObserver
-from stepgraph.runtime.slots import Sharing
+from stepgraph.runtime.models.ngram import NgramLookup
+from stepgraph.runtime.profiled import make_in_flight
+from stepgraph.runtime.scheduler import RequestObserver, Scheduler
+from stepgraph.runtime.slots import PrefixSharing
+from stepgraph.runtime.step_lock import StepGate
+from stepgraph.runtime.upload import Uploader
+from stepgraph.runtime.validate import RequestValidator
+from stepgraph.runtime.wake import WakeSignal
+from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
 from stepgraph.sampling.grammar.link.native import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
@@ -32,9 +45,145 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from stepgraph.runtime.extras.record import Recording
 
+AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
+DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
+Drafter = DraftModel | Proposer | DraftFunction
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of one engine."""
+
+    config: EngineConfig
+    models: ModelPair
+    limits: Limits
+    backend: Backend
+    watchdog: Watchdog
+    buffers: StaticBuffers
+    host_link: HostLink
+    graphs: GraphSet
+    wake: WakeSignal
+    grammar_queue: GrammarQueue
+    validator: RequestValidator
+    hidden_states: HiddenStates | None
+    scheduler: Scheduler
+    uploader: Uploader
+    in_flight: InFlight
+    function_drafts: FunctionDrafts | None
+    step_gate: StepGate
+    attention: AttentionChoice
+    sharing: PrefixSharing
+
+
+def build_engine(
+    target: TargetModel,
+    draft: Drafter | str | None,
+    vocabulary: Vocabulary | None,
+    config: EngineConfig,
+    backend: Backend | None,
+    record: Recording | str | Path | None,
+) -> EngineParts:
+    """ValueError if a part cannot be built from these arguments."""
+    models, config = resolve_drafter(target, draft, config)
+    limits = config.limits(target.vocab_size, checked_vocabulary_size(models, vocabulary), target.feature_size)
+    backend = backend or backend_for(config.backend, models, config.nvtx)
+    watchdog = Watchdog(backend, config.round_timeout_seconds)
+    timed = watchdog.backend
+    check_device(models, backend)
+    check_mode(models)
+    saved = states_layout(target) if config.save_hidden_states else None
+    buffers = make_buffers(limits, models, backend, config.greedy_only, saved, forces_drafts(config, models, vocabulary))
+    attention = attention_for(backend.device, config, models)
+    host_link, wake = make_host_link(config, buffers, limits, vocabulary), WakeSignal()
+    compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
+    decode_round = Round(limits, models, host_link, config.draft_masks, config.forced_acceptance, attention)
+    graphs = GraphSet(backend, buffers, decode_round.step, config.bucket_sizes, config.on_capture_failure, config.capture_bytes)
+    stop_ids = vocabulary.stop_token_ids if vocabulary else ()
+    validator = RequestValidator(config, limits, stop_ids, models, pinned=backend.device.type == "cuda")
+    states, sharing = open_states(config, saved, timed, buffers), sharing_for(config, models)
+    observer = observer_for(record, config, models, vocabulary, backend)
+    scheduler = Scheduler(limits, sharing, states.ended if states else None, isinstance(models.proposer, NgramLookup), observer)
+    in_flight, proposer = make_in_flight(timed, buffers, graphs, host_link, limits, states), models.proposer
+    return EngineParts(
+        config=config,
+        models=models,
+        limits=limits,
+        backend=backend,
+        watchdog=watchdog,
+        buffers=buffers,
+        host_link=host_link,
+        graphs=graphs,
+        wake=wake,
+        grammar_queue=GrammarQueue(compiler, host_link, wake),
+        validator=validator,
+        hidden_states=states,
+        scheduler=scheduler,
+        uploader=Uploader(timed, buffers, models, limits, attention, states),
+        in_flight=in_flight,
+        function_drafts=FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None,
+        step_gate=StepGate(wake, scheduler, in_flight, graphs, config.max_queued),
+        attention=attention,
+        sharing=sharing,
+    )
+
+
+def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
+    """The models of an engine, and its config with zero drafts for "none". ValueError if drafts are configured without a drafter."""
+    check_config(config)
+    if draft == NONE:
+        config = without_drafts(config)
+    drafter = checked_drafter(named_proposer(draft) if isinstance(draft, str) else draft, config)
+    if not config.num_speculative_tokens or drafter is None:
+        return ModelPair(target, None), config
+    if isinstance(drafter, Proposer):
+        return ModelPair(target, None, drafter), config
+    if isinstance(drafter, ForcedDrafts):
+        drafter.to(device_of(target))
+    look_up = NgramLookup(min_ngram=config.look_up, why="beside the draft model") if config.look_up else None
+    return ModelPair(target, drafter, look_up=look_up), config
+
+
+def check_config(config: object) -> None:
+    """ValueError unless `config` is an EngineConfig or None."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ValueError(f"Engine.config: got {type(config).__name__}, expected an EngineConfig")
+
+
+def checked_drafter(draft: Drafter | None, config: EngineConfig) -> DraftModel | Proposer | None:
+    """The drafter, a function wrapped as a proposer. ValueError if it does not fit the config, or is missing."""
+    if isinstance(draft, ForcedDrafts) and not config.draft_masks:
+        raise ValueError(f"Engine.draft: got {FORCED!r} with draft_masks=False, expected draft_masks=True: masks are its only source")
+    if draft is not None and not isinstance(draft, Proposer) and not hasattr(draft, "forward"):
+        draft = _function_proposer(draft, config)
+    if config.look_up and isinstance(draft, (Proposer, ForcedDrafts)):
+        raise ValueError(
+            f"EngineConfig.look_up: got {config.look_up} with the drafter {type(draft).__name__}, expected 0: "
+            "it needs a draft model; draft='ngram' looks up without one"
+        )
+    if config.num_speculative_tokens and draft is None:
+        drafts = config.num_speculative_tokens
+        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, expected a drafter, or num_speculative_tokens=0")
+    return cast("DraftModel | Proposer | None", draft)
+
+
+def named_proposer(name: str, reason: str = "") -> Proposer | ForcedDrafts | None:
+    """The drafter for one of DRAFTER_NAMES. reason: why "auto" is the look-up, for the capture report."""
+    if name not in DRAFTER_NAMES:
+        names = ", ".join(map(repr, DRAFTER_NAMES))
+        raise ValueError(f"Engine.draft: got {name!r}, expected a draft model, a proposer, a function, or one of {names}")
+    if name == NONE:
+        return None
+    if name == FORCED:
+        return ForcedDrafts()
+    return NgramLookup(why=reason or AUTO if name == AUTO else "")
+
+
+def without_drafts(config: EngineConfig | None) -> EngineConfig:
+    return replace(config or EngineConfig(), num_speculative_tokens=0)
+
 
 def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
-    """`auto` goes where the target is; for a target without tensors, to a GPU where there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
+    """`auto`: by the target's device; for a target without tensors, a GPU if there is one. STEPGRAPH_NVTX=1 is nvtx=True."""
     devices = _devices(models.target)
     if name == "auto" and devices:
         name = "cuda" if devices[0].type == "cuda" else "tape"
@@ -45,7 +194,7 @@ def backend_for(name: str, models: ModelPair, nvtx: bool = False) -> Backend:
 
 
 def device_of(model: object) -> torch.device:
-    """Where a model's tensors are; the CPU for one without any."""
+    """The device of a model's tensors; the CPU for a model without any."""
     return next(iter(_devices(model)), torch.device("cpu"))
 
 
@@ -53,11 +202,23 @@ def check_device(models: ModelPair, backend: Backend) -> None:
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
-            raise ValueError(f"Engine.{name}: got tensors on {wrong[0]}, want {backend.device}, where the {backend.name} backend is")
+            raise ValueError(
+                f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
+            )
+
+
+def check_mode(models: ModelPair) -> None:
+    """ValueError for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
+    for name, model in (("target", models.target), ("draft", models.drafter)):
+        if not isinstance(model, nn.Module):
+            continue
+        for inner, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
 
 
 def attention_for(device: torch.device, config: EngineConfig, models: ModelPair) -> AttentionChoice:
-    """Choose what attention runs as for these models; ValueError where what was wished for cannot be."""
+    """The attention implementation for these models; ValueError if the configured one does not support them."""
     shapes = tuple(shape for model in models for shape in getattr(model, "attends", ()))
     try:
         return choose_attention(device, config.attention, shapes, config.page_size)
@@ -65,87 +226,74 @@ def attention_for(device: torch.device, config: EngineConfig, models: ModelPair)
         raise ValueError(f"EngineConfig.{error}") from None
 
 
-def kernel_notes(device: torch.device, config: EngineConfig, models: ModelPair, attention: AttentionChoice) -> tuple[str, ...]:
-    """Choose what the filters run as, before they are captured if any graph has them, and say what the kernels are."""
-    told = (f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ())))
+def capture_notes(parts: EngineParts) -> tuple[str, ...]:
+    """Notes of the capture report. Also chooses the implementation of the filters, before they are captured."""
+    config, models, device = parts.config, parts.models, parts.backend.device
+    notes = [f"host link: {parts.host_link.name}"]
+    if config.forced_acceptance:
+        notes.append("acceptance is forced: the texts are not the models'")
+    notes += [f"kernels: {kernels.describe(device)}", *(note for model in models for note in getattr(model, "notes", ()))]
     if models.proposer is not None:
-        told = (*told, "drafts are proposed whole: no mask guides them, one host node walks them")
-    if attention.rounds:
-        told = (*told, f"attention: {attention}")
-    if config.greedy_only:
-        return told
-    try:
-        return (*told, f"filters: {kernels.choose_filters(device, config.filters)}")
-    except ValueError as error:
-        raise ValueError(f"EngineConfig.{error}") from None
+        notes.append("drafts are proposed whole: no mask guides them, one host node walks them")
+    if parts.attention.rounds:
+        notes.append(f"attention: {parts.attention}")
+    if not config.greedy_only:
+        try:
+            notes.append(f"filters: {kernels.choose_filters(device, config.filters)}")
+        except ValueError as error:
+            raise ValueError(f"EngineConfig.{error}") from None
+    forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
+    return (*notes, *parts.grammar_queue.notes, *parts.sharing.notes, *forced)
 
 
-def check_mode(models: ModelPair) -> None:
-    """Dropout is refused here: a graph would freeze it on one device and refuse it on the other."""
-    for name, model in (("target", models.target), ("draft", models.drafter)):
-        if not isinstance(model, nn.Module):
-            continue
-        for inner, module in model.named_modules():
-            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-                raise ValueError(f"Engine.{name}: {inner or type(module).__name__} drops out in training mode; call .eval() first")
-
-
-def check_draft(config: EngineConfig, draft: object) -> int:
-    """The drafts of a round; ValueError where nobody would make them."""
-    drafts = config.num_speculative_tokens
-    if drafts and draft is None:
-        raise ValueError(f"Engine.draft: got None with num_speculative_tokens={drafts}, want a drafter, or num_speculative_tokens=0")
-    return drafts
-
-
-def sharing_for(config: EngineConfig, models: ModelPair) -> Sharing:
-    """How far requests share pages: as asked for, and as the models allow."""
+def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
+    """How requests share pages, as configured and as the models allow."""
     named = {"target": models.target, "draft": models.draft}
-    refused = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
+    refusing = [name for name, model in named.items() if not getattr(model, "shares_prefix", True)]
     lookahead = int(getattr(models.draft, "lookahead", 0))
-    again = int(models.draft is not None and lookahead == 0)
     off = "" if config.prefix_reuse else "EngineConfig.prefix_reuse is False"
     off = off or ("the states of whole texts are saved" if config.save_hidden_states else "")
-    off = off or (f"the {refused[0]} has shares_prefix = False" if refused else "")
-    return Sharing(off, config.prefix_cache_pages, again, lookahead)
+    off = off or (f"the {refusing[0]} has shares_prefix = False" if refusing else "")
+    return PrefixSharing(off, config.prefix_cache_pages, int(models.draft is not None and lookahead == 0), lookahead)
 
 
-def check_vocabularies(models: ModelPair, vocabulary: Vocabulary | None) -> int:
-    """The number of tokens. A draft shares the target's vocabulary, or tells which of its tokens each of its own stands for."""
+def checked_vocabulary_size(models: ModelPair, vocabulary: Vocabulary | None) -> int:
+    """The number of tokens. ValueError unless the draft has the target's vocabulary, or maps its own to it by d2t."""
     target, draft = models.target, models.draft
     if vocabulary is not None and vocabulary.logits_width != target.vocab_size:
-        wanted = f"the target's vocab_size {target.vocab_size}"
-        raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, want {wanted}")
+        expected = f"the target's vocab_size {target.vocab_size}"
+        raise ValueError(f"Engine.vocabulary: its logits_width is {vocabulary.logits_width}, expected {expected}")
     num_tokens = len(vocabulary.tokens) if vocabulary else target.vocab_size
     if draft is None:
         return num_tokens
     if draft.d2t is None:
         if draft.vocab_size != target.vocab_size:
-            wanted = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
-            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, want {wanted}")
+            expected = f"the target's {target.vocab_size}, or a d2t that maps the draft's tokens to the target's"
+            raise ValueError(f"Engine.draft: its vocab_size is {draft.vocab_size}, expected {expected}")
         return num_tokens
     ids = draft.d2t.tolist()
     if len(ids) != draft.vocab_size or draft.d2t.dtype != torch.int64:
-        raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, want {draft.vocab_size} of torch.int64")
+        raise ValueError(f"Engine.draft.d2t: got {len(ids)} entries of {draft.d2t.dtype}, expected {draft.vocab_size} of torch.int64")
     if len(set(ids)) != len(ids) or not all(0 <= token < num_tokens for token in ids):
-        raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, want distinct ids from 0 to {num_tokens - 1}")
+        expected = f"distinct ids from 0 to {num_tokens - 1}"
+        raise ValueError(f"Engine.draft.d2t: got repeated ids or ids beyond the vocabulary, expected {expected}")
     return num_tokens
 
 
 def forces_drafts(config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None) -> bool:
-    """Whether grammars propose the drafts that they force: each mask has to be there before its draft is chosen."""
+    """Whether grammars propose forced drafts. Each mask must then be filled before its draft is chosen."""
     if not config.draft_masks or models.drafter is None or vocabulary is None or isinstance(models.proposer, FunctionProposer):
         return False
-    unset = models.proposer is not None if config.forced_drafts is None else config.forced_drafts
-    return unset or isinstance(models.draft, ForcedDrafts)
+    default = models.proposer is not None
+    return (default if config.forced_drafts is None else config.forced_drafts) or isinstance(models.draft, ForcedDrafts)
 
 
 def make_buffers(
     limits: Limits, models: ModelPair, backend: Backend, greedy_only: bool, saved: StatesLayout | None = None, forced: bool = False
 ) -> StaticBuffers:
-    """The round's spec table, the models' own caches and what is saved; the models' weights as constants."""
-    everybody = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
-    named = {name: model for name, model in everybody if model is not None}
+    """All static memory: of the round, of the models' caches, and of saved states. The models' weights are constants."""
+    candidates = (("target", models.target), ("draft", models.drafter), ("look_up", models.look_up))
+    named = {name: model for name, model in candidates if model is not None}
     drawn = not greedy_only and models.proposer is None
     specs = [*round_specs(limits, drawn), *[spec for model in named.values() for spec in model.cache_specs(limits)]]
     specs += text_specs(limits) if models.reads_text else ()
@@ -172,6 +320,18 @@ def observer_for(
     from stepgraph.runtime.extras.record import open_recorder
 
     return open_recorder(record, config, models, vocabulary, backend)
+
+
+def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:
+    if not callable(function):
+        raise ValueError(f"Engine.draft: got {type(function).__name__}, expected a draft model, a proposer, a function or a name")
+    if config.num_speculative_tokens and config.rounds_in_flight != 1:
+        expected = "expected rounds_in_flight=1: the function needs the tokens of all earlier rounds"
+        raise ValueError(f"Engine.draft: got a function with rounds_in_flight={config.rounds_in_flight}, {expected}")
+    if config.num_speculative_tokens and config.forced_drafts:
+        expected = "expected forced_drafts=False: the function supplies whole chains between rounds"
+        raise ValueError(f"Engine.draft: got a function with forced_drafts=True, {expected}")
+    return FunctionProposer(function)
 
 
 def _devices(model: object) -> list[torch.device]:

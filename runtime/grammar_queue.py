@@ -1,34 +1,21 @@
-"""The grammars of an engine's requests: claimed when they are submitted, made rows of when compiled, let go of when they end."""
+"""Grammars of queued requests: claimed at submit, compiled in the background, then bound to a matcher."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from stepgraph.runtime.request import Job
+from stepgraph.runtime.request import QueuedRequest
 from stepgraph.runtime.wake import WakeSignal
 from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, CompileStats, GrammarCompiler
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
+from stepgraph.sampling.grammar.link.protocol import HostLink
 
 PAUSE_SECONDS = 0.001
 
 
-@dataclass(eq=False)
-class QueuedRequest:
-    """A job in the queue. One with a constraint is not ready before its grammar is compiled, or is known not to be had."""
-
-    job: Job
-    claim: Claim | None = None
-    matcher: MatcherRow | None = None
-    error: str = ""
-    ready: bool = True
-
-
 class GrammarQueue:
-    """Between the compiler, which has threads of its own, and the queue. `claim` and `compile` are for any thread."""
+    """Connects the compiler and its threads with the queue. `claim` and `compile` may be called from any thread."""
 
-    def __init__(self, compiler: GrammarCompiler | None, host: HostLink, bell: WakeSignal) -> None:
-        self._compiler, self._host, self._bell = compiler, host, bell
+    def __init__(self, compiler: GrammarCompiler | None, host: HostLink, wake: WakeSignal) -> None:
+        self._compiler, self._host, self._wake = compiler, host, wake
 
     @property
     def stats(self) -> CompileStats:
@@ -36,43 +23,43 @@ class GrammarQueue:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a capture report should say."""
+        """For the capture report."""
         return (f"grammars: {self._compiler.note}",) if self._compiler else ()
 
-    def claim(self, waiting: QueuedRequest) -> None:
-        """The job's grammar is compiled from now on; ValueError where it is refused without compiling. Whatever else is raised here
-        leaves `waiting.claim` to be released."""
-        constraint = waiting.job.constraint
+    def claim(self, queued: QueuedRequest) -> None:
+        """Start compiling the job's grammar. ValueError if the constraint is refused without a compile. After any other exception the
+        caller releases `queued.claim`."""
+        constraint = queued.job.constraint
         if constraint is None:
             return
-        waiting.ready = False
-        claim = waiting.claim = Claim(self._required(constraint), constraint)
+        queued.ready = False
+        claim = queued.claim = Claim(self._required(constraint), constraint)
         claim.take()
-        claim.then(lambda claim: self._settle(waiting, claim))
+        claim.then(lambda claim: self._finish(queued, claim))
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         return self._required(constraint).compile(constraint)
 
     def pause(self) -> None:
-        """For who has nothing to do until a grammar is there: long enough not to be in its way."""
-        self._bell.wait(0)  # what it rang for before was seen by the step that pauses now
-        self._bell.wait(PAUSE_SECONDS)
+        """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
+        self._wake.wait(0)  # clear an earlier notification, whose cause this step has handled
+        self._wake.wait(PAUSE_SECONDS)
 
     def close(self) -> None:
         if self._compiler:
             self._compiler.close()
 
-    def _settle(self, waiting: QueuedRequest, claim: Claim) -> None:
+    def _finish(self, queued: QueuedRequest, claim: Claim) -> None:
         try:
-            waiting.matcher = self._host.row(waiting.job.id, claim.result().matcher())
-        except Exception as error:  # whatever went wrong is this request's fault
-            waiting.error = str(error) or type(error).__name__
-        waiting.ready = True
-        self._bell.ring()
+            queued.matcher = self._host.row(queued.job.id, claim.result().matcher())
+        except Exception as error:  # of any kind: it fails this request only
+            queued.error = str(error) or type(error).__name__
+        queued.ready = True
+        self._wake.notify()
 
     def _required(self, constraint: Constraint) -> GrammarCompiler:
         if not isinstance(constraint, Constraint):
-            raise ValueError(f"constraint: got {type(constraint).__name__}, want a Constraint")
+            raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
         if self._compiler is None:
             raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
         return self._compiler

@@ -1,4 +1,4 @@
-"""Rounds on their way: launched without waiting, read from a pinned ring once the device has written it."""
+"""Rounds in flight: launched without waiting, read from a pinned ring once the device has written them."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class LaunchedRound(NamedTuple):
 
     event: Event
     slot: int  # of the results ring
-    seats: tuple[ActiveRequest, ...]  # who sat in which batch slot when it was launched
+    requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
-    logprobs: bool  # some seat wants them, and they are on their way too
+    logprobs: bool  # whether log-probabilities were copied as well
 
 
 class RowResult(NamedTuple):
-    """What one round says of one seat."""
+    """The result of one round for one request."""
 
-    seat: ActiveRequest
+    request: ActiveRequest
     tokens: list[int]
     accepted: int
     code: FinishCode
     logprobs: list[TokenLogprob]
-    forced: int  # a bit per draft of the round: whether a grammar forced it
-    looked_up: int  # a bit per draft: whether it was found in the text, if it was not forced
-    offered: int  # drafts that the round judged
-    lost: Loss | None  # why not every draft that the request wants held; None where they did
+    forced: int  # bit i: a grammar forced draft i
+    looked_up: int  # bit i: a look-up proposed draft i, unless it was forced
+    offered: int  # drafts that the round verified
+    lost: Loss | None  # why fewer drafts were accepted than the request asks for; None if all were
 
 
 class InFlight:
-    """The one replay per round, and the results ring behind it."""
+    """Launches one replay per round, and reads the results ring."""
 
     def __init__(
         self,
@@ -56,24 +56,24 @@ class InFlight:
         limits: Limits,
         states: HiddenStates | None = None,
     ) -> None:
-        self._backend, self._buffers, self._graphs, self._host, self._limits = backend, buffers, graphs, host, limits
+        self._backend, self._buffers, self._graphs, self._host = backend, buffers, graphs, host
         self._states = states
-        self._flights: collections.deque[LaunchedRound] = collections.deque()
+        self._ring_depth, self._dummy_row = limits.ring_depth, limits.dummy_row
         self._layout = ResultLayout(limits.num_speculative_tokens)
+        self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
         self.launches = GraphCounters()
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._pending)
 
-    @property
-    def told(self) -> str:
-        """The rounds on their way and their graphs, in words."""
-        first = self.rounds - len(self._flights)
-        return ", ".join(f"round {first + place} ({flight.key})" for place, flight in enumerate(self._flights))
+    def describe(self) -> str:
+        """The rounds in flight and their graphs, for the time-out report."""
+        first = self.rounds - len(self._pending)
+        return ", ".join(f"round {first + index} ({launched.key})" for index, launched in enumerate(self._pending))
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around the capture of the graphs, for who profiles them."""
+        """Entered around the capture of the graphs."""
         return contextlib.nullcontext()
 
     def _replay(self, key: GraphKey) -> None:
@@ -83,56 +83,57 @@ class InFlight:
             with self._backend.ranges(f"round {self.rounds - 1}: {key}"):
                 self._graphs[key].replay()
 
-    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
-        """One round of these seats: batch in, replay, results out. Nothing here waits."""
-        slot = self.rounds % self._limits.ring_depth
+    def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
+        """Launch one round: batch in, replay, results out. Does not wait."""
+        slot = self.rounds % self._ring_depth
         self.rounds += 1
-        constrained, sampled = any(seat.matcher for seat in seats), any(not seat.job.sampling.plain for seat in seats)
-        key = self._graphs.key_for(len(seats), constrained, sampled)
-        self.launches.add(key, len(seats))
+        constrained, sampled = any(request.matcher for request in requests), any(request.sampled for request in requests)
+        key = self._graphs.key_for(len(requests), constrained, sampled)
+        self.launches.add(key, len(requests))
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
-        batch_np[:] = self._limits.dummy_row
-        batch_np[: len(seats)] = [seat.row for seat in seats]
+        batch_np[:] = self._dummy_row
+        batch_np[: len(requests)] = [request.row for request in requests]
         if key.constrained:
-            self._host.push_batch([seat.matcher for seat in seats])
+            self._host.push_batch([request.matcher for request in requests])
         self._backend.run(lambda: self._buffers.batch_rows.copy_(batch_host, non_blocking=True))
         self._replay(key)
         self._backend.run(lambda: results_host.copy_(self._buffers.results, non_blocking=True))
-        logprobs = any(seat.job.sampling.logprobs for seat in seats)
+        logprobs = any(request.job.sampling.logprobs for request in requests)
         if logprobs:
             logprobs_host = self._buffers.logprobs_ring_host[slot]
             self._backend.run(lambda: logprobs_host.copy_(self._buffers.results_logprobs, non_blocking=True))
         if self._states:
-            self._states.launched(slot, len(seats))
-        self._flights.append(LaunchedRound(self._backend.event(), slot, seats, key, logprobs))
+            self._states.launched(slot, len(requests))
+        self._pending.append(LaunchedRound(self._backend.event(), slot, requests, key, logprobs))
 
     def collect(self) -> Iterator[RowResult]:
-        """Read the oldest round on its way: what it says of every seat whose end was not known when it was launched."""
-        flight = self._flights[0]
-        flight.event.wait()
-        self._flights.popleft()
+        """Wait for the oldest round, and read the results of its unfinished requests."""
+        launched = self._pending[0]
+        launched.event.wait()
+        self._pending.popleft()
         self._host.release_finished()
-        results = self._buffers.results_ring_host[flight.slot].tolist()
-        all_pairs = self._buffers.logprobs_ring_host[flight.slot].tolist() if flight.logprobs else [[]] * len(results)
-        for place, (seat, line, pairs) in enumerate(zip(flight.seats, results, all_pairs, strict=False)):
-            if not seat.job.finished:  # else: launched before its end was known, and inert
-                row = self._layout.read(line, pairs)
-                if self._states:
-                    self._states.emitted(seat.job, flight.slot, place, row.emitted)
-                logprobs = [TokenLogprob(*pair) for pair in row.logprobs[: row.emitted]] if seat.job.sampling.logprobs else []
-                lost = loss_of(seat.job.num_speculative_tokens, row.emitted, row.accepted, row.draft_count, row.statuses, row.drafts)
-                yield RowResult(
-                    seat,
-                    row.tokens[: row.emitted],
-                    row.accepted,
-                    FinishCode(row.finish),
-                    logprobs,
-                    row.forced if flight.key.constrained else 0,
-                    row.looked_up,
-                    row.draft_count,
-                    lost,
-                )
+        results = self._buffers.results_ring_host[launched.slot].tolist()
+        all_pairs = self._buffers.logprobs_ring_host[launched.slot].tolist() if launched.logprobs else [[]] * len(results)
+        for index, (request, line, pairs) in enumerate(zip(launched.requests, results, all_pairs, strict=False)):
+            job = request.job
+            if job.finished:  # it ended after this round was launched: the row was inert
+                continue
+            row = self._layout.read(line, pairs)
+            if self._states:
+                self._states.emitted(job, launched.slot, index, row.emitted)
+            yield RowResult(
+                request,
+                row.tokens[: row.emitted],
+                row.accepted,
+                FinishCode(row.finish),
+                [TokenLogprob(*pair) for pair in row.logprobs[: row.emitted]] if job.sampling.logprobs else [],
+                row.forced if launched.key.constrained else 0,
+                row.looked_up,
+                row.draft_count,
+                loss_of(job.num_speculative_tokens, row.emitted, row.accepted, row.draft_count, row.statuses, row.drafts),
+            )
 
-    def forget(self) -> None:
-        self._flights.clear()
+    def clear(self) -> None:
+        """Drop the rounds in flight without reading them."""
+        self._pending.clear()

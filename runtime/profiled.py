@@ -105,11 +105,11 @@ class ProfiledInFlight(InFlight):
     def capturing(self) -> AbstractContextManager[None]:
         return _cuda_profiler() if self._with_nsys else super().capturing()
 
-    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
+    def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         number = self.rounds
         if number == self._range.first:
             self._begin()
-        super().launch(seats)
+        super().launch(requests)
         if number == self._range.last and self._active:
             self._end()
 
@@ -131,14 +131,14 @@ class ProfiledInFlight(InFlight):
         if number == self._range.last and self._launched:
             self._write()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """At the end of the engine: write the rounds profiled so far."""
         with contextlib.suppress(Exception):  # of a failed device, which the engine reports
             if self._active:
                 self._end()
             if self._launched and not self._written:
                 self._write()
-        super().forget()
+        super().clear()
 
     def _begin(self) -> None:
         self._backend.synchronize()

@@ -1,4 +1,4 @@
-"""What a user holds of a request: the job, its events, and why it ended. Knows no rows and no device."""
+"""A request as its user sees it: the job, its events, and its finish reason; and a job while it is queued."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.params import SamplingParams
 
 
 class FinishReason(str, enum.Enum):
-    """Every job ends with one of these."""
+    """Why a job ended. Every job ends with one of these."""
 
     STOP = "stop"  # a stop token was emitted; it is the last token of the output
-    LENGTH = "length"  # max_new_tokens
-    CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows nothing more but a stop token, which is not emitted
+    LENGTH = "length"  # max_new_tokens were emitted
+    CONSTRAINT_COMPLETE = "constraint_complete"  # the grammar allows only a stop token, which is not emitted
     CANCELLED = "cancelled"
-    DEAD_END = "dead_end"  # nothing may follow although the text is not complete: the grammar, or what the request forbids, leaves no token
+    DEAD_END = "dead_end"  # the output is incomplete, but grammar and bad_token_ids leave no legal token
     ERROR = "error"
 
     def __str__(self) -> str:
@@ -41,12 +43,12 @@ FINISH_REASONS = {
 
 
 class Origin(str, enum.Enum):
-    """Who said a token first. Whoever did, it is what the target says there."""
+    """Which drafter proposed an emitted token. Every emitted token is the target's choice."""
 
-    TARGET = "target"  # nobody before it: a round's last token, if no end cut it off
-    DRAFT = "draft"  # the drafter, and it held: a model, a proposer or a function
-    LOOK_UP = "look_up"  # a draft found in the text, or in the one that was given
-    FORCED = "forced"  # a draft that the grammar left no choice about
+    TARGET = "target"  # none: the last token of a round, unless the output ended before it
+    DRAFT = "draft"  # a draft model, a proposer or a function
+    LOOK_UP = "look_up"  # an n-gram match in the text or in draft_ids
+    FORCED = "forced"  # the only token that the grammar allows
 
     def __str__(self) -> str:
         return self.value
@@ -54,27 +56,35 @@ class Origin(str, enum.Enum):
 
 @functools.lru_cache(maxsize=1024)
 def origins_of(count: int, accepted: int, forced: int, looked_up: int) -> tuple[Origin, ...]:
-    """Of the tokens that a round emitted; a bit per draft tells which of the accepted ones were forced, and which looked up."""
+    """The origins of `count` tokens that a round emitted. forced, looked_up: bit i is for draft i."""
     drafts = (
-        Origin.FORCED if forced >> place & 1 else Origin.LOOK_UP if looked_up >> place & 1 else Origin.DRAFT for place in range(accepted)
+        Origin.FORCED if forced >> index & 1 else Origin.LOOK_UP if looked_up >> index & 1 else Origin.DRAFT for index in range(accepted)
     )
     return (*drafts, *(Origin.TARGET,) * (count - accepted))
 
 
 class TokenLogprob(NamedTuple):
-    """How likely an emitted token was, as natural logarithms."""
+    """Natural log-probabilities of an emitted token."""
 
-    raw: float  # to the target: under its own logits, before anything
-    masked: float  # in the distribution it was drawn from, after masks, penalties, temperature and filters; 0.0 where greedy
+    raw: float  # under the target's unprocessed logits
+    masked: float  # under the distribution it was sampled from, after masks, penalties, temperature and filters; 0.0 where greedy
+
+
+class QueueFullError(RuntimeError):
+    """EngineConfig.max_queued requests are waiting for a row."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was closed, or failed; the message says why."""
 
 
 class DraftCounts(NamedTuple):
     """Numbers of drafts: of one round of a request, or summed."""
 
     accepted: int = 0
-    forced: int = 0  # proposed because the grammar allowed one token only
+    forced: int = 0  # proposed by a grammar: its only legal token
     accepted_forced: int = 0
-    looked_up: int = 0  # found in the text; disjoint from forced
+    looked_up: int = 0  # proposed by a look-up; disjoint from forced
     accepted_looked_up: int = 0
 
     def plus(self, other: DraftCounts) -> DraftCounts:
@@ -84,24 +94,16 @@ class DraftCounts(NamedTuple):
 NO_DRAFTS = DraftCounts()
 
 
-class QueueFullError(RuntimeError):
-    """As many requests wait for a row as EngineConfig.max_queued lets wait."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine was closed, or failed; it says why."""
-
-
 @dataclass(frozen=True)
 class StepEvent:
-    """What one round added to one job."""
+    """What one step added to one job."""
 
     job_id: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     drafts: DraftCounts = NO_DRAFTS
     finish_reason: FinishReason | None = None
     error: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where the request wants them
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if SamplingParams.logprobs
     origins: tuple[Origin, ...] = ()  # one per token
 
     @property
@@ -111,7 +113,7 @@ class StepEvent:
 
 @dataclass(eq=False)
 class Job:
-    """A submitted request. Read it freely from any thread; only the engine writes it."""
+    """A submitted request. Any thread may read it; only the engine writes it."""
 
     id: int
     prompt_ids: tuple[int, ...]
@@ -119,29 +121,40 @@ class Job:
     sampling: SamplingParams
     max_new_tokens: int
     num_speculative_tokens: int
-    stop_ids: tuple[int, ...]  # the vocabulary's and the request's own
-    seed: int  # the request's, or the one it was given
-    draft_ids: tuple[int, ...] = ()  # the text that the request gave to draft from
-    cache_salt: str = ""  # prefixes are shared among requests of one salt
-    # places in the prompt, in order, and what stands there in place of the tokens' embeddings; on the host
+    stop_ids: tuple[int, ...]  # of the vocabulary and of the request
+    seed: int  # of the request, or chosen at random
+    draft_ids: tuple[int, ...] = ()  # the expected output, to draft from
+    cache_salt: str = ""  # only requests with equal salts share prefixes
+    # (first position in the prompt, host tensor [n, width]) in order: embeddings that replace those of the tokens there
     embeddings: tuple[tuple[int, Tensor], ...] = field(default=(), repr=False)
-    num_cached_tokens: int = 0  # of the prompt: not computed, but found in the cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)  # one per token
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, where the request wants them
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if SamplingParams.logprobs
     num_accepted_drafts: int = 0
     rounds: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
     submitted_at: float = field(default_factory=time.perf_counter)
-    queue_seconds: float | None = None  # until it had a row
-    first_token_seconds: float | None = None  # from its submit until its first token was known
+    queue_seconds: float | None = None  # from submit until it had a row
+    first_token_seconds: float | None = None  # from submit until its first token was known
 
     @property
-    def shareable(self) -> int:
-        """Positions from the first on whose cache entries follow from the tokens alone."""
+    def shareable_tokens(self) -> int:
+        """The length of the prefix whose cache entries depend on token ids only."""
         return self.embeddings[0][0] if self.embeddings else len(self.prompt_ids) + self.max_new_tokens
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """A job that waits for a row. With a constraint it is not ready before the compile of its grammar succeeded or failed."""
+
+    job: Job
+    claim: Claim | None = None
+    matcher: MatcherRow | None = None
+    error: str = ""  # why its grammar could not be compiled
+    ready: bool = True

@@ -1,27 +1,31 @@
-"""The desk: every job that has not ended, who waits, who sits where. The one place that other threads reach into."""
+"""Bookkeeping of unfinished jobs: queue, cancellation, active requests. The only part of the engine that other threads change."""
 
 from __future__ import annotations
 
 import collections
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.forks import LEFT, leave_in_forks
-from stepgraph.runtime.grammar_queue import QueuedRequest
-from stepgraph.runtime.request import FINISH_REASONS, DraftCounts, FinishReason, Job, QueueFullError, StepEvent, TokenLogprob, origins_of
-from stepgraph.runtime.slots import ActiveRequest, RowTable, Sharing
-from stepgraph.runtime.stats import Counters, Loss
+from stepgraph.runtime.in_flight import RowResult
+from stepgraph.runtime.request import (
+    FINISH_REASONS,
+    DraftCounts,
+    FinishReason,
+    Job,
+    QueuedRequest,
+    QueueFullError,
+    StepEvent,
+    origins_of,
+)
+from stepgraph.runtime.slots import ActiveRequest, PrefixSharing, RowTable
+from stepgraph.runtime.stats import Counters
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.compile.limits import named
-
-
-def id_of(job: Job | int) -> int:
-    return job.id if isinstance(job, Job) else job
+from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 
 
 class RequestObserver(Protocol):
@@ -46,135 +50,134 @@ class RequestObserver(Protocol):
 
 
 class Scheduler:
-    """Books for the engine. `submit` and `cancel` come from any thread; everything else from the stepping one."""
+    """`enqueue`, `withdraw` and `request_cancel` may be called from any thread; everything else from the stepping thread."""
 
     def __init__(
         self,
         limits: Limits,
-        sharing: Sharing,
+        sharing: PrefixSharing,
         ended: Callable[[Job], None] | None = None,
         only_looks_up: bool = False,
         observer: RequestObserver | None = None,
     ) -> None:
-        """only_looks_up: every draft that no grammar forces was found in a text."""
+        """ended: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
         self.lock, self._ended, self._only_looks_up, self._observer = threading.Lock(), ended, only_looks_up, observer
         self._waiting: collections.deque[QueuedRequest] = collections.deque()
         self._claims: dict[int, Claim] = {}
         self._cancelled: dict[int, Job] = {}
-        self._seats: dict[int, ActiveRequest] = {}
-        self.jobs: dict[int, Job] = {}
+        self._active: dict[int, ActiveRequest] = {}
+        self.jobs: dict[int, Job] = {}  # unfinished, by id
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)
-        leave_in_forks(self._leave)
+        call_after_fork(self._detach)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def stirs(self) -> bool:
-        """Whether somebody sits, could sit or wants to leave; not so while all wait for their grammars."""
-        with self.lock:
-            return bool(self._seats or self._cancelled or any(waiting.ready for waiting in self._waiting))
+    def active(self) -> Collection[ActiveRequest]:
+        """The requests that hold rows, in order of admission."""
+        return tuple(self._active.values())
 
-    def enqueue(self, waiting: QueuedRequest, max_queued: int, still_open: Callable[[str], None]) -> None:
-        if self._observer:
-            self._observer.submitted(waiting.job)
+    @property
+    def runnable(self) -> bool:
+        """Whether a request is active, could be admitted or is cancelled. False while all wait for their grammars."""
         with self.lock:
-            still_open("submit")
+            return bool(self._active or self._cancelled or any(queued.ready for queued in self._waiting))
+
+    def enqueue(self, queued: QueuedRequest, max_queued: int, require_open: Callable[[str], None]) -> None:
+        """QueueFullError if `max_queued` requests are waiting; whatever `require_open` raises for a closed engine."""
+        if self._observer:
+            self._observer.submitted(queued.job)
+        with self.lock:
+            require_open("submit")
             if len(self._waiting) >= max_queued:
                 raise QueueFullError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
             most = max(self.counters.most_waiting, len(self._waiting) + 1)
-            # An interrupt comes out of a call. From here on there is but the last one, so that it finds nothing done, or all.
-            self.jobs[waiting.job.id] = waiting.job
-            if waiting.claim is not None:
-                self._claims[waiting.job.id] = waiting.claim
+            # An interrupt is raised on return from a call. From here on only the last statement calls one, so nothing or all is done.
+            self.jobs[queued.job.id] = queued.job
+            if queued.claim is not None:
+                self._claims[queued.job.id] = queued.claim
             self.counters.submitted += 1
             self.counters.most_waiting = most
-            self._waiting.append(waiting)
+            self._waiting.append(queued)
 
-    def give_up(self, waiting: QueuedRequest) -> None:
-        """Nobody will know of this job, whether it came into the queue or not."""
-        if waiting.job.id in self.jobs:
-            self.ask_cancel(waiting.job.id)
+    def withdraw(self, queued: QueuedRequest) -> None:
+        """Undo an interrupted submit, whether or not the request entered the queue."""
+        if queued.job.id in self.jobs:
+            self.request_cancel(queued.job.id)
             return
         if self._observer:
-            self._observer.refused(waiting.job)
-        if waiting.claim is not None:
-            waiting.claim.release()
+            self._observer.refused(queued.job)
+        if queued.claim is not None:
+            queued.claim.release()
 
-    def ask_cancel(self, asked: Job | int) -> bool:
+    def request_cancel(self, requested: Job | int) -> bool:
+        """Cancel a job at the next step. False if it has finished or is unknown."""
         if self._observer:
-            self._observer.cancel_requested(id_of(asked))
+            self._observer.cancel_requested(id_of(requested))
         with self.lock:
-            job = self.jobs.get(id_of(asked))
-            if job is None or job.finished or (isinstance(asked, Job) and asked is not job):  # another engine's has an id of this one's
+            job = self.jobs.get(id_of(requested))
+            # A job of another engine may have the id of one of this engine.
+            if job is None or job.finished or (isinstance(requested, Job) and requested is not job):
                 return False
             self._cancelled[job.id] = job
             claim = self._claims.get(job.id)
         if claim and not claim.done:
-            claim.release()  # at once: a compile that nobody else waits for ends here
+            claim.release()  # at once: this ends a compile that no other request needs
         return True
 
-    def take_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
-        """The first call of every step."""
+    def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
+        """The first call of every step: remove the cancelled jobs from the queue, and return them."""
         if self._observer:
             self._observer.step_begins()
         with self.lock:
             cancelled, self._cancelled = self._cancelled, {}
             if cancelled:
-                self._waiting = collections.deque(waiting for waiting in self._waiting if waiting.job.id not in cancelled)
-        return [(job, self._seats.get(job.id)) for job in cancelled.values() if not job.finished]
+                self._waiting = collections.deque(queued for queued in self._waiting if queued.job.id not in cancelled)
+        return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
-    def seat_waiting(self) -> list[QueuedRequest]:
-        """Seat in order of arrival. The first one that finds no row or pages keeps the others waiting; one whose grammar is still being
-        compiled does not. Returns those whose grammar is not to be had."""
-        failed, not_yet = list[QueuedRequest](), list[QueuedRequest]()
+    def admit(self) -> list[QueuedRequest]:
+        """Give rows to queued requests in order of arrival. The first one without a free row or pages holds back those after it; one whose
+        grammar is still being compiled does not. Returns the requests whose grammar could not be compiled."""
+        failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
         with self.lock:
             while self._waiting:
                 first = self._waiting[0]
                 if not first.ready or first.job.id in self._cancelled:
-                    not_yet.append(first)
+                    not_ready.append(first)
                 elif first.error:
                     failed.append(first)
-                elif seat := self.rows.take(first.job, first.matcher):
-                    self._seats[seat.job.id] = seat
-                    seat.job.queue_seconds = time.perf_counter() - seat.job.submitted_at
-                    self.counters.queue_seconds.add(seat.job.queue_seconds)
+                elif request := self.rows.allocate(first.job, first.matcher):
+                    self._active[request.job.id] = request
+                    request.job.queue_seconds = time.perf_counter() - request.job.submitted_at
+                    self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
                     break
                 self._waiting.popleft()
-            self._waiting.extendleft(reversed(not_yet))
+            self._waiting.extendleft(reversed(not_ready))
         return failed
 
-    def begin(self, seat: ActiveRequest) -> None:
+    def start_prefill(self, request: ActiveRequest) -> None:
         with self.lock:
-            self.rows.begin(seat)
+            self.rows.start_prefill(request)
 
-    def prefilled(self, seat: ActiveRequest, tokens: int) -> None:
-        """So many more prompt tokens of a seat are on their way."""
+    def prefilled(self, request: ActiveRequest, tokens: int) -> None:
+        """Record that the next `tokens` prompt tokens of a request are launched."""
         with self.lock:
-            self.rows.share(seat)
+            self.rows.publish_prompt(request)
             self.counters.prompt_tokens += tokens
 
-    def record(
-        self,
-        seat: ActiveRequest,
-        tokens: Sequence[int],
-        accepted: int,
-        code: FinishCode,
-        logprobs: Sequence[TokenLogprob],
-        forced: int = 0,
-        looked_up: int = 0,
-        offered: int = 0,
-        lost: Loss | None = None,
-    ) -> StepEvent:
-        """Book what a round emitted for a seat. `forced`, `looked_up`: a bit per draft: whether a grammar forced or a look-up found it."""
-        looked_up, held = (~(-1 << offered) if self._only_looks_up else looked_up) & ~forced, ~(-1 << accepted)
+    def record(self, result: RowResult) -> StepEvent:
+        """Add a round's result to its job, and finish the job if the round ended it."""
+        request, tokens, accepted, code = result.request, result.tokens, result.accepted, result.code
+        forced, held = result.forced, ~(-1 << accepted)
+        looked_up = (~(-1 << result.offered) if self._only_looks_up else result.looked_up) & ~forced
         drafts = DraftCounts(
             accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
         )
-        job, counters = seat.job, self.counters
+        job, counters = request.job, self.counters
         if tokens and self._observer:
             self._observer.emitted(job, tokens)
         with self.lock:
@@ -183,56 +186,62 @@ class Scheduler:
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
-            if offered or (job.rounds and job.num_speculative_tokens):
-                counters.add_drafting_round(len(tokens), offered, accepted, lost)
+            if result.offered or (job.rounds and job.num_speculative_tokens):
+                counters.add_drafting_round(len(tokens), result.offered, accepted, result.lost)
         origins = origins_of(len(tokens), accepted, forced, looked_up)
         job.tokens.extend(tokens)
         job.origins.extend(origins)
-        job.logprobs.extend(logprobs)
+        job.logprobs.extend(result.logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        event = StepEvent(job.id, tuple(tokens), drafts, logprobs=tuple(logprobs), origins=origins)
-        if code == FinishCode.RUNNING:
-            return event
-        error = ""
-        if code == FinishCode.MASK_FAULT:
-            fault = named(seat.matcher.fault) if seat.matcher else ""
-            error = f"no valid grammar mask: {fault or 'its tag names another request, history or position'}"
-        elif code == FinishCode.LOGITS_FAULT:
-            error = "the target's best legal logit is not finite"
-        self.finish(job, seat, FINISH_REASONS[code], error)
-        return replace(event, finish_reason=job.finish_reason, error=error)
+        if code != FinishCode.RUNNING:
+            self.finish(job, request, FINISH_REASONS[code], _error(code, request))
+        return StepEvent(job.id, tuple(tokens), drafts, job.finish_reason, job.error, tuple(result.logprobs), origins)
 
-    def finish(self, job: Job, seat: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
-        """End a job and free what it held. Returns the event of an end without tokens."""
+    def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
+        """End a job and free what it holds. Returns an event without tokens."""
         with self.lock:
             job.error, job.finish_reason = error, reason
             del self.jobs[job.id]
             self.counters.finished[reason] += 1
             claim = self._claims.pop(job.id, None)
-            if seat is not None:
-                del self._seats[job.id]
-                self.rows.release(seat)
-                seat.matcher = None  # rounds on their way hold what they still need
+            if request is not None:
+                del self._active[job.id]
+                self.rows.release(request)
+                request.matcher = None  # rounds in flight hold their own references
         if claim:
             claim.release()
         if self._ended:
             self._ended(job)
         if self._observer:
             self._observer.finished(job)
-        return StepEvent(job.id, (), finish_reason=reason, error=error)
+        return StepEvent(job.id, finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
+        """End every job. A submit before this is among them; a later one is refused."""
         if self._observer:
             self._observer.closed(error)
-        with self.lock:  # a submit that came in time is among the jobs; a later one is refused
+        with self.lock:
             jobs = tuple(self.jobs.values())
             self._waiting.clear()
         for job in jobs:
-            self.finish(job, self._seats.get(job.id), reason, error=error)
+            self.finish(job, self._active.get(job.id), reason, error=error)
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
+        """In a fork: all jobs end with an error."""
         self.lock = threading.Lock()
         for job in self.jobs.values():
-            job.error, job.finish_reason = LEFT, FinishReason.ERROR
+            job.error, job.finish_reason = FORKED, FinishReason.ERROR
         self.jobs = {}
+
+
+def id_of(job: Job | int) -> int:
+    return job.id if isinstance(job, Job) else job
+
+
+def _error(code: FinishCode, request: ActiveRequest) -> str:
+    """The error message of a job that a round ended."""
+    if code == FinishCode.MASK_FAULT:
+        fault = named(request.matcher.fault) if request.matcher else ""
+        return f"no valid grammar mask: {fault or 'its tag names another request, history or position'}"
+    return "the target's best legal logit is not finite" if code == FinishCode.LOGITS_FAULT else ""

@@ -1,50 +1,46 @@
-"""Rows: who sits where.
-
-A request keeps one row, its pages and its matcher from admission to finish.
-"""
+"""Rows and pages of active requests. A request keeps one row, its pages and its matcher from admission to finish."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.page_cache import CachedPage, PrefixCache
-from stepgraph.runtime.pages import PagePool
+from stepgraph.runtime.page_cache import CachedPage, PageCache
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A job in its row."""
+    """A job that holds a row."""
 
     job: Job
     row: int
     pages: list[int]  # its block table
     matcher: MatcherRow | None
-    cached: list[CachedPage]  # of its first pages: what it found, then what others may find
-    begun: bool = False  # its first chunk is on its way
-    reused: int = 0  # prompt tokens whose cache entries somebody else computed
-    prefilled: int = 0  # prompt tokens whose cache entries are on their way
-    joined: bool = False  # takes part in rounds
+    sampled: bool  # needs more than a masked argmax
+    cached: list[CachedPage]  # of its first pages: those it found published, then those it published
+    prefill_started: bool = False
+    prefilled: int = 0  # prompt tokens whose cache entries are launched
+    decoding: bool = False  # takes part in rounds
 
     @property
     def to_prefill(self) -> int:
-        """All but the last prompt token, which the first round takes."""
+        """All but the last prompt token, which is an input of the first round."""
         return len(self.job.prompt_ids) - 1 - self.prefilled
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How far requests share pages."""
+class PrefixSharing:
+    """How requests share the pages of equal prefixes."""
 
-    off: str = ""  # why they do not
-    most_idle: int | None = None  # pages kept for nobody in particular; None: all that are free
-    # What a draft keeps at a position follows from its token and the features of the position before: behind a found prefix
-    # those are computed again. Or it follows from `lookahead` tokens behind it.
-    again: int = 0
+    off: str = ""  # why sharing is off; empty where it is on
+    max_idle: int | None = None  # published pages kept without a holder; None: all that are free
+    # Draft entries of a position either depend on its token and the features of the position before, so that `recompute_tail` positions
+    # of a found prefix are computed again; or they depend on `lookahead` following tokens.
+    recompute_tail: int = 0
     lookahead: int = 0
 
     @property
@@ -54,103 +50,98 @@ class Sharing:
 
 
 class RowTable:
-    """Free rows and pages, and the seats taken. The lowest free row is given first.
+    """Free rows and pages. The lowest free row is allocated first.
 
-    Why pages may be shared, and given out again, at once: everything on the device is launched in one order, and
-    - a page becomes known only after the launch of what fills it, so whoever finds it reads behind that;
-    - of a text whose first n tokens are known here, launches from now on write entries at n - 1 or behind it (a draft with
-      `lookahead` from n - lookahead on), or find the row inert, which writes to the scratch page. Pages are known up to there:
-      those of a prompt while it is prefilled, those of an output when it ends. So no known page is ever written;
-    - a page that was given back or evicted is written by launches behind all those that still read or write it.
+    Pages may be shared, and allocated again, at once, because everything on the device is launched in one order:
+    - a page is published after the launch that fills it, so a request that finds it reads it later than that;
+    - of a text whose first n tokens are known here, later launches write entries from position n - 1 on (a draft with `lookahead`: from
+      n - lookahead on), or find the row inert, which writes to the scratch page. Pages are published up to that position: those of a
+      prompt during its prefill, those of an output when it ends. So no published page is ever written;
+    - a page that was freed or evicted is written by launches after all those that still read or write it.
     """
 
-    def __init__(self, limits: Limits, sharing: Sharing) -> None:
+    def __init__(self, limits: Limits, sharing: PrefixSharing) -> None:
         self._limits, self._sharing = limits, sharing
-        pool = PagePool(limits.num_pages)
-        self._prefixes = PrefixCache(pool, limits.page_size, self._sharing.lookahead, self._sharing.most_idle)
+        self._pages = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle)
         self._free_rows = list(range(limits.max_rows))
-        self._seats: dict[int, ActiveRequest] = {}
         self.reused_tokens = self.most_used_pages = 0
 
-    def __iter__(self) -> Iterator[ActiveRequest]:
-        return iter(tuple(self._seats.values()))
-
     def __len__(self) -> int:
-        return len(self._seats)
+        """The number of rows in use."""
+        return self._limits.max_rows - len(self._free_rows)
 
     @property
-    def pages(self) -> int:
+    def num_pages(self) -> int:
         return self._limits.num_pages
 
     @property
     def free_pages(self) -> int:
-        """Nobody's, those that are kept for their prefix included."""
-        return self._prefixes.free
+        """Pages without a holder, including published ones."""
+        return self._pages.num_free
 
     @property
     def cached_pages(self) -> int:
-        return len(self._prefixes)
+        return len(self._pages)
 
     @property
     def evicted_pages(self) -> int:
-        return self._prefixes.evicted
+        return self._pages.evicted
 
-    def take(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
-        """A seat with pages for the job's longest end, or None where a row or pages are missing."""
+    def allocate(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
+        """A row, and pages for the job's maximum length; None where there are too few of either."""
         page_size, length = self._limits.page_size, len(job.prompt_ids) + job.max_new_tokens
         count = -(-length // page_size)
         if not self._free_rows or count - len(job.prompt_ids) // page_size > self.free_pages:
             return None
         cached = self._find(job)
-        self._prefixes.hold(cached)
-        own = self._prefixes.take(count - len(cached))
-        if own is None:
-            self._prefixes.let_go(cached)
+        self._pages.acquire(cached)
+        private = self._pages.allocate(count - len(cached))
+        if private is None:
+            self._pages.release(cached)
             return None
-        seat = ActiveRequest(job, heapq.heappop(self._free_rows), [*(page.page for page in cached), *own], matcher, cached)
-        self._seats[seat.row] = seat
-        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.free_pages)
-        return seat
+        self.most_used_pages = max(self.most_used_pages, self.num_pages - self.free_pages)
+        row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
+        return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached)
 
-    def begin(self, seat: ActiveRequest) -> None:
-        """Right before its first chunk: look once more, for neighbours may have begun alike since it was seated."""
-        found, held = self._find(seat.job), len(seat.cached)
-        if found[:held] == seat.cached:
-            self._prefixes.hold(found[held:])
-            self._prefixes.give_back(seat.pages[held : len(found)])
-            seat.cached = found
-            seat.pages[: len(found)] = [page.page for page in found]
-        seat.begun = True
-        seat.reused = len(seat.cached) * self._limits.page_size
-        seat.prefilled = max(0, seat.reused - self._sharing.again)
-        seat.job.num_cached_tokens = seat.reused
-        self.reused_tokens += seat.reused
+    def start_prefill(self, request: ActiveRequest) -> None:
+        """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
+        found, held = self._find(request.job), len(request.cached)
+        if found[:held] == request.cached:
+            self._pages.acquire(found[held:])
+            self._pages.free(request.pages[held : len(found)])
+            request.cached = found
+            request.pages[: len(found)] = [page.page for page in found]
+        reused = len(request.cached) * self._limits.page_size
+        request.prefill_started = True
+        request.prefilled = max(0, reused - self._sharing.recompute_tail)
+        request.job.num_cached_tokens = reused
+        self.reused_tokens += reused
 
-    def share(self, seat: ActiveRequest) -> None:
-        """Let others find the full pages of what was launched of a prompt."""
-        self._share(seat, seat.job.prompt_ids, seat.prefilled)
+    def publish_prompt(self, request: ActiveRequest) -> None:
+        """Publish the full pages of the prompt chunks launched so far."""
+        self._publish(request, request.job.prompt_ids, request.prefilled)
 
-    def release(self, seat: ActiveRequest) -> None:
-        """Free the seat at once. What it said may be found as well, unless it failed: then nothing of it is."""
-        assert self._seats.pop(seat.row) is seat
-        heapq.heappush(self._free_rows, seat.row)
-        if seat.job.finish_reason == FinishReason.ERROR:
-            self._prefixes.forget(seat.cached)
-        elif seat.joined:
-            history = (*seat.job.prompt_ids, *seat.job.tokens)
-            self._share(seat, history, len(history) - 1)
-        cached = [page.page for page in seat.cached]
-        self._prefixes.give_back([page for place, page in enumerate(seat.pages) if cached[place : place + 1] != [page]])
-        self._prefixes.let_go(seat.cached)
+    def release(self, request: ActiveRequest) -> None:
+        """Free the row and the pages at once. The pages of the output are published, or, after an error, all its pages unpublished."""
+        assert request.row not in self._free_rows
+        heapq.heappush(self._free_rows, request.row)
+        if request.job.finish_reason == FinishReason.ERROR:
+            self._pages.unpublish(request.cached)
+        elif request.decoding:
+            history = (*request.job.prompt_ids, *request.job.tokens)
+            self._publish(request, history, len(history) - 1)
+        cached = [page.page for page in request.cached]
+        self._pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
+        self._pages.release(request.cached)
 
     def _find(self, job: Job) -> list[CachedPage]:
-        """Full pages in front of the last prompt token, which the first round takes."""
-        sharing, tokens = self._sharing, len(job.prompt_ids)
-        most = tokens - max(1 + sharing.again, sharing.lookahead)
-        return self._prefixes.find(job.cache_salt, job.prompt_ids, min(most, job.shareable)) if not sharing.off else []
+        """Full published pages before the last prompt token, which is an input of the first round."""
+        sharing = self._sharing
+        limit = len(job.prompt_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
+        return self._pages.find(job.cache_salt, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
 
-    def _share(self, seat: ActiveRequest, ids: Sequence[int], written: int) -> None:
-        """Make known the pages of a text of which the entries of the first `written` tokens are on their way, and token `written` known."""
-        most = min(written + 1 - max(1, self._sharing.lookahead), seat.job.shareable)
-        while not self._sharing.off and (len(seat.cached) + 1) * self._limits.page_size <= most:
-            self._prefixes.add(seat.job.cache_salt, seat.cached, ids, seat.pages[len(seat.cached)])
+    def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
+        """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
+        limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens)
+        while not self._sharing.off and (len(request.cached) + 1) * self._limits.page_size <= limit:
+            self._pages.publish(request.job.cache_salt, request.cached, ids, request.pages[len(request.cached)])

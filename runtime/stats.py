@@ -268,7 +268,7 @@ def take_stats(
         most_waiting=counters.most_waiting,
         queue_seconds=counters.queue_seconds.histogram,
         first_token_seconds=counters.first_token_seconds.histogram,
-        pages=rows.pages,
+        pages=rows.num_pages,
         free_pages=rows.free_pages,
         most_used_pages=rows.most_used_pages,
         cached_pages=rows.cached_pages,

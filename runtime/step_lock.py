@@ -1,4 +1,4 @@
-"""What a thread of its own needs in order to step an engine: nobody else who does, and sleep while there is nothing to do."""
+"""Which thread may step an engine, and whether a step has something to do."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from stepgraph.runtime.wake import WakeSignal
 
 
 class StepLock:
-    """To step, capture or close an engine: one thread's at a time. From within, say in a draft function or in a signal's handler, it is
-    refused: that would wait for itself."""
+    """Serialises step(), capture() and close(). A re-entrant call, say from a draft function or a signal handler, raises RuntimeError:
+    it would wait for itself."""
 
     def __init__(self) -> None:
-        self._lock, self._taken = threading.RLock(), False
+        self._lock, self._held = threading.RLock(), False
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if self._taken:
+        if self._held:
             self._lock.release()
-            raise RuntimeError("Engine: got a step(), capture() or close() from within one of them, want it behind")
-        self._taken = True
+            raise RuntimeError("Engine: re-entrant step(), capture() or close(); call it after the current one returns")
+        self._held = True
 
     def __exit__(self, *_: object) -> None:
-        self._taken = False
+        self._held = False
         self._lock.release()
 
 
 class StepGate:
-    """Who may step an engine, and when a step has something to do."""
+    """Reserves stepping for one thread, and lets that thread sleep while there is nothing to do."""
 
-    def __init__(self, bell: WakeSignal, desk: Scheduler, flights: InFlight, graphs: GraphSet, max_queued: int) -> None:
-        self._bell, self._desk, self._flights, self._graphs, self._max_queued = bell, desk, flights, graphs, max_queued
+    def __init__(self, wake: WakeSignal, scheduler: Scheduler, in_flight: InFlight, graphs: GraphSet, max_queued: int) -> None:
+        self._wake, self._scheduler, self._in_flight, self._graphs, self._max_queued = wake, scheduler, in_flight, graphs, max_queued
         self._owner: int | None = None
         self._lock = threading.Lock()
 
@@ -46,36 +46,39 @@ class StepGate:
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """Those that have not ended, whoever submitted them."""
-        return tuple(self._desk.jobs.values())
+        """All unfinished jobs."""
+        return tuple(self._scheduler.jobs.values())
 
     @property
     def queue_full(self) -> bool:
-        """Whether a submit would be refused for those that wait already."""
-        return self._desk.waiting >= self._max_queued
+        """Whether submit() would raise QueueFullError."""
+        return self._scheduler.waiting >= self._max_queued
 
     @property
     def ready(self) -> bool:
-        """Whether a step has something to do. What waits for a grammar alone has not."""
-        return bool(self._desk.stirs or len(self._flights))
+        """Whether a step has something to do. False while every job waits for its grammar."""
+        return bool(self._scheduler.runnable or len(self._in_flight))
 
-    def ring(self) -> None:
-        """End a sleep."""
-        self._bell.ring()
+    def notify(self) -> None:
+        """Wake the thread in `wait`."""
+        self._wake.notify()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Sleep until a step may have something to do; whether it has. A ring ends the sleep whatever it is for."""
+        """Sleep until notified, then return `ready`. ValueError for a negative or too large time-out."""
         if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
-            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, want a number of seconds from 0, or None")
-        return self.ready or (self._bell.wait(seconds) and self.ready)
+            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, expected a number of seconds >= 0, or None")
+        return self.ready or (self._wake.wait(seconds) and self.ready)
 
     def check(self) -> None:
+        """RuntimeError if stepping is reserved for another thread."""
         if self._owner not in (None, threading.get_ident()):
-            raise RuntimeError("Engine.step(): another thread serves this engine, say an AsyncEngine's; submit() and cancel() are for any")
+            raise RuntimeError(
+                "Engine.step(): another thread steps this engine, e.g. that of an AsyncEngine; other threads may call submit() and cancel()"
+            )
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """This thread only steps until it leaves; RuntimeError where another one does."""
+    def exclusive(self) -> Iterator[None]:
+        """Reserve stepping for this thread. RuntimeError if another thread has it."""
         with self._lock:
             self.check()
             self._owner = threading.get_ident()

@@ -1,4 +1,4 @@
-"""How a seat reaches the device between rounds: its settings, its prompt, its row."""
+"""Host to device copies between rounds: block tables and settings, prompt chunks, row state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepgraph.sampling.sampler import Param
 
 
 class PinnedRing:
-    """Slots of one pinned buffer, each free again once the copy that read it has finished."""
+    """Slots of one pinned buffer. A slot is reused once the copy that read it has finished."""
 
     def __init__(self, backend: Backend, ring_host: Any) -> None:
         self._backend, self._ring = backend, ring_host
@@ -34,7 +34,7 @@ class PinnedRing:
         self._next = 0
 
     def write(self, values: Sequence[int] | npt.NDArray[np.int32]) -> Any:
-        """Put `values` at the start of the next slot; returns the slot's tensor, to be copied before `sent`."""
+        """Write `values` to the start of the next slot, and return the slot. Waits while the slot is being copied."""
         busy = self._events[self._next]
         if busy is not None and not busy.query():
             busy.wait()
@@ -43,13 +43,13 @@ class PinnedRing:
         return slot
 
     def sent(self) -> None:
-        """The copy out of the slot last written has been issued."""
+        """The copy from the slot last written has been launched."""
         self._events[self._next] = self._backend.event()
         self._next = (self._next + 1) % len(self._events)
 
 
 class Uploader:
-    """Brings seats to the device: tables and settings first, then the prompt in chunks, then the row itself."""
+    """Uploads requests: block table and settings first, then the prompt in chunks, then the row state."""
 
     def __init__(
         self,
@@ -67,27 +67,27 @@ class Uploader:
         self._texts = PinnedRing(backend, buffers.text_ring_host) if models.reads_text else None
         self._seen = PinnedRing(backend, buffers.seen_ring_host)
 
-    def prefill(self, seat: ActiveRequest, budget: int) -> int:
-        """Take the seat's next chunk; with the last one the row joins. Returns the tokens taken."""
-        start, again = seat.prefilled, max(0, seat.reused - seat.prefilled)
-        count = min(seat.to_prefill, max(budget, again + 1))  # a position whose entry is not written needs one that vouches for it
-        chunk = Chunk(seat.row, start, count, seat.reused, tuple(_spans(seat.job, start, count)))
-        slot = self._prompts.write(seat.job.prompt_ids[start : start + count + 1])
+    def prefill(self, request: ActiveRequest, budget: int) -> int:
+        """Launch the next chunk of the prompt; after the last one the request is decoding. Returns the number of tokens."""
+        start, reused = request.prefilled, request.job.num_cached_tokens
+        count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
+        chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count)))
+        slot = self._prompts.write(request.job.prompt_ids[start : start + count + 1])
         buffers, models, limits = self._buffers, self._models, self._limits
 
         def run_chunk() -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
             prefill(buffers, chunk, models.target, models.draft, limits, self._attention, lines)
 
-        lines = self._states.prompt_lines(seat.job, count) if self._states else None
+        lines = self._states.prompt_lines(request.job, count) if self._states else None
         self._backend.run(run_chunk)
         self._prompts.sent()
         if self._states:
-            self._states.prompt_sent(seat.job, count)
-        seat.prefilled += count
-        if seat.to_prefill == 0:
-            self._place_state(seat)
-            seat.joined = True
+            self._states.prompt_sent(request.job, count)
+        request.prefilled += count
+        if request.to_prefill == 0:
+            self._upload_state(request)
+            request.decoding = True
         return count
 
     def retire(self, row: int) -> None:
@@ -95,17 +95,17 @@ class Uploader:
         state = self._buffers.row_state
         self._backend.run(lambda: state[row, Column.FINISH].fill_(int(FinishCode.RETIRED)))
 
-    def begin(self, seat: ActiveRequest) -> None:
-        """Bring a seat's pages and lists; before its first chunk."""
-        buffers, limits, row, stop_ids = self._buffers, self._limits, seat.row, seat.job.stop_ids
+    def begin(self, request: ActiveRequest) -> None:
+        """Upload a request's block table, stop ids and biases, before its first chunk."""
+        buffers, limits, row, stop_ids = self._buffers, self._limits, request.row, request.job.stop_ids
         stops = [*stop_ids, *[-1] * (limits.max_stop_ids - len(stop_ids))]
-        table = [*seat.pages, *[0] * (limits.pages_per_row - len(seat.pages))]
-        biases = seat.job.sampling.biases
+        table = [*request.pages, *[0] * (limits.pages_per_row - len(request.pages))]
+        biases = request.job.sampling.biases
         unused = limits.max_bias_ids - len(biases)
         bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
         slot = self._admissions.write([*stops, *table, *bias_ids, *bias_bits])
 
-        def place() -> None:
+        def copy() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             sizes = [limits.max_stop_ids, limits.pages_per_row, limits.max_bias_ids, limits.max_bias_ids]
             stop_part, table_part, ids_part, bits_part = buffers.admission[: sum(sizes)].split(sizes)
@@ -116,43 +116,43 @@ class Uploader:
             buffers.row_prompt_seen[row].zero_()
             buffers.row_output_counts[row].zero_()
 
-        self._backend.run(place)
+        self._backend.run(copy)
         self._admissions.sent()
-        if seat.job.sampling.repetition_penalty != 1:  # else it multiplies by one, whatever the prompt was
-            self._place_seen(seat)
+        if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
+            self._upload_seen(request)
         if self._texts is not None:
-            self._place_text(seat, self._texts)
+            self._upload_text(request, self._texts)
 
-    def _place_seen(self, seat: ActiveRequest) -> None:
-        """Tell which tokens are in the prompt; whole and at once, for the part of it that is found in the cache is not prefilled."""
-        row_seen, count = self._buffers.row_prompt_seen[seat.row], self._limits.num_tokens
+    def _upload_seen(self, request: ActiveRequest) -> None:
+        """Upload which tokens the prompt contains. All at once, since the part found in the cache is not prefilled."""
+        row_seen, count = self._buffers.row_prompt_seen[request.row], self._limits.num_tokens
         seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
-        seen[list(seat.job.prompt_ids)] = True
+        seen[list(request.job.prompt_ids)] = True
         slot = self._seen.write(np.packbits(seen, bitorder="little").view(np.int32))
         self._backend.run(lambda: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
         self._seen.sent()
 
-    def _place_text(self, seat: ActiveRequest, texts: PinnedRing) -> None:
-        """What a proposer reads: the prompt, and the given text behind the prompt's end."""
-        row_text, prompt, start = self._buffers.row_text[seat.row], seat.job.prompt_ids, given_from(self._limits)
-        given = (*prompt[-ANCHOR:], *seat.job.draft_ids) if seat.job.draft_ids else ()
-        first, split, end = start + len(seat.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
+    def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
+        """Upload what a proposer reads: the prompt and, from `given_from` on, the end of the prompt and draft_ids."""
+        row_text, prompt, start = self._buffers.row_text[request.row], request.job.prompt_ids, given_from(self._limits)
+        given = (*prompt[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
+        first, split, end = start + len(request.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
         slot = texts.write((*prompt, *given))
 
-        def place() -> None:
+        def copy() -> None:
             row_text.fill_(-1)
             row_text[:split].copy_(slot[:split], non_blocking=True)
             row_text[first : first + len(given)].copy_(slot[split:end], non_blocking=True)
 
-        self._backend.run(place)
+        self._backend.run(copy)
         texts.sent()
 
-    def _place_state(self, seat: ActiveRequest) -> None:
-        buffers, job, row = self._buffers, seat.job, seat.row
+    def _upload_state(self, request: ActiveRequest) -> None:
+        buffers, job, row = self._buffers, request.job, request.row
         prompt, start = len(job.prompt_ids), given_from(self._limits)
-        # A draft that a mask guided is verified by it, and nothing has guided a given text.
-        walked = seat.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
-        offered = min(len(job.draft_ids), job.num_speculative_tokens) if walked else 0
+        # With draft masks, a draft is verified with the mask it was chosen under; draft_ids were chosen under none.
+        usable = request.matcher is None or (self._models.draft is None and "batch_forced" not in buffers)
+        offered = min(len(job.draft_ids), job.num_speculative_tokens) if usable else 0
         state = {
             Column.OWNER: job.id,
             Column.LAST_TOKEN: job.prompt_ids[-1],
@@ -160,7 +160,7 @@ class Uploader:
             Column.DRAFT_COUNT: offered,
             Column.LENGTH: prompt,
             Column.MAX_LENGTH: prompt + job.max_new_tokens,
-            Column.CONSTRAINED: int(seat.matcher is not None),
+            Column.CONSTRAINED: int(request.matcher is not None),
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
         }
@@ -177,7 +177,7 @@ class Uploader:
         }
         slot = self._admissions.write([*[state.get(column, 0) for column in Column], *_bits([params[column] for column in Param])])
 
-        def place() -> None:
+        def copy() -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
             if offered:
@@ -190,24 +190,24 @@ class Uploader:
             buffers.row_params[row].copy_(_floats(bits_part))
             buffers.row_state[row].copy_(state_part)
 
-        self._backend.run(place)
+        self._backend.run(copy)
         self._admissions.sent()
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """What of a request's embeddings lies in a chunk, by the place in it."""
-    for place, values in job.embeddings:
-        first, end = max(place, start), min(place + len(values), start + count)
+    """The embeddings within a prompt chunk: (position in the chunk, tensor [n, width])."""
+    for position, values in job.embeddings:
+        first, end = max(position, start), min(position + len(values), start + count)
         if first < end:
-            yield first - start, values[first - place : end - place]
+            yield first - start, values[first - position : end - position]
 
 
 def _bits(values: Sequence[float]) -> list[int]:
-    """float32 values as whole numbers, for a copy of int64."""
+    """The bits of float32 values as integers, for the int64 admission ring."""
     bits: list[int] = np.array(values, dtype=np.float32).view(np.int32).tolist()
     return bits
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """Back again, on the device."""
+    """The inverse of _bits, on the device."""
     return bits.to(torch.int32).view(torch.float32)

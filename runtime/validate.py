@@ -1,36 +1,41 @@
-"""What a caller asks for, checked field by field before anything is queued."""
+"""Arguments of submit() -> Job. Every field is checked before anything is queued."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.checks import checked_count, checked_embeddings, checked_ids, checked_prompt, checked_sampling
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
+from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
-from stepgraph.sampling.params import SamplingParams
+from stepgraph.sampling.params import GREEDY, SamplingParams
 
 
-class Submissions:
-    """Makes jobs of what is asked for. Safe from any thread: nothing here changes but the next id."""
+class RequestValidator:
+    """Creates jobs. Any thread may call it: only the next id changes."""
 
     def __init__(self, config: EngineConfig, limits: Limits, stop_token_ids: Sequence[int], models: ModelPair, pinned: bool) -> None:
+        """pinned: copy embeddings to pinned memory, because a copy from pageable memory to the device would block."""
         if len(stop_token_ids) > limits.max_stop_ids:
             raise ValueError(
-                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, want at least {len(stop_token_ids)}, the vocabulary's stop ids"
+                f"EngineConfig.max_stop_ids: got {limits.max_stop_ids}, expected at least {len(stop_token_ids)}, "
+                "the number of the vocabulary's stop ids"
             )
         self._config, self._limits, self._stop_token_ids = config, limits, tuple(stop_token_ids)
         self._takes_draft_ids = models.reads_text
         self._embedding_size, self._embedding_dtype = int(getattr(models.target, "embedding_size", 0)), models.target.feature_dtype
-        self._pinned = pinned  # embeddings on their way to the device: a copy from other memory would wait for it
-        self._ids = itertools.count(1)  # never used twice: an id also names the owner in mask tags
+        self._pinned = pinned
+        self._ids = itertools.count(1)  # never reused: an id also identifies the owner in mask tags
 
     def job(
         self,
@@ -43,45 +48,118 @@ class Submissions:
         cache_salt: str = "",
         prompt_embeddings: Any = None,
     ) -> Job:
-        """ValueError names the field that cannot be served, what it got and what was wanted."""
-        limits, most = self._limits, self._limits.num_speculative_tokens
-        prompt = checked_prompt(prompt_ids, limits)
-        why = f"max_length={limits.max_length} less {len(prompt)} of prompt"
-        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), why)
-        drafts = most if num_speculative_tokens is None else num_speculative_tokens
-        drafts = checked_count("num_speculative_tokens", drafts, 0, most, "what the engine was captured for")
-        given = () if draft_ids is None else self._given(draft_ids, drafts)
-        sampling = checked_sampling(
-            sampling, limits, greedy_only=self._config.greedy_only, constrained=constraint is not None, max_new_tokens=new_tokens
-        )
-        stops = self._stops(checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, limits.num_tokens), sampling.ignore_eos)
+        """ValueError `field: got VALUE, expected ACCEPTED` for the first field that is wrong."""
+        limits, max_drafts = self._limits, self._limits.num_speculative_tokens
+        prompt = self._prompt(prompt_ids)
+        reason = f"max_length={limits.max_length} minus {len(prompt)} prompt tokens"
+        new_tokens = checked_count("max_new_tokens", max_new_tokens, 1, limits.max_length - len(prompt), reason)
+        drafts = max_drafts if num_speculative_tokens is None else num_speculative_tokens
+        drafts = checked_count("num_speculative_tokens", drafts, 0, max_drafts, "the engine's num_speculative_tokens")
+        expected_text = () if draft_ids is None else self._draft_ids(draft_ids, drafts)
+        sampling = self._sampling(sampling, constraint is not None, new_tokens)
+        stops = self._stop_ids(sampling)
         seed = sampling.seed if sampling.seed is not None else 0 if sampling.greedy else secrets.randbits(63)
         if not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, want a string")
+            raise ValueError(f"cache_salt: got {type(cache_salt).__name__}, expected a string")
         embeddings = () if prompt_embeddings is None else self._embeddings(prompt_embeddings, len(prompt))
-        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, given, cache_salt, embeddings)
+        return Job(next(self._ids), prompt, constraint, sampling, new_tokens, drafts, stops, seed, expected_text, cache_salt, embeddings)
 
-    def _embeddings(self, given: Any, prompt: int) -> tuple[tuple[int, Tensor], ...]:
-        spans = checked_embeddings(given, prompt, self._embedding_size, self._embedding_dtype)
-        return tuple((place, values.pin_memory()) for place, values in spans) if self._pinned else spans
+    def _prompt(self, prompt_ids: Any) -> tuple[int, ...]:
+        prompt, max_length = checked_ids("prompt_ids", prompt_ids, self._limits.num_tokens), self._limits.max_length
+        if not prompt:
+            raise ValueError("prompt_ids: got an empty prompt, expected at least one token id")
+        if len(prompt) >= max_length:
+            raise ValueError(f"prompt_ids: got {len(prompt)} tokens, expected fewer than max_length={max_length}")
+        return prompt
 
-    def _given(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
-        """The text that a request expects, if it can be of use."""
-        given, most = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
+    def _draft_ids(self, draft_ids: Any, drafts: int) -> tuple[int, ...]:
+        ids, max_length = checked_ids("draft_ids", draft_ids, self._limits.num_tokens), self._limits.max_length
         if not self._takes_draft_ids:
-            who = "Engine(draft='ngram') does, or EngineConfig(look_up=3) beside a draft model"
-            raise ValueError(f"draft_ids: got {len(given)} tokens, want None: the engine drafts from no text; {who}")
-        if not drafts:
-            raise ValueError(f"draft_ids: got {len(given)} tokens with num_speculative_tokens=0, want None")
-        if len(given) > most:
-            raise ValueError(f"draft_ids: got {len(given)} tokens, want at most max_length={most}")
-        return given
-
-    def _stops(self, extra: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
-        """The vocabulary's stop ids, unless they are ignored, and the request's own."""
-        stops = tuple(dict.fromkeys([*(() if ignore_eos else self._stop_token_ids), *extra]))
-        if len(stops) > self._limits.max_stop_ids:
             raise ValueError(
-                f"sampling.stop_token_ids: got {len(stops)} with the vocabulary's own, want at most {self._limits.max_stop_ids}"
+                f"draft_ids: got {len(ids)} tokens, expected None: the engine has no look-up drafter; use Engine(draft='ngram'), "
+                "or EngineConfig(look_up=3) beside a draft model"
             )
+        if not drafts:
+            raise ValueError(f"draft_ids: got {len(ids)} tokens with num_speculative_tokens=0, expected None")
+        if len(ids) > max_length:
+            raise ValueError(f"draft_ids: got {len(ids)} tokens, expected at most max_length={max_length}")
+        return ids
+
+    def _sampling(self, requested: Any, constrained: bool, max_new_tokens: int) -> SamplingParams:
+        """GREEDY for None. ValueError for a field that the engine or the rest of the request excludes."""
+        if requested is None:
+            return GREEDY
+        if not isinstance(requested, SamplingParams):
+            raise ValueError(f"sampling: got {type(requested).__name__}, expected SamplingParams")
+        sampling, limits = replace(requested), self._limits  # a copy, checked again: the caller can change the logit_bias dict
+        name = sampling.beyond_argmax
+        if self._config.greedy_only and name:
+            value, default = clip_repr(getattr(sampling, name)), clip_repr(getattr(GREEDY, name))
+            raise ValueError(f"sampling.{name}: got {value}, expected {default}: the engine is greedy_only")
+        checked_ids("sampling.bad_token_ids", sampling.bad_token_ids, limits.num_tokens)
+        for token in sampling.logit_bias:
+            if token >= limits.num_tokens:
+                raise ValueError(f"sampling.logit_bias: got the key {token}, expected token ids from 0 to {limits.num_tokens - 1}")
+        if len(sampling.biases) > limits.max_bias_ids:
+            names = " and ".join(name for name in ("logit_bias", "bad_token_ids") if getattr(sampling, name))
+            raise ValueError(f"sampling.{names}: got {len(sampling.biases)} tokens, expected at most max_bias_ids={limits.max_bias_ids}")
+        if sampling.min_new_tokens > max_new_tokens:
+            raise ValueError(f"sampling.min_new_tokens: got {sampling.min_new_tokens}, expected at most max_new_tokens={max_new_tokens}")
+        if sampling.ignore_eos and constrained:
+            raise ValueError("sampling.ignore_eos: got True with a constraint, expected False: a complete constrained output ends")
+        return sampling
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """The vocabulary's stop ids, unless `ignore_eos`, and the request's own."""
+        own, limit = checked_ids("sampling.stop_token_ids", sampling.stop_token_ids, self._limits.num_tokens), self._limits.max_stop_ids
+        stops = tuple(dict.fromkeys([*(() if sampling.ignore_eos else self._stop_token_ids), *own]))
+        if len(stops) > limit:
+            raise ValueError(f"sampling.stop_token_ids: got {len(stops)} including the vocabulary's, expected at most {limit}")
         return stops
+
+    def _embeddings(self, embeddings: Any, prompt_tokens: int) -> tuple[tuple[int, Tensor], ...]:
+        """Spans (first position, host tensor [n, width]) in order. Drafters and penalties use the ids at these positions as they are."""
+        size, dtype = self._embedding_size, self._embedding_dtype
+        if not isinstance(embeddings, Mapping):
+            expected = "a mapping from positions in prompt_ids to tensors [n, width]"
+            raise ValueError(f"prompt_embeddings: got {type(embeddings).__name__}, expected {expected}")
+        if embeddings and not size:
+            raise ValueError(f"prompt_embeddings: got {len(embeddings)} spans, expected none: the target has no embedding_size")
+        for position, values in embeddings.items():
+            name = f"prompt_embeddings[{clip_repr(position)}]"
+            if not is_int(position) or position < 0:
+                raise ValueError(f"{name}: got this key, expected a position in prompt_ids >= 0")
+            if not isinstance(values, Tensor) or values.dim() != 2 or values.shape[1] != size or not len(values):
+                got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(f"{name}: got {got}, expected a tensor [n, {size}]")
+            if values.dtype != dtype:
+                raise ValueError(f"{name}: got {values.dtype}, expected {dtype}, the target's")
+            if position + len(values) >= prompt_tokens:
+                expected = f"an end before the last of {prompt_tokens} prompt tokens, which is an input of the first round"
+                raise ValueError(f"{name}: got {len(values)} rows, expected {expected}")
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(f"{name}: got NaN or infinity, expected finite values")
+        spans = sorted(embeddings.items(), key=lambda span: span[0])
+        for (position, values), (following, _) in itertools.pairwise(spans):
+            if position + len(values) > following:
+                limit = following - position
+                raise ValueError(f"prompt_embeddings[{position}]: got {len(values)} rows, expected at most {limit}, up to the next span")
+        copies = ((position, values.detach().to("cpu", copy=True).contiguous()) for position, values in spans)
+        return tuple((position, values.pin_memory() if self._pinned else values) for position, values in copies)
+
+
+def checked_ids(name: str, ids: Any, num_tokens: int) -> tuple[int, ...]:
+    """Token ids of a list, a tuple, an array or a one-dimensional tensor. ValueError for the first that is not in the vocabulary."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"{name}: got {type(ids).__name__}, expected a sequence of token ids")
+    for index, token in enumerate(values):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < num_tokens:
+            raise ValueError(f"{name}[{index}]: got {clip_repr(token)}, expected a token id from 0 to {num_tokens - 1}")
+    return tuple(int(token) for token in values)
+
+
+def checked_count(name: str, value: Any, least: int, most: int, reason: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise ValueError(f"{name}: got {clip_repr(value)}, expected a whole number from {least} to {most} ({reason})")
+    return int(value)

@@ -1,4 +1,4 @@
-"""What wakes the thread that steps: one lock used as a signal."""
+"""The signal that wakes the stepping thread: one lock used as an auto-reset event."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import threading
 
 
 class WakeSignal:
-    """Wakes one sleeper. A ring that nobody waits for is kept, once.
+    """Wakes one waiting thread. A notification without a waiter is kept, once.
 
-    Ringing is one C call that waits for nothing, so a finaliser may ring wherever it is run; an Event's own lock may be held there.
+    `notify` is one C call that never blocks, so a finaliser may call it anywhere. An Event would not do: a finaliser that runs while its
+    internal lock is held would deadlock.
     """
 
     def __init__(self) -> None:
-        self._silence = threading.Lock()
-        self._silence.acquire()
+        self._lock = threading.Lock()
+        self._lock.acquire()
 
-    def ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._silence.release()
+    def notify(self) -> None:
+        with contextlib.suppress(RuntimeError):  # already set
+            self._lock.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Sleep until it rings, and silence it; False where it did not ring in time."""
-        return self._silence.acquire(timeout=-1 if seconds is None else seconds)
+        """Wait for a notification and clear it. False on time-out."""
+        return self._lock.acquire(timeout=-1 if seconds is None else seconds)

@@ -1,7 +1,7 @@
-"""What becomes of an engine whose device does not answer: a step waits so long for it, tells what everybody was doing, and fails.
+"""Round time-outs: a step that waits too long for the device raises an error, and a report of all threads and streams is logged.
 
-Only waits for the device are counted. A step that has nothing to wait for, and one that waits for a grammar, is as good as done.
-What hangs cannot be ended from outside: neither a host node nor a kernel. It keeps its thread and its memory.
+Only waits for the device count, not a step without work or one that waits for a grammar. A hanging host node or kernel cannot be ended
+from outside: its thread and memory are not freed.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ log = logging.getLogger("stepgraph")
 
 
 class RoundTimeoutError(RuntimeError):
-    """What was launched did not finish within EngineConfig.round_timeout_seconds."""
+    """The launched work did not finish within EngineConfig.round_timeout_seconds."""
 
 
 class Watchdog:
-    """`backend` is for all who launch and wait: its events do not wait longer than `seconds`; None: as long as it takes."""
+    """`watchdog.backend` wraps a backend so that waits for its events time out after `seconds`; None: never."""
 
     def __init__(self, backend: Backend, seconds: float | None) -> None:
         self._backend, self._seconds, self._expired = backend, seconds, False
         self.backend = backend if seconds is None else cast("Backend", _Watched(backend, self))
 
     def wait(self, event: Event) -> None:
-        """RoundTimeoutError where it is not reached in time."""
+        """RoundTimeoutError if the event is not reached in time."""
         if not event.wait(self._seconds):
             self._expired = True
             doing = "; ".join(self._backend.active_work())
             limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
             raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
 
-    def end(self, flights: InFlight, host: HostLink) -> None:
-        """Wait for the device, and free what is its own and the host nodes'. Where it hangs: say so in the log, and free nothing."""
-        with contextlib.suppress(Exception):  # whatever was still on its way fails for the reason that is being told
+    def end(self, in_flight: InFlight, host: HostLink) -> None:
+        """Wait for the device, and close the backend and the host link. After a time-out: log the report, and free nothing."""
+        with contextlib.suppress(Exception):  # work in flight fails for the reason that already ends the engine
             if self._seconds is not None and not self._expired:
                 self.wait(self._backend.event())
         if self._expired:
-            log.error("%s", self._report(flights, host))
+            log.error("%s", self._report(in_flight, host))
             self._backend.close_without_waiting()
             return
-        flights.forget()
+        in_flight.clear()
         with contextlib.suppress(Exception):
             self._backend.synchronize()
         self._backend.close()
         host.close()
 
-    def _report(self, flights: InFlight, host: HostLink) -> str:
+    def _report(self, in_flight: InFlight, host: HostLink) -> str:
         stats = host.stats
-        counted = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
+        counters = f"{sum(stats.nodes)} ended, {stats.fills} masks, {stats.accepts} accepted tokens, {stats.rollbacks} rollbacks"
         lines = [
-            f"the device of an engine did not finish within {self._seconds:g} s; on their way: {flights.told or 'no rounds'}",
-            *(self._backend.active_work() or ("nothing is known of its streams",)),
-            f"host nodes, {host.name}: {counted}",
+            f"the device of an engine did not finish within {self._seconds:g} s; in flight: {in_flight.describe() or 'no rounds'}",
+            *(self._backend.active_work() or ("no information about its streams",)),
+            f"host nodes, {host.name}: {counters}",
         ]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
@@ -69,7 +69,7 @@ class Watchdog:
 
 
 class _Watched:
-    """A backend but for its events."""
+    """A backend whose events time out."""
 
     def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
         self._backend, self._watchdog = backend, watchdog

@@ -1,6 +1,6 @@
-"""Chain verification: how many drafts hold, what is emitted, and whether the row is finished. Pure tensor functions.
+"""Chain verification: how many drafts are accepted, what is emitted, and whether the row is finished. Pure tensor functions.
 
-Everything a round decides about a row is decided here, on the device, so that the host need not know it to launch the next.
+All decisions of a round about a row are made here, on the device, so that the host can launch the next round without them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
 
 
 class FinishCode(IntEnum):
-    """Where a row stands. 0 is inert, so memory that nobody wrote runs nothing."""
+    """State of a row. 0 is inert, so zeroed memory runs nothing."""
 
     RETIRED = 0  # no request owns the row, or its owner was cancelled
     RUNNING = ROW_RUNNING
@@ -25,38 +25,38 @@ class FinishCode(IntEnum):
     LENGTH = 3
     CONSTRAINT_COMPLETE = 4
     DEAD_END = 5
-    MASK_FAULT = 6  # no mask of this row, history and position: nothing may be sampled
+    MASK_FAULT = 6  # no valid mask for this row, history and position: nothing may be sampled
     LOGITS_FAULT = 7  # the best legal logit is not finite
 
 
 class Emission(NamedTuple):
-    """What one round adds to each row."""
+    """The tokens that one round adds to each row."""
 
-    tokens: Tensor  # [B, K + 1] int64, meaningful below emitted
-    emitted: Tensor  # [B] int64, how many
-    accepted: Tensor  # [B] int64, how many of those were drafts
+    tokens: Tensor  # [B, K + 1] int64, valid below emitted
+    emitted: Tensor  # [B] int64, number of tokens
+    accepted: Tensor  # [B] int64, number of drafts among them
     finish: Tensor  # [B] int64 FinishCode
 
 
 def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0) -> Tensor:
-    """Status of every mask row, NONE where its tag is not this row's: fail closed.
+    """Status [B, N] of every mask row, NONE where its tag does not match the row: fail closed.
 
-    tags [B, N, 4] = (owner, committed tokens, index, status) as the host wrote them for the indices from `first` on; the
+    tags [B, N, 4] = (owner, committed tokens, index, status), written by the host for the indices from `first` on; the
     others [B]. A row without a constraint is always OK.
     """
     index = torch.arange(first, first + tags.shape[1], device=tags.device)
-    mine = (tags[..., 0] == owner[:, None]) & (tags[..., 1] == generated[:, None]) & (tags[..., 2] == index)
-    status = torch.where(mine, tags[..., 3], int(MaskStatus.NONE))
+    valid = (tags[..., 0] == owner[:, None]) & (tags[..., 1] == generated[:, None]) & (tags[..., 2] == index)
+    status = torch.where(valid, tags[..., 3], int(MaskStatus.NONE))
     return torch.where(constrained[:, None], status, int(MaskStatus.OK))
 
 
 def count_accepted(sampled: Tensor, finite: Tensor, drafts: Tensor, draft_count: Tensor, status: Tensor) -> Tensor:
-    """Leading drafts that equal the target's own choice.
+    """Number of leading drafts that equal the target's own choice.
 
-    sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j,
-    and must have been legal: row j + 1 then says what follows it, whatever that is.
+    sampled, finite, status [B, K + 1]; drafts [B, K]; draft_count [B] -> [B]. Draft j is compared under mask row j and must be
+    legal: the status of row j + 1 describes the text after it.
     """
-    holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & _may_hold(status, draft_count)
+    holds = (sampled[:, :-1] == drafts) & finite[:, :-1] & _may_accept(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)
 
 
@@ -70,12 +70,12 @@ def reject_sample(
     seed: Tensor,
     length: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Exact rejection: what comes out follows target_probs, whatever draft_probs were.
+    """Exact rejection sampling: the result is distributed as target_probs for any draft_probs.
 
-    target_probs [B, K + 1, V], draft_probs [B, K, V]: the distributions that hold at each place and that each draft was
-    drawn from; seed, length [B] name the random numbers. Draft j holds with probability min(1, p/q). The first that does
-    not is replaced by a token drawn from what p has over q; past the last draft a token is drawn from p. Returns tokens
-    [B, K + 1], meaningful up to the drawn one, and the number of drafts that held [B].
+    target_probs [B, K + 1, V]: the target's distribution p at each position; draft_probs [B, K, V]: the distribution q that each
+    draft was drawn from; seed, length [B] select the random numbers. Draft j is accepted with probability min(1, p/q). The first
+    rejected draft is replaced by a token drawn from max(p - q, 0); after the last draft a token is drawn from p. Returns tokens
+    [B, K + 1], valid up to the drawn one, and the number of accepted drafts [B].
     """
     count = drafts.shape[1]
     index = torch.arange(count + 1, device=drafts.device)
@@ -83,16 +83,16 @@ def reject_sample(
     probs = target_probs[:, 0]
     if count:
         proposed = drafts.clamp(min=0)[..., None]
-        likely = target_probs[:, :-1].gather(2, proposed).squeeze(2)
-        offered = draft_probs.gather(2, proposed).squeeze(2)
+        p = target_probs[:, :-1].gather(2, proposed).squeeze(2)
+        q = draft_probs.gather(2, proposed).squeeze(2)
         coins = rng.uniform(seed[:, None], length[:, None] + index[:-1], rng.Purpose.ACCEPT)
-        holds = (coins * offered < likely) & finite[:, :-1] & _may_hold(status, draft_count)
+        holds = (coins * q < p) & finite[:, :-1] & _may_accept(status, draft_count)
         last = holds.to(torch.int64).cumprod(1).sum(1)
-        place = last[:, None, None].expand(-1, 1, target_probs.shape[2])
-        probs = target_probs.gather(1, place).squeeze(1)
-        refused = torch.where((last < draft_count)[:, None], draft_probs.gather(1, place.clamp(max=count - 1)).squeeze(1), 0.0)
-        rest = (probs - refused).clamp(min=0)
-        probs = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)  # p = q but for rounding, and the coin fell outside
+        index_3d = last[:, None, None].expand(-1, 1, target_probs.shape[2])
+        probs = target_probs.gather(1, index_3d).squeeze(1)
+        rejected = torch.where((last < draft_count)[:, None], draft_probs.gather(1, index_3d.clamp(max=count - 1)).squeeze(1), 0.0)
+        rest = (probs - rejected).clamp(min=0)
+        probs = torch.where(rest.sum(1, keepdim=True) > 0, rest, probs)  # p = q up to rounding
     vocabulary = torch.arange(target_probs.shape[2], device=drafts.device)
     noise = rng.exponential(seed[:, None], (length + last)[:, None], rng.Purpose.TARGET, vocabulary)
     drawn = sampler.race(probs, noise)[:, None]
@@ -101,16 +101,17 @@ def reject_sample(
 
 
 def force_accepted(shares: Sequence[float], finite: Tensor, draft_count: Tensor, status: Tensor, owner: Tensor, length: Tensor) -> Tensor:
-    """For benchmarks: draft j holds with probability shares[j] if it is legal and on offer. Returns how many lead, [B]."""
-    coins = [rng.uniform(owner, length + place, rng.Purpose.ACCEPT) < share for place, share in enumerate(shares)]
-    holds = torch.stack(coins, 1) & finite[:, :-1] & _may_hold(status, draft_count)
+    """For benchmarks: accept a legal draft j with probability shares[j]. Returns the number of leading accepted drafts, [B]."""
+    coins = [rng.uniform(owner, length + index, rng.Purpose.ACCEPT) < share for index, share in enumerate(shares)]
+    holds = torch.stack(coins, 1) & finite[:, :-1] & _may_accept(status, draft_count)
     return holds.to(torch.int64).cumprod(1).sum(1)
 
 
-def _may_hold(status: Tensor, draft_count: Tensor) -> Tensor:
-    """[B, K]: drafts on offer whose place has a mask, and after which the grammar goes on, ends or fails.
+def _may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
+    """[B, K] bool: drafts within draft_count, with a valid mask, that the grammar accepted.
 
-    Where it failed behind a draft, the mask in front of it tells the law still: to refuse the draft for it would draw from another.
+    A grammar that fails after a draft does not make the draft illegal: its own mask is still valid, and to refuse it would change
+    the distribution.
     """
     index = torch.arange(status.shape[1] - 1, device=status.device)
     legal = (status[:, 1:] != MaskStatus.NONE) & (status[:, 1:] != MaskStatus.ILLEGAL)

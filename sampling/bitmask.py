@@ -1,6 +1,6 @@
 """Packed token masks: bit t % 32 of word t // 32 is set where token t is legal. Pure tensor functions.
 
-Ids at and beyond the tokenizer's end have bit 0, so padding logits are never chosen.
+Ids from the end of the tokenizer on have bit 0, so padding logits are never chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORD = 32
 
 
 def unpack(masks: Tensor, width: int) -> Tensor:
-    """[..., words] int32 -> [..., width] bool. The shift is arithmetic; `& 1` makes the sign bit a bit like any other."""
+    """[..., words] int32 -> [..., width] bool. The shift is arithmetic; `& 1` discards the sign."""
     bits = torch.arange(WORD, dtype=torch.int32, device=masks.device)
     return ((masks.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :width] != 0
 
@@ -29,11 +29,11 @@ def pack(allowed: Tensor) -> Tensor:
 
 
 def apply(logits: Tensor, masks: Tensor, constrained: Tensor, ids: Tensor | None = None, status: Tensor | None = None) -> Tensor:
-    """Minus infinity where a constrained row forbids a token.
+    """Logits, minus infinity for the tokens that a constrained row forbids.
 
-    logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint pass unchanged.
-    ids [V] int64: which bit of a mask each logit stands for, where that is not its own place (a draft's own vocabulary).
-    status [B, ...] int64: what each mask means; one that is not OK forbids every token, whatever its bits say.
+    logits [B, ..., V] float, masks [B, ..., words] int32, constrained [B] bool. Rows without a constraint are unchanged.
+    ids [V] int64: the mask bit of each logit, for a draft with a vocabulary of its own; None: its index.
+    status [B, ...] int64 MaskStatus: a mask that is not OK forbids every token.
     """
     free = ~constrained.view(-1, *[1] * (logits.dim() - 1))
     allowed = unpack(masks, logits.shape[-1]) if ids is None else unpack(masks, masks.shape[-1] * WORD)[..., ids]

@@ -1,33 +1,63 @@
-"""What has threads of its own is ended before its interpreter goes: a thread that comes back from a library then aborts the process."""
+"""Closing threads and processes before the interpreter exits, and detaching objects from them in a forked process.
+
+A thread that returns from a library while the interpreter shuts down aborts the process. In a fork, the threads, devices, files and held
+locks of the parent are unusable.
+"""
 
 from __future__ import annotations
 
 import atexit
+import enum
 import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
-EXIT_SECONDS = 10.0  # that an interpreter waits for each, which ends before they were closed
+EXIT_SECONDS = 10.0  # how long the exiting interpreter waits for each resource
+FORKED = "the engine belongs to the parent process; call it there"
 
 
-class Ending(Protocol):
+class ExitStage(enum.IntEnum):
+    """The order of closing at exit: a thread that launches rounds ends before the threads that run them."""
+
+    STEPPER = 0
+    DEVICE = 1
+    BACKGROUND = 2
+
+
+class Closable(Protocol):
     def close(self, seconds: float) -> None:
-        """End, and wait for it so long at most."""
+        """End, and wait at most `seconds` for it."""
 
 
-_open: weakref.WeakSet[Ending] = weakref.WeakSet()
+_open: tuple[weakref.WeakSet[Closable], ...] = tuple(weakref.WeakSet() for _ in ExitStage)
+_fork_hooks: set[weakref.WeakMethod[Callable[[], None]]] = set()
 
 
-def end_at_exit(one: Ending) -> None:
-    """Close it when the interpreter ends, if it lives until then; in this process only."""
-    _open.add(one)
+def close_at_exit(resource: Closable, stage: ExitStage = ExitStage.BACKGROUND) -> None:
+    """Close `resource` when this interpreter exits, if it still lives then. Not called in forks."""
+    _open[stage].add(resource)
+
+
+def call_after_fork(method: Callable[[], None]) -> None:
+    """Call this bound method in every forked child while its object lives. It must neither wait nor take a lock."""
+    _fork_hooks.add(weakref.WeakMethod(method, _fork_hooks.discard))
 
 
 @atexit.register
-def _end_all() -> None:
-    for one in tuple(_open):
-        one.close(EXIT_SECONDS)
+def _close_all() -> None:
+    for resources in _open:
+        for resource in tuple(resources):
+            resource.close(EXIT_SECONDS)
+
+
+def _after_fork() -> None:
+    for resources in _open:
+        resources.clear()  # their threads do not exist here
+    for reference in tuple(_fork_hooks):
+        if method := reference():
+            method()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)  # their threads are not there
+    os.register_at_fork(after_in_child=_after_fork)

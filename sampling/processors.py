@@ -1,8 +1,8 @@
-"""What a request asks of the logits before anything is drawn from them. Pure tensor functions, at every place of a round.
+"""Logit processors: biases, bans and penalties of a request, at every position of a round. Pure tensor functions.
 
-The order is vLLM's: logit_bias and bad tokens, min_new_tokens, then the repetition, frequency and presence penalties. A
-grammar's mask may come before or after: what is minus infinity stays so. A place counts the drafts in front of it, as if
-they had been emitted: it is only used where they hold.
+The order is vLLM's: logit_bias and bad tokens, min_new_tokens, then the repetition, frequency and presence penalties. A grammar's
+mask may be applied before or after: minus infinity stays minus infinity. A position counts the drafts before it as if they had been
+emitted, because its logits are only used if they are accepted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stepgraph.sampling.sampler import Param
 
 
 class RowSettings(NamedTuple):
-    """What B rows asked for, and what they have said so far. V is the target's vocabulary."""
+    """Settings and histories of B rows. V is the target's vocabulary."""
 
     params: Tensor  # [B, len(Param)] float32
     bias_ids: Tensor  # [B, M] int64, distinct; the used ones first, then -1
@@ -29,13 +29,13 @@ class RowSettings(NamedTuple):
 
 
 def process(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
-    """Logits [B, Q, V] of the places first, first + 1, ... as float32, after everything but temperature and filters.
+    """Logits [B, Q, V] of the positions first, first + 1, ... as float32, after everything except temperature and filters.
 
-    before [B, N] int64: the drafts at the places from 0 on, -1 where there is none. ids: which of the target's tokens each
-    logit stands for, where that is not its own place (a draft's own vocabulary).
+    before [B, N] int64: the drafts at the positions from 0 on, -1 where there is none. ids [V]: the target's token of each logit, for
+    a draft with a vocabulary of its own; None: its index.
     """
-    places = torch.arange(first, first + logits.shape[1], device=logits.device)
-    counts = _output_counts(rows.output_counts, before, places)
+    positions = torch.arange(first, first + logits.shape[1], device=logits.device)
+    counts = _output_counts(rows.output_counts, before, positions)
     bias = _scattered(rows.biases, rows.bias_ids, rows.prompt_seen.shape[1])
     stops = _scattered((rows.stop_ids >= 0).to(torch.float32), rows.stop_ids, rows.prompt_seen.shape[1]) > 0
     prompt_seen = rows.prompt_seen
@@ -46,39 +46,39 @@ def process(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, i
         for column in (Param.REPETITION_PENALTY, Param.PRESENCE_PENALTY, Param.FREQUENCY_PENALTY, Param.MIN_NEW_TOKENS)
     )
     result = logits.to(torch.float32) + bias[:, None]
-    early = (rows.generated[:, None] + places)[:, :, None] < least
+    early = (rows.generated[:, None] + positions)[:, :, None] < least
     result = torch.where(early & stops[:, None], float("-inf"), result)
-    said = counts > 0
+    emitted = counts > 0
     repeated = torch.where(result > 0, result / repetition, result * repetition)
-    result = torch.where(said | prompt_seen[:, None], repeated, result)
-    return result - frequency * counts - presence * said
+    result = torch.where(emitted | prompt_seen[:, None], repeated, result)
+    return result - frequency * counts - presence * emitted
 
 
 def mark_dead_ends(status: Tensor, finite: Tensor, processed: Tensor) -> Tensor:
-    """Status [B, Q], DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans leave none of them."""
+    """Status [B, Q], DEAD_END where a mask allows some token (finite [B, Q]) and the request's own bans forbid all of them."""
     banned = finite & (processed.amax(-1) == float("-inf"))
     return torch.where(banned & (status == int(MaskStatus.OK)), int(MaskStatus.DEAD_END), status)
 
 
 def log_probabilities(logits: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
-    """[B, Q, 2] float32 of tokens [B, Q]: under the model's own logits [B, Q, V], and under what they were drawn from [B, Q, V]."""
+    """[B, Q, 2] float32 of tokens [B, Q]: under the model's logits [B, Q, V], and under `probs` [B, Q, V]."""
     own = logits.to(torch.float32)
     chosen = tokens[..., None]
     raw = own.gather(2, chosen) - own.logsumexp(-1, keepdim=True)
     return torch.cat([raw, probs.gather(2, chosen).log()], 2)
 
 
-def _output_counts(output_counts: Tensor, before: Tensor, places: Tensor) -> Tensor:
-    """[B, Q, V] float32: how often each token was said before each place."""
+def _output_counts(output_counts: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+    """[B, Q, V] float32: occurrences of each token before each position."""
     size, vocab = output_counts.shape
     index = torch.arange(before.shape[1], device=before.device)
-    counted = (index < places[:, None]) & (before >= 0)[:, None]
-    counts = output_counts[:, None].expand(size, len(places), vocab).to(torch.float32, copy=True)
-    tokens = before.clamp(min=0)[:, None].expand(size, len(places), before.shape[1])
+    counted = (index < positions[:, None]) & (before >= 0)[:, None]
+    counts = output_counts[:, None].expand(size, len(positions), vocab).to(torch.float32, copy=True)
+    tokens = before.clamp(min=0)[:, None].expand(size, len(positions), before.shape[1])
     return counts.scatter_add_(2, tokens, counted.to(torch.float32))
 
 
 def _scattered(values: Tensor, ids: Tensor, width: int) -> Tensor:
-    """[B, width] float32: each value at its id. Unused places carry 0 and add it to id 0, which changes nothing."""
+    """[B, width] float32: each value at its id. Unused entries add 0 to id 0."""
     dense = torch.zeros(len(ids), width, dtype=torch.float32, device=ids.device)
     return dense.scatter_add_(1, ids.clamp(min=0), values)

@@ -1,7 +1,7 @@
-"""Random numbers as a function: of a request's seed, a position in its history, a purpose, and an index. Nothing is kept.
+"""Counter-based random numbers: a function of a request's seed, a position in its history, a purpose, and an index. No state.
 
-The same on every device, at any row, in any batch, at any replay. Draws for different purposes never share a number:
-a draft that was chosen with the noise that later replaces it would bias what comes out.
+The same on every device, in any row, batch and replay. Different purposes never share a number: if the noise that chose a draft also
+chose its replacement, the result would be biased.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ BELOW_ONE = 1 - 2.0**-24
 
 
 class Purpose(IntEnum):
-    """What a number decides."""
+    """What a random number is used for."""
 
     DRAFT = 1  # which token the draft proposes
-    ACCEPT = 2  # whether the proposal holds
-    TARGET = 3  # which token the target emits where no proposal held
+    ACCEPT = 2  # whether the proposal is accepted
+    TARGET = 3  # which token the target emits after the accepted proposals
 
 
 def uniform(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor | None = None) -> Tensor:
     """Numbers in (0, 1), float32, of the broadcast shape of seed, position and index (all int64).
 
-    Small numbers keep 24 significant bits, down to 2**-63: a race among hundreds of thousands of tokens is decided by them.
+    Small numbers keep 24 significant bits, down to 2**-63: they decide a race among hundreds of thousands of tokens.
     """
     key = _mix(_mix(seed + signed(int(purpose) * GOLDEN)) + position * GOLDEN)
     if index is not None:
@@ -44,7 +44,7 @@ def uniform(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor | No
 
 
 def exponential(seed: Tensor, position: Tensor, purpose: Purpose, index: Tensor) -> Tensor:
-    """Standard exponential numbers, float32: of tokens that race with rates p, token t comes in first with probability p[t]."""
+    """Standard exponential numbers, float32: in a race with rates p, token t wins with probability p[t]."""
     return -torch.log1p(-uniform(seed, position, purpose, index))
 
 
@@ -56,5 +56,5 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, count: int) -> Tensor:
-    """Shift right with zeros coming in; int64's own shift would bring in the sign."""
+    """Logical shift right; the shift of int64 is arithmetic."""
     return (value >> count) & ((1 << (64 - count)) - 1)

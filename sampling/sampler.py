@@ -1,9 +1,9 @@
-"""From masked logits to the distribution a request asked for, and from a distribution to a token. Pure tensor functions.
+"""From masked logits to the distribution that a request asked for, and from a distribution to a token. Pure tensor functions.
 
-The order is the ecosystem's: temperature, min-p, top-k, top-p. Which tokens stay is decided by one threshold on their weights,
-so that equal ones stay or go together, whatever their ids. Weights are made of operations that every device rounds alike, and
-summed as integers: neither the device, nor the order of a sum, nor the rest of the batch has a say in the result. A row with
-temperature 0 is greedy: its distribution is one token, the lowest id among the likeliest.
+The order is vLLM's: temperature, min-p, top-k, top-p. One threshold on the weights decides which tokens are kept, so equal weights are
+kept or dropped together. Weights are computed with operations that every device rounds alike, and summed as integers: the result
+depends neither on the device, nor on the order of a sum, nor on the rest of the batch. A row with temperature 0 is greedy: its
+distribution is one token, the lowest id among the likeliest.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Param(IntEnum):
     TOP_K = 1  # 0: all tokens
     TOP_P = 2
     MIN_P = 3
-    REPETITION_PENALTY = 4  # from here on: processors.py
+    REPETITION_PENALTY = 4  # this and the following: processors.py
     PRESENCE_PENALTY = 5
     FREQUENCY_PENALTY = 6
     MIN_NEW_TOKENS = 7
 
 
 class Weighed(NamedTuple):
-    """Logits [B, ..., V] as weights, and what else the settings say of them, all [B, ..., 1]."""
+    """Logits [B, ..., V] as weights, and the settings of their rows, [B, ..., 1] each."""
 
-    weights: Tensor  # [B, ..., V] float32, of the likeliest token: 1; zeros in a row whose largest logit is no finite number
+    weights: Tensor  # [B, ..., V] float32, 1 for the likeliest token; zeros in a row whose largest logit is not finite
     likeliest: Tensor  # int64, the lowest id among the likeliest
-    alive: Tensor  # bool: the largest logit is a finite number
+    alive: Tensor  # bool: the largest logit is finite
     greedy: Tensor  # bool
     top_k: Tensor  # float32, 0 or less: all tokens
     top_p: Tensor
@@ -52,7 +52,7 @@ class Weighed(NamedTuple):
 def distribution(logits: Tensor, params: Tensor) -> Tensor:
     """Probabilities [B, ..., V] float32 of masked logits [B, ..., V] under params [B, 4 or more], columns as in Param.
 
-    A row whose largest logit is no finite number gives zeros: nothing can be drawn from it.
+    A row whose largest logit is not finite gives zeros: nothing can be drawn from it.
     """
     weighed = weigh(logits, params)
     return share(weighed, torch.where(weighed.weights >= _least_kept(weighed), weighed.weights, 0.0))
@@ -65,12 +65,12 @@ def weigh(logits: Tensor, params: Tensor) -> Weighed:
     values = logits.to(torch.float32)
     best, likeliest = values.max(-1, keepdim=True)
     alive = torch.isfinite(best)
-    scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # in this order: a large quotient of a logit itself is infinite
+    scaled = (values - best) / torch.where(greedy, 1.0, temperature)  # subtract first: a quotient of a logit may be infinite
     return Weighed(torch.where(alive, portable_exp(scaled), 0.0), likeliest, alive, greedy, top_k, top_p, min_p)
 
 
 def share(weighed: Weighed, kept: Tensor) -> Tensor:
-    """Probabilities [B, ..., V] of the weights that stay, zeros elsewhere; of a greedy row, of the likeliest alone."""
+    """Probabilities [B, ..., V] of the kept weights, zeros elsewhere; in a greedy row 1 for the likeliest token."""
     probabilities = kept / from_units(units(kept).sum(-1, keepdim=True))
     vocabulary = torch.arange(kept.shape[-1], device=kept.device)
     probabilities = torch.where(weighed.greedy, (vocabulary == weighed.likeliest).to(torch.float32), probabilities)
@@ -78,20 +78,20 @@ def share(weighed: Weighed, kept: Tensor) -> Tensor:
 
 
 def _least_kept(weighed: Weighed) -> Tensor:
-    """[B, ..., 1], the least weight that stays."""
+    """[B, ..., 1], the smallest weight that is kept."""
     weights, top_k, top_p = weighed.weights, weighed.top_k, weighed.top_p
     ordered, final = weights.sort(-1, descending=True).values, weights.shape[-1] - 1
     last = (top_k.to(torch.int64) - 1).clamp(0, final)
     least = torch.where(top_k > 0, ordered.gather(-1, last.expand(*weights.shape[:-1], 1)), 0.0)
     least = torch.maximum(least, weighed.min_p)
     running = units(torch.where(ordered >= least, ordered, 0.0)).cumsum(-1)
-    wanted = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
-    short = (running.to(torch.float64) < wanted).sum(-1, keepdim=True).clamp(max=final)  # tokens that are not enough
+    enough = top_p.to(torch.float64) * running[..., -1:].to(torch.float64)
+    short = (running.to(torch.float64) < enough).sum(-1, keepdim=True).clamp(max=final)  # tokens that do not yet reach the share
     return torch.where(top_p < 1, torch.maximum(least, ordered.gather(-1, short)), least)
 
 
 def portable_exp(values: Tensor) -> Tensor:
-    """exp of float32 values <= 0, within 1.1 units of the last place, 0 below LOWEST. The same bits on every device."""
+    """exp of float32 values <= 0, within 1.1 ulp, 0 below LOWEST. The same bits on every device."""
     bounded = values.clamp(min=LOWEST)
     power = torch.floor(bounded * LOG2_E + 0.5)
     rest = (bounded - power * LN2_HEAD) - power * LN2_TAIL
@@ -103,7 +103,7 @@ def portable_exp(values: Tensor) -> Tensor:
 
 
 def units(weights: Tensor) -> Tensor:
-    """Weights up to 1 as whole numbers, rounded down, whose sums are exact in any order."""
+    """Weights up to 1 as integers, rounded down, whose sums are exact in any order."""
     return (weights * 2.0**UNIT_BITS).to(torch.int64)
 
 

@@ -26,11 +26,11 @@ def test_every_line_of_the_table_is_read_and_no_name_stands_twice() -> None:
 
 
 def test_what_is_not_listed_is_told_with_its_lines() -> None:
-    file = "runtime/pages.py"
+    file = "runtime/page_cache.py"
     lines = {name: range(first, last + 1) for name, first, last in definitions((ROOT / file).read_text(encoding="utf-8"))}
-    take, free = lines["PagePool.take"], lines["PagePool.free"]
+    take, free = lines["PageCache.allocate"], lines["PageCache.free"]
     report = {file: {"missing_lines": [1, take[2], take[3], free[1]]}}
-    told = f"{file}: PagePool.take: {take[2]}, {take[3]}"
-    assert unlisted(report, {}) == [f"{file}: {MODULE}: 1", told, f"{file}: PagePool.free: {free[1]}"]
-    assert unlisted(report, {file: frozenset({MODULE, "PagePool.free"})}) == [told]
-    assert unlisted(report, {file: frozenset({MODULE, "PagePool"})}) == []
+    told = f"{file}: PageCache.allocate: {take[2]}, {take[3]}"
+    assert unlisted(report, {}) == [f"{file}: {MODULE}: 1", told, f"{file}: PageCache.free: {free[1]}"]
+    assert unlisted(report, {file: frozenset({MODULE, "PageCache.free"})}) == [told]
+    assert unlisted(report, {file: frozenset({MODULE, "PageCache"})}) == []

@@ -66,10 +66,10 @@ def variants() -> list[Variant]:
         constants = {"HAS_KNOWN": known, "POSITIONS": 16, "STOPS": 16}
         found.append(_variant(f"accept_chain {'known' if known else 'compared'}", chain.accept_chain, types, constants, 1))
     types = ["*fp32", "*fp32", "*i64", "*i1", "*i1", *["*i64"] * 7, *["i32"] * 6]
-    constants = {"PLACES": 16, "TILE": rejection.REJECTION_TILE}
+    constants = {"POSITIONS": 16, "TILE": rejection.REJECTION_TILE}
     found.append(_variant("rejection_candidates", rejection.rejection_candidates, types, constants, 4))
     types = [*["*i64"] * 4, "i32", "i32"]
-    found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"PLACES": 16, "TILES": 256}, 1))
+    found.append(_variant("rejection_tokens", rejection.rejection_tokens, types, {"POSITIONS": 16, "TILES": 256}, 1))
     return found + _mask_variants()
 
 
@@ -88,7 +88,7 @@ def _mask_variants() -> list[Variant]:
         found.append(_variant(label, masks.process_tile, types, constants, 4))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
-        found.append(_variant(f"judge_places {has_status}", masks.judge_places, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
+        found.append(_variant(f"judge_positions {has_status}", masks.judge_positions, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
     return found + _filter_variants() + attention_variants()
 
 
@@ -139,7 +139,7 @@ def attention_variants() -> list[Variant]:
         label = f"attend_part {one.dtype} {one.size}, {tile.rows} rows, {where}"
         found.append(_variant(label, paged_programs.attend_part, types, constants, tile.warps))
     types = [*["*fp32"] * 3, "*bf16", "i32", "i32"]
-    found.append(_variant("join_parts", paged_programs.join_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
+    found.append(_variant("combine_parts", paged_programs.combine_parts, types, {"PARTS": paged_programs.MOST_PARTS, "SIZE": 256}, 2))
     types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 3, *["i32"] * 6]
     return [*found, _variant("rotate_heads", rope_programs.rotate_heads, types, {"HALF": 128}, 1)]
 

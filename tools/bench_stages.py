@@ -112,7 +112,7 @@ class Scene:
             self.engine.step()
         self.engine.backend.synchronize()
         assert self.engine.stats().running == rows, "every row goes on"
-        self.batch = read_batch(self.engine.buffers, rows, self.engine._attention)
+        self.batch = read_batch(self.engine.buffers, rows, self.engine._parts.attention)
 
     @torch.no_grad()
     def calls(self) -> dict[str, Call]:
@@ -138,7 +138,7 @@ class Scene:
         """The target's part of a chunk of one row's prompt."""
         engine, table = self.engine, self.batch.block_tables[:1]
         positions = torch.arange(PROMPT, device=table.device)[None]
-        attend = engine._attention.prompt_call(0, PROMPT)
+        attend = engine._parts.attention.prompt_call(0, PROMPT)
         slots = cache_slots(table, positions, engine.limits.page_size)
         inputs = ModelInput(positions % 90, positions, slots, table, engine.limits.page_size, attend=attend)
         return self.pair.target.forward(inputs, engine.buffers)
@@ -147,14 +147,14 @@ class Scene:
         """Microseconds of each node in whole rounds, run eagerly behind those that the engine ran. Nothing is measured afterwards."""
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
-        matchers = [seat.matcher for seat in engine._desk.rows]
+        matchers = [request.matcher for request in engine._scheduler.active]
         step = engine._graphs._step_of(self.key)
         for _ in range(rounds):
-            engine._host.push_batch(matchers)
+            engine._parts.host_link.push_batch(matchers)
             with use_context(context), torch.no_grad():
                 step(engine.buffers)
             engine.backend.synchronize()
-            engine._host.release_finished()
+            engine._parts.host_link.release_finished()
         return context.times
 
 

@@ -27,7 +27,6 @@ DECODE_RING = (
     "runtime/scheduler.py",
     "runtime/slots.py",
     "runtime/page_cache.py",
-    "runtime/pages.py",
     "runtime/in_flight.py",
     "runtime/request.py",
     "runtime/step_lock.py",

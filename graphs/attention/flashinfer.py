@@ -1,9 +1,8 @@
-"""FlashInfer's paged attention: planned on the host, outside a graph; run inside. Imported only where it was chosen.
+"""FlashInfer's paged attention: planned on the host outside a graph, run inside. Imported only where it was chosen.
 
-A prompt's lengths are known to the host, so that each chunk is planned as it is. A round is planned once, for the longest rows
-that there can be; how long they are is written on the device before it runs. Its keys are not split then: the parts of a plan
-for long rows would begin behind the end of a short one. FlashInfer's graph mode has no part in it: without a split it
-launches programs for rows that do not exist.
+The host knows a prompt's lengths, so every chunk is planned exactly. A round is planned once, for rows of maximum length; the actual
+lengths are written on the device before it runs. Its keys are not split: the parts of a plan for long rows would begin after the end
+of a short one. FlashInfer's graph mode is not used: without a split it launches programs for rows that do not exist.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from stepgraph.graphs.attention.paged import AttentionShape
 from stepgraph.graphs.attention.row_tables import INDEX, RowTables
 from stepgraph.graphs.model import Attend, ModelInput
 
-MOST_TILE = 128  # rows of queries that one of its programs takes
-PLANS_ON_THEIR_WAY = 8  # prompt plans that may be waiting for the device before the host waits
+MOST_TILE = 128  # rows of queries per program of FlashInfer
+PLANS_IN_FLIGHT = 8  # prompt plans queued on the device before the host waits
 PLAN_BYTES = 1 << 20  # of one prompt's plan
 
 
 class Call(NamedTuple):
-    """What one plan is for, but for its lengths."""
+    """What a plan depends on besides lengths."""
 
     heads: int
     kv_heads: int
@@ -34,7 +33,7 @@ class Call(NamedTuple):
     scale: float
 
     def settings(self, page_size: int) -> dict[str, Any]:
-        """For `plan`."""
+        """Keyword arguments of FlashInfer's `plan`."""
         return {
             "num_qo_heads": self.heads,
             "num_kv_heads": self.kv_heads,
@@ -48,7 +47,7 @@ class Call(NamedTuple):
 
 
 class PlannedAttention:
-    """What one engine keeps: a plan for each kind of round, and a ring of them for prompts."""
+    """The plans of one engine: one for each kind of round, and a ring of plans for prompts."""
 
     def __init__(self, device: torch.device, page_size: int, shapes: tuple[AttentionShape, ...]) -> None:
         self.page_size = page_size
@@ -56,13 +55,13 @@ class PlannedAttention:
         self._rounds: dict[tuple[int, int, int, Call], RoundPlan] = {}
         programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         groups, size = max(shape.heads // shape.kv_heads for shape in shapes), max(shape.size for shape in shapes)
-        # Where the keys of a prompt are split, every program keeps its sums in float32; one line more for its weights.
+        # If the keys of a prompt are split, every program stores its sums in float32, and one line of weights.
         self._sums = torch.empty(4 * programs * groups * MOST_TILE * (size + 1) + 4096, dtype=torch.uint8, device=device)
         self._prompts: list[PromptPlan] = []
         self._next = 0
 
     def rounds(self) -> Attend:
-        """For one call of a model with the rows of a round. The lengths are written before its first layer."""
+        """ModelInput.attend for one call of a model with the rows of a round. The lengths are written before the first layer."""
         written: dict[RoundPlan, Tensor] = {}
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
@@ -78,7 +77,7 @@ class PlannedAttention:
         return attend
 
     def prompt(self, first: int, count: int) -> Attend:
-        """For one call of a model with `count` tokens of one prompt from position `first` on. Its layers share a plan."""
+        """ModelInput.attend for one call of a model with `count` tokens of a prompt from position `first` on. Layers share a plan."""
         plans: dict[Call, PromptPlan] = {}
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
@@ -94,19 +93,19 @@ class PlannedAttention:
     def _round_plan(self, batch: int, count: int, pages: int, call: Call) -> RoundPlan:
         key = (batch, count, pages, call)
         if key not in self._rounds:
-            assert not torch.cuda.is_current_stream_capturing(), f"a capture met {key}, which its warm-up did not"
+            assert not torch.cuda.is_current_stream_capturing(), f"{key} appeared in a capture but not in its warm-up"
             self._rounds[key] = RoundPlan(self._device, batch, count, pages, self.page_size, call)
         return self._rounds[key]
 
     def _next_prompt(self) -> PromptPlan:
-        place, self._next = self._next, (self._next + 1) % PLANS_ON_THEIR_WAY
-        if place == len(self._prompts):
+        index, self._next = self._next, (self._next + 1) % PLANS_IN_FLIGHT
+        if index == len(self._prompts):
             self._prompts.append(PromptPlan(self._device, self._sums))
-        return self._prompts[place]
+        return self._prompts[index]
 
 
 class PromptPlan:
-    """A plan for one chunk of one prompt, made again and again. What it pins is written only once the copy before has read it."""
+    """A reusable plan for one chunk of a prompt. Its pinned memory is overwritten only after the previous copy has read it."""
 
     def __init__(self, device: torch.device, sums: Tensor) -> None:
         self.wrapper = _wrapper(sums, PLAN_BYTES)
@@ -126,7 +125,7 @@ class PromptPlan:
 
 
 class RoundPlan:
-    """A plan for rounds of one size, which stays; the tables that it reads are written by every round."""
+    """A permanent plan for rounds of one size; every round writes the tables that it reads."""
 
     def __init__(self, device: torch.device, batch: int, count: int, pages: int, page_size: int, call: Call) -> None:
         self.tables = RowTables(device, batch, count, pages, page_size)
@@ -137,13 +136,13 @@ class RoundPlan:
 
 
 def _wrapper(sums: Tensor, plan_bytes: int) -> Any:
-    """fa2, for its programs read lengths on the device; those of fa3 have them in the plan."""
+    """fa2: its programs read lengths on the device, those of fa3 take them from the plan."""
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(sums, "NHD", backend="fa2")
     wrapper.reset_workspace_buffer(sums, torch.empty(plan_bytes, dtype=torch.uint8, device=sums.device))
     return wrapper
 
 
 def _run(wrapper: Any, page_size: int, query: Tensor, keys: Tensor, values: Tensor, output: Tensor) -> None:
-    """Without programmatic launches: with them it would read the tables before whoever writes those has finished."""
+    """Without programmatic dependent launch, which would read the tables before the kernel that writes them has finished."""
     cache = tuple(part.view(-1, page_size, *part.shape[1:]) for part in (keys, values))
     wrapper.run(query.flatten(0, 1), cache, out=output.view(-1, *output.shape[2:]), enable_pdl=False)

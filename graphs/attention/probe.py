@@ -1,4 +1,4 @@
-"""Whether something attends as the reference does: in rounds, recorded once and replayed, and in prompts, chunk by chunk."""
+"""Compares an attention implementation with the reference: in rounds, captured once and replayed, and in prompts, by chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompts = Callable[[int, int], Attend | None]
 
 
 class Probe:
-    """Four rows over a cache that holds NaN wherever no row has an entry, to be filled again and again in place."""
+    """Four rows over a cache with NaN wherever no row has an entry; refilled in place for every case."""
 
     rows, count, most = 4, 5, 300
     rounds = ((7, 300, 0, 64), (300, 6, 65, 0), (5, 0, 17, 131))  # lengths; every second row has an inert position, 0: all are
@@ -65,7 +65,7 @@ class Probe:
 
 
 def differs(rounds: Rounds, prompts: Prompts, shape: AttentionShape, page_size: int, device: torch.device) -> str:
-    """Where `rounds`, recorded once and replayed, or `prompts` give something else than the reference; empty where they do not."""
+    """How `rounds`, captured once and replayed, or `prompts` differ from the reference; empty if they do not."""
     probe = Probe(shape, page_size, device)
     for window in dict.fromkeys(shape.windows):
         probe.hold(probe.rounds[0])

@@ -5,12 +5,10 @@ Every item is called in every replay, after a failure with `skip=True`, so that 
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import queue
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,10 +20,10 @@ from stepgraph.graphs.capture import MAIN, BackendStats, HostNodeError, Recorded
 from stepgraph.graphs.spans import STEP, Label, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
+from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
 Item = Callable[[bool], None]
 Delay = Callable[[str], object]
-_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Worker:
@@ -35,7 +33,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=f"stepgraph-{name}", daemon=True)
         self._thread.start()
-        _alive.add(self)
+        close_at_exit(self, ExitStage.DEVICE)
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
@@ -46,6 +44,10 @@ class Worker:
     def join(self, timeout: float | None = None) -> None:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
+
+    def close(self, seconds: float) -> None:
+        self.stop()
+        self.join(seconds)
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -61,15 +63,6 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 def stop(workers: dict[str, Worker], device: Worker | None) -> None:
     for worker in [*workers.values(), *([device] if device else [])]:
         worker.stop()
-
-
-@atexit.register
-def _end_threads() -> None:
-    """A daemon thread that is inside torch at interpreter exit aborts the process."""
-    for worker in list(_alive):
-        worker.stop()
-    for worker in list(_alive):
-        worker.join(timeout=5)
 
 
 def taken_lock() -> threading.Lock:

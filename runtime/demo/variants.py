@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.build import Drafter
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.demo.pair import head_path, target_path
-from stepgraph.runtime.drafters import Drafter
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.models.files.loading import load_models
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import ModelPair
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import call_after_fork
 
 FORMAT = 1
 PACKAGES = ("torch", "xgrammar", "llguidance", "triton")
@@ -69,7 +69,7 @@ class Recorder:
         except OSError as error:
             expected = "expected the path of a new file in a writable folder"
             raise ValueError(f"Engine.record: got {str(self._path)!r} ({error.strerror}), {expected}") from None
-        leave_in_forks(self._leave)
+        call_after_fork(self._detach)
         self.write("engine", **header)
 
     def submitted(self, job: Job) -> None:
@@ -121,7 +121,7 @@ class Recorder:
                 file.close()
         return file is not None
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()

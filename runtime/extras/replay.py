@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.graphs.model import TargetModel
+from stepgraph.runtime.build import Drafter, resolve_drafter
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import Drafter, take_drafter
 from stepgraph.runtime.engine import Engine
 from stepgraph.runtime.extras.record import FORMAT, model_fingerprints, versions, vocabulary_fingerprint
 from stepgraph.runtime.request import FinishReason, Job
@@ -107,7 +107,7 @@ def replay(
     run: RecordedRun, target: TargetModel, draft: Drafter | str | None, vocabulary: Vocabulary | None, *, progress: bool = False
 ) -> ReplayReport:
     """Replay a run on a new engine for these models. ValueError if they are not the recorded ones."""
-    models, config = take_drafter(target, draft, run.config)
+    models, config = resolve_drafter(target, draft, run.config)
     _check_fingerprints(run, model_fingerprints(models), vocabulary_fingerprint(vocabulary))
     with Engine(target, draft, vocabulary=vocabulary, config=config) as engine:
         engine.capture(progress=progress)

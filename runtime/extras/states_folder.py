@@ -22,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stepgraph.runtime.forks import leave_in_forks
 from stepgraph.sampling.fields import clip_error, clip_repr
-from stepgraph.sampling.lifetimes import end_at_exit
+from stepgraph.sampling.lifetimes import call_after_fork, close_at_exit
 
 if sys.platform != "win32":
     import fcntl
@@ -87,8 +86,8 @@ class StatesWriter:
         self._lock_file = self._prepare()
         self._thread = threading.Thread(target=self._run, name="stepgraph-states", daemon=True)
         self._thread.start()
-        end_at_exit(self)
-        leave_in_forks(self._leave)
+        close_at_exit(self)
+        call_after_fork(self._detach)
 
     def put(self, text: SavedText) -> bool:
         with self._lock:
@@ -153,7 +152,7 @@ class StatesWriter:
         if lock_file >= 0:
             os.close(lock_file)
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         self._lock, self._closed = threading.RLock(), True
         self._unlock()  # otherwise the folder stays locked until the fork ends
 

@@ -260,11 +260,11 @@ def test_correct_draft_text_needs_few_rounds(constraint: Constraint | None) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"look_up": 9}, r"EngineConfig\.look_up: got 9, want a whole number from 0 to 8"),
-        ({"look_up": True}, r"EngineConfig\.look_up: got True, want a whole number from 0 to 8"),
-        ({"look_up": -1}, r"EngineConfig\.look_up: got -1, want"),
-        ({"look_up": None}, r"EngineConfig\.look_up: got None, want"),
-        ({"look_up": 3, "num_speculative_tokens": 0}, r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, want 0"),
+        ({"look_up": 9}, r"EngineConfig\.look_up: got 9, expected a whole number from 0 to 8"),
+        ({"look_up": True}, r"EngineConfig\.look_up: got True, expected a whole number from 0 to 8"),
+        ({"look_up": -1}, r"EngineConfig\.look_up: got -1, expected"),
+        ({"look_up": None}, r"EngineConfig\.look_up: got None, expected"),
+        ({"look_up": 3, "num_speculative_tokens": 0}, r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"),
     ],
     ids=str,
 )
@@ -277,9 +277,9 @@ def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
     for draft, name in (*drafters, (noise(9), "Proposes"), (told, "FunctionProposer")):
-        with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, want 0: .*draft='ngram'"):
+        with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
-    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, want 0"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):
         Engine(TARGET, "none", vocabulary=VOCABULARY, config=config)
     with Engine(TARGET, ToyDraft(TARGET), vocabulary=VOCABULARY, config=config) as engine:
         assert "draft: n-gram look-up, 3 to 8 tokens (beside the draft model)" in engine.capture().notes

@@ -189,11 +189,15 @@ def test_proposers_store_no_distributions() -> None:
 @pytest.mark.parametrize(
     ("setup", "asked", "message"),
     [
-        (Setup(k=3, eager=True), {}, r"draft_ids: got 2 tokens, want None: the engine drafts from no text; Engine\(draft='ngram'\) does"),
-        (SAMPLED, {"num_speculative_tokens": 0}, "draft_ids: got 2 tokens with num_speculative_tokens=0, want None"),
-        (SAMPLED, {"draft_ids": [1, CONTROL + 1]}, rf"draft_ids\[1\]: got {CONTROL + 1}, want a token id from 0 to {CONTROL}"),
-        (SAMPLED, {"draft_ids": [1] * 97}, "draft_ids: got 97 tokens, want at most max_length=96"),
-        (SAMPLED, {"draft_ids": "text"}, "draft_ids: got str, want a sequence of token ids"),
+        (
+            Setup(k=3, eager=True),
+            {},
+            r"draft_ids: got 2 tokens, expected None: the engine has no look-up drafter; use Engine\(draft='ngram'\)",
+        ),
+        (SAMPLED, {"num_speculative_tokens": 0}, "draft_ids: got 2 tokens with num_speculative_tokens=0, expected None"),
+        (SAMPLED, {"draft_ids": [1, CONTROL + 1]}, rf"draft_ids\[1\]: got {CONTROL + 1}, expected a token id from 0 to {CONTROL}"),
+        (SAMPLED, {"draft_ids": [1] * 97}, "draft_ids: got 97 tokens, expected at most max_length=96"),
+        (SAMPLED, {"draft_ids": "text"}, "draft_ids: got str, expected a sequence of token ids"),
     ],
     ids=str,
 )

@@ -196,7 +196,7 @@ def test_nvtx_without_support_raises_value_error(by: str, monkeypatch: pytest.Mo
 
 
 def test_nvtx_must_be_a_bool() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got 1, want True or False"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.nvtx: got 1, expected True or False"):
         EngineConfig(nvtx=1)  # type: ignore[arg-type]
 
 

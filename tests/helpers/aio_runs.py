@@ -131,12 +131,12 @@ def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     asleep = threading.Event()
     real = WakeSignal.wait
 
-    def wait(bell: WakeSignal, seconds: float | None = None) -> bool:
-        if bell is engine._bell and seconds is None:
+    def wait(wake: WakeSignal, seconds: float | None = None) -> bool:
+        if wake is engine._wake and seconds is None:
             asleep.set()
-        elif bell is engine._bell:
+        elif wake is engine._wake:
             polls.append(seconds)
-        return real(bell, seconds)
+        return real(wake, seconds)
 
     polls: list[float | None] = []
     asleep.polls = polls  # type: ignore[attr-defined]

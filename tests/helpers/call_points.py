@@ -19,7 +19,7 @@ def call_raises(which: str, name: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        model = getattr(engine._models, which)
+        model = getattr(engine._parts.models, which)
         real = getattr(model, name)
 
         def call(*arguments: Any) -> Any:
@@ -38,7 +38,7 @@ def worker_dies(behind: bool) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        compiler = engine._grammars._compiler
+        compiler = engine._grammar_queue._compiler
         assert compiler is not None
         compiler._cache.clear()
         real = CompileWorker._exchange

@@ -76,7 +76,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        real, found = engine._host.row, list[int]()
+        real, found = engine._parts.host_link.row, list[int]()
 
         def row(owner: int, matcher: Matcher, committed: int = 0) -> MatcherRow:
             made, inner = real(owner, matcher, committed), innermost(matcher)
@@ -89,7 +89,7 @@ def matcher_call(library: str, operation: str) -> Point:
             return made
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._host, "row", row)
+            patch.setattr(engine._parts.host_link, "row", row)
             yield
 
     return point
@@ -97,7 +97,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
 @contextlib.contextmanager
 def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
-    compiler = engine._grammars._compiler
+    compiler = engine._grammar_queue._compiler
     assert compiler is not None
     compiler._cache.clear()  # or nothing would be compiled
     real = compiler._backends.build
@@ -122,10 +122,10 @@ def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    prefixes = engine._desk.rows._prefixes
-    real = prefixes.take
+    prefixes = engine._scheduler.rows._pages
+    real = prefixes.allocate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "take", lambda count: None if fault.due() else real(count))
+        patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else real(count))
         yield
 
 
@@ -252,12 +252,12 @@ def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def announcements_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    real = engine._host.push_batch
+    real = engine._parts.host_link.push_batch
 
     def push_batch(batch: Any) -> None:
         fault.strike()
         real(batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._host, "push_batch", push_batch)
+        patch.setattr(engine._parts.host_link, "push_batch", push_batch)
         yield

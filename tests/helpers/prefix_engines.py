@@ -76,9 +76,9 @@ class NoSharedWrites(TorchDispatchMode):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        models = [model for model in engine._models if model is not None]
+        models = [model for model in engine._parts.models if model is not None]
         self.caches = {storage_key(engine.buffers[spec.name]) for model in models for spec in model.cache_specs(engine.limits)}
-        self.prefixes, self.writes = engine._desk.rows._prefixes, 0
+        self.prefixes, self.writes = engine._scheduler.rows._pages, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taken = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | (kwargs or {})
@@ -86,7 +86,7 @@ class NoSharedWrites(TorchDispatchMode):
         if any(storage_key(taken[name]) in self.caches for name in changed if isinstance(taken[name], Tensor)):
             self.writes += 1
             slots = taken["indices"][-1] if func is torch.ops.aten.index_put_.default else taken["slots"]
-            written, known = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._known.values()}
+            written, known = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._published.values()}
             assert not written & known, f"pages {written & known} are known, and written"
         return func(*args, **kwargs or {})
 

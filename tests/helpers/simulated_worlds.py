@@ -86,7 +86,7 @@ class Ask:
             sampling=self.sampling,
             max_new_tokens=self.max_new_tokens,
             num_speculative_tokens=drafts,
-            draft_ids=self.draft_ids if drafts and self.draft_ids and engine._models.reads_text else None,
+            draft_ids=self.draft_ids if drafts and self.draft_ids and engine._parts.models.reads_text else None,
             cache_salt=self.salt,
         )
 

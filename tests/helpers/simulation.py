@@ -73,7 +73,7 @@ class Simulation:
 
     def run(self, seed: int) -> list[Entry]:
         self.delays.start(seed)
-        prefixes = self.engine._desk.rows._prefixes
+        prefixes = self.engine._scheduler.rows._pages
         prefixes._evict(len(prefixes._idle))  # what schedules before this one left, which would be found
         turns: list[Entry | None] = []
         before = self.engine.stats()
@@ -109,7 +109,7 @@ class Simulation:
         except QueueFullError:
             assert full, "a queue that has room refused a request"
             return None
-        while not all(waiting.ready for waiting in tuple(self.engine._desk._waiting)):
+        while not all(waiting.ready for waiting in tuple(self.engine._scheduler._waiting)):
             time.sleep(1e-4)  # grammars are compiled by the clock, and a seed knows none
         return entry
 
@@ -131,20 +131,24 @@ class Simulation:
         """On one of those whose matchers work; where none is, nothing happens."""
         by_job = {entry.job.id: entry for entry in turns if entry}
         self.engine.backend.event().wait()  # else threads settle which host nodes see it, and not the seed
-        working = [seat for seat in self.engine._desk.rows if seat.joined and seat.matcher and not by_job[seat.job.id].fault]
+        working = [
+            request
+            for request in self.engine._scheduler.active
+            if request.decoding and request.matcher and not by_job[request.job.id].fault
+        ]
         if not working:
             return
-        seat = working[which % len(working)]
-        entry = by_job[seat.job.id]
-        assert seat.matcher is not None
+        request = working[which % len(working)]
+        entry = by_job[request.job.id]
+        assert request.matcher is not None
         entry.fault = fault
-        counts_fuel = isinstance(seat.matcher, NativeRow) or isinstance(seat.matcher.matcher, XGrammarMatcher)
+        counts_fuel = isinstance(request.matcher, NativeRow) or isinstance(request.matcher.matcher, XGrammarMatcher)
         if fault == "fill" or (fault == "fuel" and not counts_fuel):
-            break_fill(seat.matcher, "planted", which)
+            break_fill(request.matcher, "planted", which)
         elif fault == "fuel":
-            take_fuel(seat.matcher)
+            take_fuel(request.matcher)
         else:
-            tags, row = self.engine.buffers.row_tags, seat.row
+            tags, row = self.engine.buffers.row_tags, request.row
             self.engine.backend.run(lambda: tags[row].add_(77))
 
     def check(self, entries: list[Entry]) -> None:
@@ -155,15 +159,15 @@ class Simulation:
 
     def check_books(self) -> None:
         engine, stats = self.engine, self.engine.stats()
-        rows, prefixes = engine._desk.rows, engine._desk.rows._prefixes
-        assert (stats.running, stats.waiting, len(engine._desk._seats)) == (0, 0, 0)
+        rows, prefixes = engine._scheduler.rows, engine._scheduler.rows._pages
+        assert (stats.running, stats.waiting, len(engine._scheduler._active)) == (0, 0, 0)
         assert sorted(rows._free_rows) == list(range(self.world.max_rows)), f"rows {rows._free_rows} are free"
-        known = list(prefixes._known.values())
-        held = sorted([*prefixes._pool._free, *(page.page for page in known)])
+        known = list(prefixes._published.values())
+        held = sorted([*prefixes._free, *(page.page for page in known)])
         assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or known"
         assert all(page.holders == 0 for page in known), "a page is held by nobody that is there"
-        compiler = engine._grammars._compiler
-        assert compiler is not None and not engine._desk._claims
+        compiler = engine._grammar_queue._compiler
+        assert compiler is not None and not engine._scheduler._claims
         assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed by nobody that is there"
         assert stats.submitted == sum(count for _, count in stats.finished)
         assert stats.rounds == sum(graph.rounds for graph in stats.graphs) and stats.host_syncs == 0

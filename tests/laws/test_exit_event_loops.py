@@ -51,21 +51,21 @@ def test_dropping_a_stream_after_its_loop_ended_wakes_the_thread(monkeypatch: py
         assert serving._stepper is not None
         thread = serving._stepper.thread
         asleep.clear()
-        engine.stepping.ring()
+        engine.step_gate.notify()
         assert asleep.wait(60)
         del stream
         gc.collect()
         thread.join(30)
         slept_on = thread.is_alive()
         go.set()
-        engine.stepping.ring()
+        engine.step_gate.notify()
         assert not slept_on and job.finish_reason == FinishReason.CANCELLED
 
 
 def test_generate_while_another_thread_steps_raises_and_leaves_no_job() -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 engine.generate([1], max_new_tokens=60)
             assert (await serving.generate([2], max_new_tokens=4).result()).tokens == plain([2], 4).tokens
 
@@ -76,5 +76,5 @@ def test_generate_while_another_thread_steps_raises_and_leaves_no_job() -> None:
 
 @pytest.mark.parametrize("seconds", [-1, -0.5, float("nan"), float("inf"), 1e300])
 def test_invalid_wait_seconds_raise(seconds: float) -> None:
-    with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, want a number of seconds from 0"):
+    with make_engine(SETUP) as engine, pytest.raises(ValueError, match=r"Engine.wait.seconds: got .*, expected a number of seconds >= 0"):
         engine.wait(seconds)

@@ -17,7 +17,7 @@ from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.replay import read_recording
 from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
-from stepgraph.runtime.forks import LEFT
+from stepgraph.sampling.lifetimes import FORKED
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -50,8 +50,8 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._states._writer  # type: ignore[union-attr]
-        with engine._turn, engine._desk.lock, writer._lock, engine._desk._observer._lock:  # type: ignore[union-attr]
+        writer = engine._parts.hidden_states._writer  # type: ignore[union-attr]
+        with engine._step_lock, engine._scheduler.lock, writer._lock, engine._scheduler._observer._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
 
@@ -98,7 +98,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def worker_pid(engine: Engine) -> int | None:
-    compiler = engine._grammars._compiler
+    compiler = engine._grammar_queue._compiler
     assert compiler is not None
     (worker,) = compiler._workers
     return worker.pid
@@ -141,8 +141,8 @@ def test_fork_raises_and_changes_nothing_for_the_parent(tmp_path: Path) -> None:
             lambda: engine.stats().submitted,
             engine.close,
         )
-    refused = [f"EngineClosedError: Engine.{call}(): {LEFT}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
-    assert child.lines == [*refused, "[]", "False", str({("error", LEFT)}), "3", "None"]
+    refused = [f"EngineClosedError: Engine.{call}(): {FORKED}" for call in ("step", "wait", "submit", "capture", "trace", "compile")]
+    assert child.lines == [*refused, "[]", "False", str({("error", FORKED)}), "3", "None"]
     other = Child(vars(engine).clear, lambda: gc.collect() >= 0)  # collected there without effect here
     assert (other.lines, other.release()) == (["None", "True"], 0)
     check_goes_on(engine, jobs, worker)

@@ -64,13 +64,15 @@ def drafter(proposes: bool) -> Any:
 def test_capture_succeeds_after_a_model_raised_in_it(name: str, expected: list[Ending]) -> None:
     point, proposes = CALLS[name]
     made = make(greedy_only=True, draft=drafter(proposes))
-    with Engine(made._models.target, made._models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)) as fresh:
+    with Engine(
+        made._parts.models.target, made._parts.models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)
+    ) as fresh:
 
         def strike_at(number: int) -> Fault:
             fault = Fault(number)
             with point(fresh, fault), contextlib.suppress(RuntimeError):
                 fresh.capture()
-            assert fresh.stepping.captured != fault.struck
+            assert fresh.step_gate.captured != fault.struck
             return fault
 
         assert sweep(strike_at) >= 2
@@ -178,17 +180,17 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
-    prefixes, before = engine._desk.rows._prefixes, engine.stats().waiting
-    taken = prefixes.take(prefixes.free)
+    prefixes, before = engine._scheduler.rows._pages, engine.stats().waiting
+    taken = prefixes.allocate(prefixes.num_free)
     assert taken and before == 0 and not any(job.finished for job in first)
     (late,) = submit(engine, [3])
     while not all(job.finished for job in first):
         engine.step()
     assert [ending(job) for job in first] == [expected[0], expected[4]]
-    given = prefixes.take(prefixes.free) or ()  # of those who have ended
+    given = prefixes.allocate(prefixes.num_free) or ()  # of those who have ended
     for _ in range(3):
         assert engine.step() == [] and not late.tokens
-    prefixes.give_back([*taken, *given])
+    prefixes.free([*taken, *given])
     for _ in engine.stream():
         pass
     assert engine.step() == [] and ending(late) == expected[3]
@@ -212,7 +214,7 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
             jobs += submit(engine, [place])
             for _ in engine.stream():
                 pass
-            while engine._states._writer._held:  # type: ignore[union-attr]
+            while engine._parts.hidden_states._writer._held:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
         assert CAUSE in engine.stats().saving_error
@@ -232,7 +234,7 @@ def test_reentrant_call_from_a_draft_function_is_refused(name: str) -> None:
         job, other = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=5, num_speculative_tokens=0)
         for _ in engine.stream():
             pass
-        told = "RuntimeError: Engine: got a step(), capture() or close() from within one of them, want it behind"
+        told = "RuntimeError: Engine: re-entrant step(), capture() or close(); call it after the current one returns"
         assert (job.finish_reason, job.error) == (FinishReason.ERROR, f"the draft function failed: {told}")
         assert len(other.tokens) > 0 and not other.error
 

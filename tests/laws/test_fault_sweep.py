@@ -140,8 +140,8 @@ def strike(host_link: str, point: Point, number: int, touches: int) -> Fault:
     engine, expected = shared(host_link)
     rows, fault = list[weakref.ref[Any]](), Fault(number)
     with point(engine, fault), pytest.MonkeyPatch.context() as patch:
-        planted = engine._host.row
-        patch.setattr(engine._host, "row", lambda *arguments: _noted(rows, planted(*arguments)))
+        planted = engine._parts.host_link.row
+        patch.setattr(engine._parts.host_link, "row", lambda *arguments: _noted(rows, planted(*arguments)))
         found = run(engine)
     if point is compile_fails:
         compile_all(engine)
@@ -170,10 +170,10 @@ def _check_touched(point: Point, fault: Fault, found: list[Ending], expected: li
 
 
 def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()) -> None:
-    compiler = engine._grammars._compiler
+    compiler = engine._grammar_queue._compiler
     assert compiler is not None
-    assert (len(engine._desk.rows), len(engine._flights), engine._desk.waiting, engine._desk._claims) == (0, 0, 0, {})
-    assert engine._desk.rows.free_pages == engine._desk.rows.pages
+    assert (len(engine._scheduler.active), len(engine._in_flight), engine._scheduler.waiting, engine._scheduler._claims) == (0, 0, 0, {})
+    assert engine._scheduler.rows.free_pages == engine._scheduler.rows.num_pages
     assert not any(entry.claims for entry in compiler._cache._entries.values())
     if any(row() for row in rows):
         gc.collect()  # an error's traceback knows itself

@@ -13,7 +13,7 @@ import pytest
 
 import stepgraph
 from stepgraph import Constraint, Engine, FinishReason, Job
-from stepgraph.runtime.grammar_queue import QueuedRequest
+from stepgraph.runtime.request import QueuedRequest
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.toy_engines import Setup, make_engine
@@ -53,17 +53,17 @@ def claims(compiler: GrammarCompiler) -> int:
 @pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
 def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
-        compiler, desk, others = engine._grammars._compiler, engine._desk, list[Job]()
+        compiler, scheduler, others = engine._grammar_queue._compiler, engine._scheduler, list[Job]()
         assert compiler is not None
         submit = functools.partial(engine.submit, [1], constraint=Constraint.regex("a+b"), max_new_tokens=2)
         engine.compile(Constraint.regex("a+b"))
 
-        def give_up(waiting: QueuedRequest) -> None:
-            if not kept and waiting.claim is not None and waiting.claim.entry is not None:
+        def withdraw(queued: QueuedRequest) -> None:
+            if not kept and queued.claim is not None and queued.claim.entry is not None:
                 others.append(submit())  # another request with the same grammar, as from another thread
-            Scheduler.give_up(desk, waiting)
+            Scheduler.withdraw(scheduler, queued)
 
-        monkeypatch.setattr(desk, "give_up", give_up)
+        monkeypatch.setattr(scheduler, "withdraw", withdraw)
         place = cancelled = 0
         while interrupted(place := place + 1, submit):
             cancelled += check_forgotten(engine, compiler)

@@ -25,8 +25,8 @@ HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
 
 
 def seat_of(engine: Engine, job: Job) -> ActiveRequest:
-    engine._desk.seat_waiting()
-    return next(seat for seat in engine._desk.rows if seat.job is job)
+    engine._scheduler.admit()
+    return next(request for request in engine._scheduler.active if request.job is job)
 
 
 @pytest.mark.parametrize("host_link", HOST_LINKS)
@@ -160,7 +160,7 @@ def planted(find: Callable[[], None]) -> bool:
 )
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracles must fail on each of these."""
-    from stepgraph.runtime.pages import PagePool
+    from stepgraph.runtime.page_cache import PageCache
     from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
     if bug.startswith("native"):
@@ -183,8 +183,8 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
         )
     else:
-        real_give = PagePool.give_back
-        monkeypatch.setattr(PagePool, "give_back", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
+        real_give = PageCache.free
+        monkeypatch.setattr(PageCache, "free", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
 
     def hunt() -> None:
         engine = make_engine(Setup(k=3, drafter="fair", host_link="native" if bug.startswith("native") else "python"))

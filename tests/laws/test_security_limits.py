@@ -168,9 +168,9 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
-        ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, want fewer than max_length=24"),
-        ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, want at most 2"),
-        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, want at most max_bias_ids=1"),
+        ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, expected fewer than max_length=24"),
+        ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
+        ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
     ],
 )  # fmt: skip
 def test_engine_sizes_are_enforced(engine: Engine, asked: dict[str, Any], wanted: str) -> None:

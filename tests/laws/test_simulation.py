@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepgraph import FinishReason
-from stepgraph.runtime.pages import PagePool
+from stepgraph.runtime.page_cache import PageCache
 from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
@@ -61,13 +61,13 @@ def rollback_one_short(patch: pytest.MonkeyPatch) -> None:
 
 
 def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
-    real = PagePool.give_back
+    real = PageCache.free
 
-    def give_back(pool: PagePool, pages: Any) -> None:
+    def free(pool: PageCache, pages: Any) -> None:
         real(pool, pages)
         pool._free.extend(pages[:1])
 
-    patch.setattr(PagePool, "give_back", give_back)
+    patch.setattr(PageCache, "free", free)
 
 
 @pytest.mark.parametrize("bug", [mask_one_row_off, rollback_one_short, page_freed_twice])

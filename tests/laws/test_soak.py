@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from stepgraph import Engine, StepEvent
-from stepgraph.runtime.page_cache import PrefixCache
+from stepgraph.runtime.in_flight import RowResult
+from stepgraph.runtime.page_cache import PageCache
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
 from tests.helpers.toy_engines import Setup, make_engine
@@ -108,13 +109,13 @@ def keep_claims(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_a_page(patch: pytest.MonkeyPatch) -> None:
-    taken, real = list[int](), PrefixCache.give_back
+    taken, real = list[int](), PageCache.free
 
-    def give_back(prefixes: PrefixCache, pages: list[int]) -> None:
+    def free(prefixes: PageCache, pages: list[int]) -> None:
         taken.extend(pages[:1] if not taken else [])
         real(prefixes, [page for page in pages if page not in taken])
 
-    patch.setattr(PrefixCache, "give_back", give_back)
+    patch.setattr(PageCache, "free", free)
 
 
 def tell_twice(patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,11 @@ def tell_no_end(patch: pytest.MonkeyPatch) -> None:
 
 def another_token(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler.record
-    patch.setattr(Scheduler, "record", lambda desk, seat, tokens, *rest: real(desk, seat, [(token + 1) % 95 for token in tokens], *rest))
+
+    def record(scheduler: Scheduler, result: RowResult) -> StepEvent:
+        return real(scheduler, result._replace(tokens=[(token + 1) % 95 for token in result.tokens]))
+
+    patch.setattr(Scheduler, "record", record)
 
 
 def after_each_step(patch: pytest.MonkeyPatch, change: Callable[[list[StepEvent]], list[StepEvent]]) -> None:

@@ -105,7 +105,7 @@ def test_exception_inside_and_cancellation_while_draining_cancel_jobs(engine: En
 def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(SETUP)
 
-    def burn(seats: Any) -> None:
+    def burn(requests: Any) -> None:
         raise OSError("the host is on fire")
 
     async def main() -> None:
@@ -115,7 +115,7 @@ def test_failed_step_ends_every_stream_with_its_error(monkeypatch: pytest.Monkey
                 streams = [serving.generate([place], max_new_tokens=20, sampling=LONG) for place in range(5)]
                 gate.allow(3)
                 begun = await first(1, streams[0])
-                monkeypatch.setattr(engine._flights, "launch", burn)
+                monkeypatch.setattr(engine._in_flight, "launch", burn)
                 gate.open()
                 for events, stream in zip(await asyncio.gather(*map(read, streams)), streams, strict=True):
                     check_events([*(begun if stream is streams[0] else []), *events], stream.job)
@@ -167,7 +167,7 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             other = await serving.generate([2], max_new_tokens=9).result()
             assert other.tokens == plain([2], 9).tokens and not waiting.job.finished
             asleep.clear()
-            engine.stepping.ring()  # it may be asleep already
+            engine.step_gate.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             asleep.polls.clear()  # type: ignore[attr-defined]
             made = gate.made
@@ -177,13 +177,13 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
-            engine.stepping.ring()  # it may be asleep already
+            engine.step_gate.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             assert serving._stepper is not None
             serving._stepper.stop(drain=True)
             serving._stepper.thread.join(60)
             slept_on = serving._stepper.thread.is_alive()
-            engine.stepping.ring()
+            engine.step_gate.notify()
             assert not slept_on, "stop() wakes the thread"
 
     run(main())

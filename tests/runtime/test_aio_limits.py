@@ -110,9 +110,9 @@ def test_other_loops_and_other_steppers_are_refused(engine: Engine) -> None:
                 await asyncio.to_thread(serving.generate, [1])
             with pytest.raises(RuntimeError, match="already open"):
                 await serving.open()
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 await AsyncEngine(engine).open()
-            with pytest.raises(RuntimeError, match="another thread serves this engine"):
+            with pytest.raises(RuntimeError, match="another thread steps this engine"):
                 engine.step()
             check_events(await read(stream), stream.job)
 
@@ -122,11 +122,11 @@ def test_other_loops_and_other_steppers_are_refused(engine: Engine) -> None:
 
 def test_open_captures_if_needed() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
-        engine = Engine(made._models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
+        engine = Engine(made._parts.models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
     with engine:
-        assert not engine.stepping.captured
+        assert not engine.step_gate.captured
         run(opened_again(AsyncEngine(engine)))
-        assert engine.stepping.captured
+        assert engine.step_gate.captured
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

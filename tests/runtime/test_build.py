@@ -53,11 +53,11 @@ def test_words_for_drafters() -> None:
         assert (engine.limits.num_speculative_tokens, engine.config.num_speculative_tokens) == (0, 0)
         engine.capture()
         assert engine.generate([3, 4], max_new_tokens=8, sampling=SamplingParams(temperature=0)).tokens
-        with pytest.raises(ValueError, match="draft_ids: got 1 tokens, want None"):
+        with pytest.raises(ValueError, match="draft_ids: got 1 tokens, expected None"):
             engine.submit([1], max_new_tokens=8, draft_ids=[1])
     with pytest.raises(
         ValueError,
-        match=r"Engine.draft: got 'ngrams', want a draft model, a proposer, a function, or one of 'auto', 'forced', 'ngram', 'none'",
+        match=r"Engine.draft: got 'ngrams', expected a draft model, a proposer, a function, or one of 'auto', 'forced', 'ngram', 'none'",
     ):
         Engine(TARGET, "ngrams", config=CONFIG)
 
@@ -131,19 +131,19 @@ def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_the_
     def broken(job: Job) -> list[int]:
         raise KeyError("no such text")
 
-    with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, want rounds_in_flight=1"):
+    with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2, expected rounds_in_flight=1"):
         Engine(TARGET, broken, config=CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("loaded, though it cannot be served"))
         with pytest.raises(ValueError, match=r"Engine.draft: got a function with rounds_in_flight=2"):
             Engine.from_pretrained(folder_of("llama-2"), broken, config=EngineConfig(max_rows=1, max_length=64))
-    with pytest.raises(ValueError, match=r"Engine.draft: got list, want a draft model, a proposer, a function or a word"):
+    with pytest.raises(ValueError, match=r"Engine.draft: got list, expected a draft model, a proposer, a function or a name"):
         Engine(TARGET, [1, 2], config=CONFIG)  # type: ignore[arg-type]
     alone = replace(CONFIG, rounds_in_flight=1, eager=True)
     cases: list[tuple[Any, str]] = [
         (broken, "KeyError: 'no such text'"),
         (lambda job: [0.5], "ValueError: drafts of the function: got 0.5"),
-        (lambda job: None, "ValueError: drafts of the function: got NoneType, want a sequence of token ids"),
+        (lambda job: None, "ValueError: drafts of the function: got NoneType, expected a sequence of token ids"),
     ]
     for function, message in cases:
         with Engine(TARGET, function, config=alone) as engine:

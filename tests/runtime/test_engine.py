@@ -87,7 +87,7 @@ def test_matchers_are_let_go_when_their_requests_end() -> None:
     engine = shared_engine(SETUP)
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1 + place % 3], max_new_tokens=20) for place in range(8)]
     engine.step()
-    matchers = [weakref.ref(seat.matcher.matcher) for seat in engine._desk.rows if seat.matcher]
+    matchers = [weakref.ref(request.matcher.matcher) for request in engine._scheduler.active if request.matcher]
     assert len(matchers) == 4
     for _ in engine.stream():
         pass
@@ -172,7 +172,7 @@ def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
         job = engine.submit(prompt, constraint=constraint, max_new_tokens=60)
         after = [engine.submit([place, 2], max_new_tokens=9) for place in range(3 - neighbours)]
         engine.step()
-        seen.add(next(seat.row for seat in engine._desk.rows if seat.job is job))
+        seen.add(next(request.row for request in engine._scheduler.active if request.job is job))
         for _ in engine.stream():
             pass
         assert job.tokens == alone
@@ -224,7 +224,7 @@ def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
     events = engine.step()
     assert [event.finish_reason for event in events if event.job_id == running.id] == [FinishReason.CANCELLED]
     length = len(running.tokens)
-    late = engine.submit([1, 1], max_new_tokens=30)  # takes the seat while older rounds are on their way
+    late = engine.submit([1, 1], max_new_tokens=30)  # takes the request while older rounds are on their way
     for event in engine.stream():
         assert event.job_id != running.id, "no event after the last one"
     assert len(running.tokens) == length

@@ -196,11 +196,11 @@ def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
 
 
 def test_the_switch_is_told_and_checked() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', want True, False or None"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', expected True or False, or None"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, want draft_masks=True"):
+    with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, expected draft_masks=True"):
         EngineConfig(forced_drafts=True, draft_masks=False)
-    with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, want forced_drafts=False"):
+    with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, expected forced_drafts=False"):
         Engine(TARGET, told, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
     reports = []
     drafters: list[Any] = [ToyDraft(TARGET), "ngram", told]

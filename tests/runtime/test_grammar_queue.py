@@ -25,8 +25,8 @@ def engine() -> Iterator[Engine]:
 
 
 def compiler_of(engine: Engine) -> GrammarCompiler:
-    assert engine._grammars._compiler is not None
-    return engine._grammars._compiler
+    assert engine._grammar_queue._compiler is not None
+    return engine._grammar_queue._compiler
 
 
 def submitted(engine: Engine) -> list[Job]:
@@ -46,7 +46,7 @@ def stepped(engine: Engine, jobs: list[Job]) -> None:
 
 
 def test_who_waits_for_a_grammar_holds_up_nobody_behind_it(engine: Engine) -> None:
-    assert engine._grammars.notes == ("grammars: compiled in a worker process, in at most 120 s and 1024 MiB",)
+    assert engine._grammar_queue.notes == ("grammars: compiled in a worker process, in at most 120 s and 1024 MiB",)
     slow = engine.submit([7], constraint=SLOW, max_new_tokens=4)
     jobs = submitted(engine)
     pid = busy_worker(compiler_of(engine))
@@ -114,7 +114,7 @@ def test_a_grammar_that_is_there_is_not_waited_for(engine: Engine) -> None:
 
 def test_a_grammar_in_use_is_kept_beyond_the_cache_and_dropped_when_its_last_job_ends() -> None:
     with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
-        assert engine._grammars.notes == ("grammars: compiled in this process, without limits on time and memory",)
+        assert engine._grammar_queue.notes == ("grammars: compiled in this process, without limits on time and memory",)
         assert engine.stats().grammars.grammars == 0, "nobody uses what was compiled ahead"
         asked = Constraint.regex("[a-d]{30,}")
         jobs = [engine.submit([7], constraint=asked, max_new_tokens=20) for _ in range(2)]

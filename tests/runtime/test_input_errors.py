@@ -76,8 +76,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: read_config(CONFIG | {"rope_scaling": LLAMA3}),
         r"config\.rope_scaling\.high_freq_factor: got 4\.0, want more than low_freq_factor=4\.0",
     ),
-    (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, want 5 of torch\.int64"),
-    (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, want 5 of torch\.int64"),
+    (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, expected 5 of torch\.int64"),
+    (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, expected 5 of torch\.int64"),
     (lambda: TextCodec.of_bytes(PRINTABLE).encode(5), r"text: got int, expected a string"),  # type: ignore[arg-type]
     (lambda: Constraint.json_schema('{"minimum": NaN}'), r"a schema that is not JSON \(NaN is not a JSON value\), expected a JSON object"),
     (

@@ -128,11 +128,11 @@ def test_pages_are_kept_while_nobody_wants_them() -> None:
         held = ask(engine, [1] * 16, 24, sampling=endless)
         engine.step()
         assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven more were wanted, and five free"
-        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
+        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
         more = ask(engine, [0] * 16, 20, sampling=endless)  # nine pages, of which it finds three
         engine.step()
         assert (more.num_cached_tokens, engine.stats().evicted_pages) == (12, 8)
-        assert [len(engine._desk.rows._prefixes.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
+        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
         finish(engine)
 
 
@@ -166,9 +166,9 @@ def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.Monkey
             assert jobs[0].tokens == jobs[1].tokens == plain(SYSTEM, 9).tokens
     bad: list[dict[str, Any]] = [{"prefix_cache_pages": -1}, {"prefix_cache_pages": True}, {"prefix_reuse": 1}]
     for field in bad:
-        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, want"):
+        with pytest.raises(ValueError, match=rf"EngineConfig.{next(iter(field))}: got {next(iter(field.values()))}, expected"):
             replace(CONFIG, **field)
-    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, want a string"):
+    with make_engine("none") as engine, pytest.raises(ValueError, match="cache_salt: got int, expected a string"):
         ask(engine, SYSTEM, cache_salt=1)
 
 

@@ -85,18 +85,18 @@ def test_what_was_given_may_be_changed_at_once(engine: Engine) -> None:
 WIDTH = 48
 GOOD = torch.zeros(2, WIDTH)
 BAD: list[tuple[Any, str]] = [
-    (GOOD, r"prompt_embeddings: got Tensor, want a mapping from places in prompt_ids to tensors"),
-    ({-1: GOOD}, r"prompt_embeddings\[-1\]: want a place in prompt_ids as the key"),
-    ({"a": GOOD}, r"prompt_embeddings\['a'\]: want a place"),
-    ({True: GOOD}, r"prompt_embeddings\[True\]: want a place"),
-    ({0: GOOD[0]}, r"prompt_embeddings\[0\]: got \(48,\), want a tensor \[n, 48\]"),
-    ({0: GOOD[:, 1:]}, r"prompt_embeddings\[0\]: got \(2, 47\), want a tensor \[n, 48\]"),
+    (GOOD, r"prompt_embeddings: got Tensor, expected a mapping from positions in prompt_ids to tensors"),
+    ({-1: GOOD}, r"prompt_embeddings\[-1\]: got this key, expected a position in prompt_ids"),
+    ({"a": GOOD}, r"prompt_embeddings\['a'\]: got this key"),
+    ({True: GOOD}, r"prompt_embeddings\[True\]: got this key"),
+    ({0: GOOD[0]}, r"prompt_embeddings\[0\]: got \(48,\), expected a tensor \[n, 48\]"),
+    ({0: GOOD[:, 1:]}, r"prompt_embeddings\[0\]: got \(2, 47\), expected a tensor \[n, 48\]"),
     ({0: GOOD[:0]}, r"prompt_embeddings\[0\]: got \(0, 48\)"),
     ({0: [[0.0] * WIDTH]}, r"prompt_embeddings\[0\]: got list"),
-    ({0: GOOD.to(torch.bfloat16)}, r"prompt_embeddings\[0\]: got torch.bfloat16, want torch.float32"),
-    ({2: GOOD / 0}, r"prompt_embeddings\[2\]: holds NaN or infinity"),
-    ({21: GOOD}, r"prompt_embeddings\[21\]: got 2 rows, want an end in front of the last of 23 prompt tokens"),
-    ({4: GOOD, 3: GOOD}, r"prompt_embeddings\[3\]: got 2 rows, want at most 1, up to the next span"),
+    ({0: GOOD.to(torch.bfloat16)}, r"prompt_embeddings\[0\]: got torch.bfloat16, expected torch.float32"),
+    ({2: GOOD / 0}, r"prompt_embeddings\[2\]: got NaN or infinity"),
+    ({21: GOOD}, r"prompt_embeddings\[21\]: got 2 rows, expected an end before the last of 23 prompt tokens"),
+    ({4: GOOD, 3: GOOD}, r"prompt_embeddings\[3\]: got 2 rows, expected at most 1, up to the next span"),
 ]
 
 
@@ -111,5 +111,5 @@ def test_bad_embeddings_are_refused_by_name(engine: Engine, given: Any, message:
 
 
 def test_a_target_that_takes_ids_only_says_so() -> None:
-    with pytest.raises(ValueError, match=r"prompt_embeddings: got 1 spans, want none: the target takes ids only, it has no embedding_size"):
+    with pytest.raises(ValueError, match=r"prompt_embeddings: got 1 spans, expected none: the target has no embedding_size"):
         shared_engine(Setup(k=3)).submit(PROMPT, prompt_embeddings={0: GOOD}, max_new_tokens=1)

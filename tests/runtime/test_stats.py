@@ -65,11 +65,11 @@ def counted(stats: EngineStats) -> list[float]:
 def test_counters_are_accessed_under_the_scheduler_lock() -> None:
     """Otherwise a snapshot of another thread could be inconsistent, such as a page that is neither free nor used."""
     engine = make_engine(Setup(3, asynchronous=False, eager=True))
-    desk, touched = engine._desk, set[str]()
+    scheduler, touched = engine._scheduler, set[str]()
 
     def guarded(name: str, call: Any) -> Any:
         def checked(*arguments: Any) -> Any:
-            assert desk.lock.locked(), f"{name} without the lock"
+            assert scheduler.lock.locked(), f"{name} without the lock"
             touched.add(name)
             return call(*arguments)
 
@@ -83,17 +83,20 @@ def test_counters_are_accessed_under_the_scheduler_lock() -> None:
         def drafting(self) -> Any:
             return guarded("drafting", lambda: super(Guarded, self).drafting)()
 
-    desk.counters.__class__ = Guarded
-    for owner, names in ((desk.rows, ("take", "begin", "share", "release")), (desk.counters, ("add_drafting_round",))):
+    scheduler.counters.__class__ = Guarded
+    for owner, names in (
+        (scheduler.rows, ("allocate", "start_prefill", "publish_prompt", "release")),
+        (scheduler.counters, ("add_drafting_round",)),
+    ):
         for name in names:
             vars(owner)[name] = guarded(name, getattr(owner, name))
     for stats in churn(engine):
         holds(stats)
     engine.close()
     assert touched >= {
-        "take",
-        "begin",
-        "share",
+        "allocate",
+        "start_prefill",
+        "publish_prompt",
         "release",
         "add_drafting_round",
         "drafting",
@@ -141,7 +144,7 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
     engine = make_engine(Setup(2, asynchronous=False, max_rows=2), TapeBackend(delay=explode))
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(5)]
     engine.step()
-    victim = next(seat for seat in engine._desk.rows)
+    victim = next(request for request in engine._scheduler.active)
     assert victim.matcher is not None
     break_fill(victim.matcher, "out of fuel")
     while not victim.job.finished:
@@ -167,18 +170,18 @@ def test_stats_are_consistent_after_faults_and_close() -> None:
 def test_graph_stats_count_rounds_and_padded_rows() -> None:
     engine = shared_engine(Setup(3))
     before, launched = {graph.key: graph for graph in engine.stats().graphs}, list[tuple[int, bool]]()
-    real = engine._flights.launch
+    real = engine._in_flight.launch
 
-    def launch(seats: tuple[ActiveRequest, ...]) -> None:
-        launched.append((len(seats), any(seat.matcher for seat in seats)))
-        real(seats)
+    def launch(requests: tuple[ActiveRequest, ...]) -> None:
+        launched.append((len(requests), any(request.matcher for request in requests)))
+        real(requests)
 
-    vars(engine._flights)["launch"] = launch
+    vars(engine._in_flight)["launch"] = launch
     try:
         run(engine, [None] * 3, tokens=6)
         run(engine, CONSTRAINTS[:3], tokens=12)
     finally:
-        del vars(engine._flights)["launch"]
+        del vars(engine._in_flight)["launch"]
     for graph in engine.stats().graphs:
         size = graph.key.rows
         served = [rows for rows, constrained in launched if constrained == graph.key.constrained and size // 2 < rows <= size]

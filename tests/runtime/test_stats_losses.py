@@ -8,6 +8,7 @@ import pytest
 
 from stepgraph import Constraint, Engine, SamplingParams
 from stepgraph.graphs.buffers import REFUSED, Column
+from stepgraph.runtime.in_flight import RowResult
 from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.stats import Loss, loss_of
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -46,19 +47,20 @@ class Judge:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.seen, self.judged = engine, dict[int, tuple[int, list[int]]](), list[Loss | None]()
-        self.real_launch, self.real_record = engine._flights.launch, engine._desk.record
-        vars(engine._flights)["launch"], vars(engine._desk)["record"] = self.launch, self.record
+        self.real_launch, self.real_record = engine._in_flight.launch, engine._scheduler.record
+        vars(engine._in_flight)["launch"], vars(engine._scheduler)["record"] = self.launch, self.record
 
-    def launch(self, seats: tuple[ActiveRequest, ...]) -> None:
+    def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         buffers = self.engine.buffers
-        for seat in seats:
-            self.seen[seat.job.id] = int(buffers.row_state[seat.row, Column.DRAFT_COUNT]), buffers.row_drafts[seat.row].tolist()
-        self.real_launch(seats)
+        for request in requests:
+            self.seen[request.job.id] = int(buffers.row_state[request.row, Column.DRAFT_COUNT]), buffers.row_drafts[request.row].tolist()
+        self.real_launch(requests)
 
-    def record(self, seat: ActiveRequest, tokens: list[int], accepted: int, *rest: Any) -> Any:
-        job, (offered, drafts) = seat.job, self.seen[seat.job.id]
+    def record(self, result: RowResult) -> Any:
+        job, tokens, accepted = result.request.job, result.tokens, result.accepted
+        offered, drafts = self.seen[job.id]
         history, first = [*job.tokens, *tokens[:accepted]], not job.rounds
-        event = self.real_record(seat, tokens, accepted, *rest)
+        event = self.real_record(result)
         if (first and not offered) or not job.num_speculative_tokens:
             return event
         expected: Loss | None = None
@@ -71,7 +73,7 @@ class Judge:
                 assert drafts[accepted] != tokens[accepted], "a draft that is the target's own choice holds"
             else:
                 expected = self.undrafted(job.constraint, offered)
-        assert rest[-1] == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
+        assert result.lost == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
         self.judged.append(expected)
         return event
 

@@ -15,45 +15,54 @@ from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, ma
 SETUP = Setup(k=3)
 BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": []}, r"prompt_ids: got an empty prompt"),
-    ({"prompt_ids": "hello"}, r"prompt_ids: got str, want a sequence of token ids"),
+    ({"prompt_ids": "hello"}, r"prompt_ids: got str, expected a sequence of token ids"),
     ({"prompt_ids": 5}, r"prompt_ids: got int"),
-    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, want a token id from 0 to 112"),
+    ({"prompt_ids": [1, 2, -1]}, r"prompt_ids\[2\]: got -1, expected a token id from 0 to 112"),
     ({"prompt_ids": [1, 113]}, r"prompt_ids\[1\]: got 113"),
     ({"prompt_ids": [1.0]}, r"prompt_ids\[0\]: got 1.0"),
     ({"prompt_ids": [True]}, r"prompt_ids\[0\]: got True"),
     ({"prompt_ids": torch.zeros(2, 2, dtype=torch.int64)}, r"prompt_ids\[0\]: got \[0, 0\]"),
-    ({"prompt_ids": [1] * 96}, r"prompt_ids: got 96 tokens, want fewer than max_length=96"),
-    ({"max_new_tokens": 0}, r"max_new_tokens: got 0, want a whole number from 1 to 93"),
+    ({"prompt_ids": [1] * 96}, r"prompt_ids: got 96 tokens, expected fewer than max_length=96"),
+    ({"max_new_tokens": 0}, r"max_new_tokens: got 0, expected a whole number from 1 to 93"),
     ({"max_new_tokens": 94}, r"max_new_tokens: got 94"),
     ({"max_new_tokens": "many"}, r"max_new_tokens: got 'many'"),
-    ({"num_speculative_tokens": 4}, r"num_speculative_tokens: got 4, want a whole number from 0 to 3 \(what the engine was captured for\)"),
+    (
+        {"num_speculative_tokens": 4},
+        r"num_speculative_tokens: got 4, expected a whole number from 0 to 3 \(the engine's num_speculative_tokens\)",
+    ),
     ({"num_speculative_tokens": -1}, r"num_speculative_tokens: got -1"),
-    ({"sampling": {}}, r"sampling: got dict, want SamplingParams"),
-    ({"sampling": {"temperature": 1}}, r"sampling: got dict, want SamplingParams"),
+    ({"sampling": {}}, r"sampling: got dict, expected SamplingParams"),
+    ({"sampling": {"temperature": 1}}, r"sampling: got dict, expected SamplingParams"),
     ({"sampling": SamplingParams(temperature=0, stop_token_ids=(500,))}, r"sampling.stop_token_ids\[0\]: got 500"),
     (
         {"sampling": SamplingParams(temperature=0, stop_token_ids=tuple(range(8)))},
-        r"sampling.stop_token_ids: got 9 with the vocabulary's own, want at most",
+        r"sampling.stop_token_ids: got 9 including the vocabulary's, expected at most",
     ),
-    ({"sampling": SamplingParams(temperature=0.5)}, r"sampling.temperature: got 0.5, want 0: the engine is greedy_only"),
-    ({"sampling": SamplingParams(temperature=0, repetition_penalty=1.5)}, r"sampling.repetition_penalty: got 1.5, want 1.0: the engine is"),
+    ({"sampling": SamplingParams(temperature=0.5)}, r"sampling.temperature: got 0.5, expected 0: the engine is greedy_only"),
+    (
+        {"sampling": SamplingParams(temperature=0, repetition_penalty=1.5)},
+        r"sampling.repetition_penalty: got 1.5, expected 1.0: the engine is",
+    ),
     (
         {"sampling": SamplingParams(temperature=0, presence_penalty=1)},
-        r"sampling.presence_penalty: got 1, want 0.0: the engine is greedy_only",
+        r"sampling.presence_penalty: got 1, expected 0.0: the engine is greedy_only",
     ),
-    ({"sampling": SamplingParams(temperature=0, frequency_penalty=-1)}, r"sampling.frequency_penalty: got -1, want 0.0: the engine is"),
+    ({"sampling": SamplingParams(temperature=0, frequency_penalty=-1)}, r"sampling.frequency_penalty: got -1, expected 0.0: the engine is"),
     (
         {"sampling": SamplingParams(temperature=0, logit_bias={1: 2})},
-        r"sampling.logit_bias: got \{1: 2\}, want \{\}: the engine is greedy_only",
+        r"sampling.logit_bias: got \{1: 2\}, expected \{\}: the engine is greedy_only",
     ),
-    ({"sampling": SamplingParams(temperature=0, bad_token_ids=(4,))}, r"sampling.bad_token_ids: got \(4,\), want \(\): the engine is"),
-    ({"sampling": SamplingParams(temperature=0, min_new_tokens=3)}, r"sampling.min_new_tokens: got 3, want 0: the engine is greedy_only"),
-    ({"sampling": SamplingParams(temperature=0, logprobs=True)}, r"sampling.logprobs: got True, want False: the engine is greedy_only"),
+    ({"sampling": SamplingParams(temperature=0, bad_token_ids=(4,))}, r"sampling.bad_token_ids: got \(4,\), expected \(\): the engine is"),
+    (
+        {"sampling": SamplingParams(temperature=0, min_new_tokens=3)},
+        r"sampling.min_new_tokens: got 3, expected 0: the engine is greedy_only",
+    ),
+    ({"sampling": SamplingParams(temperature=0, logprobs=True)}, r"sampling.logprobs: got True, expected False: the engine is greedy_only"),
     (
         {"sampling": SamplingParams(temperature=0, ignore_eos=True), "constraint": CONSTRAINTS[1]},
-        r"sampling.ignore_eos: got True with a constraint, want False",
+        r"sampling.ignore_eos: got True with a constraint, expected False",
     ),
-    ({"constraint": "[a-z]+"}, r"constraint: got str, want a Constraint"),
+    ({"constraint": "[a-z]+"}, r"constraint: got str, expected a Constraint"),
     ({"constraint": Constraint.regex("(a")}, r"constraint regex"),
     ({"constraint": Constraint.json_schema({"type": "strung"})}, r"constraint json_schema"),
 ]
@@ -72,10 +81,13 @@ def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any]
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (SamplingParams(bad_token_ids=(1, 113)), r"sampling.bad_token_ids\[1\]: got 113, want a token id from 0 to 112"),
-        (SamplingParams(logit_bias={113: 1.0}), r"sampling.logit_bias: got the key 113, want token ids from 0 to 112"),
-        (SamplingParams(min_new_tokens=5), r"sampling.min_new_tokens: got 5, want at most max_new_tokens=4"),
-        (SamplingParams(ignore_eos=True), r"sampling.ignore_eos: got True with a constraint, want False: a complete text ends"),
+        (SamplingParams(bad_token_ids=(1, 113)), r"sampling.bad_token_ids\[1\]: got 113, expected a token id from 0 to 112"),
+        (SamplingParams(logit_bias={113: 1.0}), r"sampling.logit_bias: got the key 113, expected token ids from 0 to 112"),
+        (SamplingParams(min_new_tokens=5), r"sampling.min_new_tokens: got 5, expected at most max_new_tokens=4"),
+        (
+            SamplingParams(ignore_eos=True),
+            r"sampling.ignore_eos: got True with a constraint, expected False: a complete constrained output ends",
+        ),
     ],
     ids=str,
 )
@@ -106,7 +118,7 @@ def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
             ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "logit_bias"),
             ({"bad_token_ids": (1, 2), "logit_bias": {3: 1.0, 4: 1.0}}, "logit_bias and bad_token_ids"),
         ):
-            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, want at most max_bias_ids=3"):
+            with pytest.raises(ValueError, match=f"sampling.{names}: got 4 tokens, expected at most max_bias_ids=3"):
                 engine.submit([1], sampling=SamplingParams(**fields))
         engine.submit([1], sampling=SamplingParams(bad_token_ids=(1, 2, 3), logit_bias={1: 1.0}))  # three tokens
 
@@ -186,13 +198,13 @@ def test_sampling_params_are_values() -> None:
         ({"buckets": ()}, r"buckets: got \(\)"),
         ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),
         ({"max_queued": True}, r"EngineConfig.max_queued: got True"),
-        ({"eager": "no"}, r"EngineConfig.eager: got 'no', want True or False"),
+        ({"eager": "no"}, r"EngineConfig.eager: got 'no', expected True or False"),
         ({"draft_masks": None}, r"EngineConfig.draft_masks: got None"),
         ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),
         ({"max_queued": 0}, r"EngineConfig.max_queued: got 0"),
         ({"compile_isolation": "thread"}, r"EngineConfig.compile_isolation: got 'thread', expected one of 'process', 'none'"),
-        ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got dict, want GrammarLimits"),
-        ({"grammar_cache_bytes": 0}, r"EngineConfig.grammar_cache_bytes: got 0, want a whole number >= 1"),
+        ({"grammar_limits": {}}, r"EngineConfig.grammar_limits: got {}, expected GrammarLimits"),
+        ({"grammar_cache_bytes": 0}, r"EngineConfig.grammar_cache_bytes: got 0, expected a whole number >= 1"),
         ({"max_compiles": True}, r"EngineConfig.max_compiles: got True"),
     ],
 )
@@ -202,19 +214,19 @@ def test_a_bad_config_is_refused_by_name(fields: dict[str, Any], message: str) -
 
 
 def test_a_bad_engine_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+    with pytest.raises(ValueError, match=r"Engine\.config: got dict, expected an EngineConfig"):
         Engine(TARGET, config={})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=4"):
         Engine(TARGET)
-    with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, want the target's vocab_size 132"):
+    with pytest.raises(ValueError, match=r"Engine.vocabulary: its logits_width is 112, expected the target's vocab_size 132"):
         Engine(TARGET, ToyDraft(TARGET), vocabulary=Vocabulary.printable())
-    with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, want the target's 132"):
+    with pytest.raises(ValueError, match=r"Engine.draft: its vocab_size is 140, expected the target's 132"):
         Engine(TARGET, ToyDraft(ToyTarget(140)))
-    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, want distinct ids from 0 to 112")):
+    for d2t, message in (([0, 1, 1], "got repeated ids"), ([0, 113], "ids beyond the vocabulary, expected distinct ids from 0 to 112")):
         with pytest.raises(ValueError, match=f"Engine.draft.d2t: .*{message}"):
             Engine(TARGET, ToyDraft(TARGET, d2t=d2t), vocabulary=VOCABULARY)
     many_stops = Vocabulary([b"a"] * 132, range(9))
-    with pytest.raises(ValueError, match=r"EngineConfig.max_stop_ids: got 8, want at least 9, the vocabulary's stop ids"):
+    with pytest.raises(ValueError, match=r"EngineConfig.max_stop_ids: got 8, expected at least 9, the number of the vocabulary's stop ids"):
         Engine(TARGET, ToyDraft(TARGET), vocabulary=many_stops)
     with Engine(TARGET, config=EngineConfig(num_speculative_tokens=0, backend="tape")) as engine:
         engine.capture()
@@ -225,9 +237,9 @@ def test_a_bad_engine_is_refused_by_name() -> None:
 
 def test_a_model_on_another_device_is_refused_by_name() -> None:
     target = ToyTarget(8).to("meta")
-    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, want cpu, where the tape backend is"):
+    with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, expected cpu, the device of the tape backend"):
         Engine(target, config=EngineConfig(num_speculative_tokens=0))
-    with pytest.raises(ValueError, match=r"Engine.draft: got tensors on meta, want cpu"):
+    with pytest.raises(ValueError, match=r"Engine.draft: got tensors on meta, expected cpu"):
         Engine(ToyTarget(8), ToyDraft(target).to("meta"))
 
 

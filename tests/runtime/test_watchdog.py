@@ -85,7 +85,7 @@ def test_a_host_node_that_hangs_ends_the_step_with_all_that_is_known(hang: Hang,
             pass
     (record,) = [record for record in caplog.records if record.name == "stepgraph"]
     told = record.getMessage()
-    assert "on their way: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
+    assert "in flight: round 2 (rows=2 constrained greedy), round 3 (rows=2 constrained greedy)" in told
     assert "stream side: host node commit" in told and "host nodes, python, under the GIL: 5 ended" in told
     assert "thread MainThread:" in told and "thread stepgraph-side:" in told and "self._gone.wait()" in told
     for job, place in zip(jobs, range(2), strict=True):
@@ -128,7 +128,7 @@ def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyP
 
 def test_an_engine_that_is_idle_or_waits_for_a_grammar_is_alive() -> None:
     engine, held, building = make(None), threading.Event(), threading.Event()
-    compiler = engine._grammars._compiler
+    compiler = engine._grammar_queue._compiler
     assert compiler is not None
     real = compiler._backends.build
 
@@ -171,5 +171,7 @@ def test_streams_of_an_event_loop_are_told(hang: Hang) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "1", float("nan"), float("inf")])
 def test_a_limit_that_is_none_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, want a number of seconds above 0"):
+    with pytest.raises(
+        ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, expected a number above 0 and at most 86400, or None"
+    ):
         EngineConfig(round_timeout_seconds=value)  # type: ignore[arg-type]

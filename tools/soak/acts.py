@@ -48,7 +48,7 @@ def loop_act(act: Act, make_asks: MakeAsks, close: bool) -> None:
     while not close and engine.has_work:
         events += engine.step()
         if time.monotonic() > deadline:
-            act.problems.append(f"{DRAIN_SECONDS:g} s after the last submit there are jobs still: {engine.stepping.jobs[:3]}")
+            act.problems.append(f"{DRAIN_SECONDS:g} s after the last submit there are jobs still: {engine.step_gate.jobs[:3]}")
             break
     by_job = {told.job.id: told for told in act.told}  # an event may be known sooner than submit() has returned
     for event in events:

@@ -1,8 +1,8 @@
-"""Split attention in Triton: the keys of a row are cut into parts, one program each, and a second launch joins what they found.
+"""The Triton programs of paged_attention: the keys of a row are split into parts, one program each; a second launch combines the parts.
 
-The launch depends on shapes alone, so it can be captured: programs beyond a row's length end at once. Where a part begins does
-not depend on the batch, so a row's result has the same bits in every bucket. The query heads that share a cache head, and all
-queries of a row, are rows of one matrix product.
+The launch depends on shapes only, so it can be captured: programs beyond a row's length return at once. The start of a part does not
+depend on the batch, so a row's result has the same bits in every bucket. The query heads that share a cache head, and all queries of
+a row, are rows of one matrix product.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST_PARTS = 64
 LEAST_PART = 128  # keys
 MOST_HEAD_SIZE = 256
 _LOG2_E = 1.4426950408889634
-_COUNTED = tl.constexpr(128)  # positions looked at together for a row's last one
+_COUNTED = tl.constexpr(128)  # positions loaded at a time to find the last one
 
 
 class Tile(NamedTuple):
-    """What one program takes at a time."""
+    """Work of one program step."""
 
     rows: int  # of queries
     keys: int
@@ -40,14 +40,14 @@ def tile_for(rows: int, size: int) -> Tile:
 
 
 def parts_of(keys: int, least_part: int = LEAST_PART) -> tuple[int, int]:
-    """Keys of a part, and how many parts there are, for a table of so many keys: the same for every row."""
+    """Keys per part and number of parts for a table of `keys` keys: the same for every row."""
     part = max(least_part, triton.next_power_of_2(triton.cdiv(keys, MOST_PARTS)))
     return part, triton.cdiv(keys, part)
 
 
 @triton.jit
 def last_position(positions, slots, count, PAGE: tl.constexpr):
-    """Of one row: inert positions, which lie in the scratch page, vouch for nothing."""
+    """The last position of one row; inert positions, whose slots are in the scratch page, do not count."""
     last = tl.full([], -1, tl.int64)
     for start in range(0, count, _COUNTED):
         place = start + tl.arange(0, _COUNTED)
@@ -65,7 +65,7 @@ def product(left, right, WIDE: tl.constexpr):
 
 @triton.jit
 def weigh(scores, value, peak, total, summed, WIDE: tl.constexpr):
-    """Add entries to a running softmax of powers of two. scores [ROWS, KEYS], minus infinity where a query may not look."""
+    """Add entries to a running softmax of powers of two. scores [ROWS, KEYS], minus infinity for keys that a query does not see."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     level = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - level[:, None])
@@ -116,7 +116,7 @@ def attend_part(
     if window > 0:
         oldest = tl.min(tl.where(real, position, last), 0) - window + 1
         begin = tl.maximum(begin, oldest // KEYS * KEYS)
-    asking = row < tl.where(begin < end, count * GROUPS, 0)  # nobody, where there is nothing to see
+    asking = row < tl.where(begin < end, count * GROUPS, 0)  # none if no key is visible
     asked = tl.load(query + line[:, None] * size + column[None, :], mask=asking[:, None] & (column < size)[None, :], other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -140,7 +140,7 @@ def attend_part(
         wanted = real[:, None] & (column < size)[None, :]
         tl.store(output + line[:, None] * size + column[None, :], found.to(output.dtype.element_ty), mask=wanted)
     else:
-        peak = tl.where(total == total, peak, total)  # NaN, which a maximum may lose, goes on as NaN
+        peak = tl.where(total == total, peak, total)  # a maximum may drop NaN: keep it
         written = real & (peak != float("-inf"))
         tl.store(peaks + line * parts + number, peak, mask=real)
         tl.store(totals + line * parts + number, total, mask=written)
@@ -148,8 +148,8 @@ def attend_part(
 
 
 @triton.jit
-def join_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """What the parts of one query and head found, weighed together. PARTS is a power of two >= parts."""
+def combine_parts(sums, peaks, totals, output, parts, size, PARTS: tl.constexpr, SIZE: tl.constexpr):
+    """Combine the parts of one query and head by their weights. PARTS is a power of two >= parts."""
     line = tl.program_id(0).to(tl.int64)
     number, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
     peak = tl.load(peaks + line * parts + number, mask=number < parts, other=float("-inf"))
@@ -185,7 +185,7 @@ def paged_attention(
         return paged.paged_attention.run_reference(query, keys, values, positions, slots, tables, page_size, window, scale, output)
     batch, count, heads, size = query.shape
     if size > MOST_HEAD_SIZE:
-        raise ValueError(f"attention: got heads of {size} numbers, want at most {MOST_HEAD_SIZE} for the compiled kernel")
+        raise ValueError(f"attention: got heads of size {size}, expected at most {MOST_HEAD_SIZE} for the Triton program")
     assert keys.stride() == values.stride() and keys.stride()[1:] == (size, 1), f"keys {keys.stride()}, values {values.stride()}"
     kv_heads, pages = keys.shape[1], tables.shape[1]
     groups = heads // kv_heads
@@ -224,7 +224,7 @@ def paged_attention(
         enable_fp_fusion=False,
     )
     if parts > 1:
-        join_parts[(lines,)](
+        combine_parts[(lines,)](
             sums,
             peaks,
             totals,

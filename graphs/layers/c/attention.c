@@ -135,7 +135,7 @@ INLINED int attend_all(const attention_call *call, block *held, int64_t width) {
     int64_t queries = call->count * (call->heads / call->kv_heads);
     for (int64_t row = 0; row < call->batch; row++) {
         int64_t last = -1;
-        for (int64_t i = row * call->count; i < (row + 1) * call->count; i++) /* inert positions vouch for nothing */
+        for (int64_t i = row * call->count; i < (row + 1) * call->count; i++) /* inert positions do not count */
             if (call->slots[i] >= call->page_size && call->positions[i] > last) last = call->positions[i];
         if (last >= call->pages * call->page_size) return 1;
         for (int64_t head = 0; head < call->kv_heads; head++)

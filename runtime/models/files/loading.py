@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.drafters import AUTO, NONE, WORDS, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
 from stepgraph.runtime.models.llama import Llama
@@ -45,7 +45,7 @@ def load_models(
         config = without_drafts(config)
     given: Drafter | None = None
     opened = None
-    if isinstance(draft, str) and draft in WORDS:
+    if isinstance(draft, str) and draft in DRAFTER_NAMES:
         given = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
     elif isinstance(draft, (str, Path)):
         opened = open_draft(draft, checkpoint, dtype)

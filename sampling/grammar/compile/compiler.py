@@ -23,7 +23,7 @@ from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.lifetimes import end_at_exit
+from stepgraph.sampling.lifetimes import close_at_exit
 
 Isolation = Literal["process", "none"]
 
@@ -237,7 +237,7 @@ class GrammarCompiler:
         self._failures = self._compiles = 0
         self._seconds = self._longest = 0.0
         self._closed = False
-        end_at_exit(self)
+        close_at_exit(self)
 
     @property
     def vocabulary(self) -> Vocabulary:

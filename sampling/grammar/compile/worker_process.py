@@ -22,14 +22,13 @@ from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
 from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.lifetimes import call_after_fork
 
 SCRIPT = Path(compile_worker.__file__)
 START_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # after the worker's own timer, for a process that is stopped (SIGSTOP)
 STDERR_TAIL = 600
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
-
-_alive: weakref.WeakSet[CompileWorker] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,12 @@ class CompileWorker:
         self._finalizer: weakref.finalize[..., CompileWorker] | None = None
         self._cancelled = self._kill_pending = False
         self.started = 0  # processes
-        _alive.add(self)
+        call_after_fork(self._detach)
+
+    def _detach(self) -> None:
+        """In a fork: close the copy of the socket, so that the worker still sees its parent end."""
+        if self._process is not None:
+            self._process.connection.close()
 
     @property
     def pid(self) -> int | None:
@@ -191,14 +195,3 @@ def _start_process() -> _Process:
         undo.pop_all()
         theirs.close()
     return _Process(popen, ours, stderr, os.getpid())
-
-
-def _close_sockets() -> None:
-    """In a forked child: close its copies of the sockets, so that a worker still notices the end of its parent."""
-    for worker in list(_alive):
-        if worker._process is not None:
-            worker._process.connection.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_sockets)

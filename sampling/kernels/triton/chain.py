@@ -1,4 +1,4 @@
-"""The Triton program that accepts a chain of drafts, and how it is launched. Imported only where Triton is: `register.py` decides."""
+"""The Triton program of chain_accept and its launch. Imported only where Triton can launch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def accept_chain(
     status,  # [B, Q] int64
     stop_ids,  # [B, S] int64
     room,  # [B] int64
-    known,  # [B] int64, how many drafts hold; not read unless HAS_KNOWN
+    known,  # [B] int64, accepted drafts; not read unless HAS_KNOWN
     emitted,  # [B] int64 each, written
     accepted,
     finish,
@@ -45,34 +45,34 @@ def accept_chain(
 ):
     """acceptance.count_accepted and acceptance.emit for one row. POSITIONS and STOPS are powers of two."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, POSITIONS)
-    inside, before_last = place < positions, place < positions - 1
-    tokens = tl.load(sampled + row * positions + place, mask=inside, other=-1)
-    sound = tl.load(finite + row * positions + place, mask=inside, other=0).to(tl.int32) != 0
-    state = tl.load(status + row * positions + place, mask=inside, other=_NONE)
+    position = tl.arange(0, POSITIONS)
+    inside, before_last = position < positions, position < positions - 1
+    tokens = tl.load(sampled + row * positions + position, mask=inside, other=-1)
+    is_finite = tl.load(finite + row * positions + position, mask=inside, other=0).to(tl.int32) != 0
+    state = tl.load(status + row * positions + position, mask=inside, other=_NONE)
     if HAS_KNOWN:
         held = tl.load(known + row)
     else:
-        proposed = tl.load(drafts + row * (positions - 1) + place, mask=before_last, other=-1)
-        follows = tl.load(status + row * positions + place + 1, mask=before_last, other=_NONE)
-        holds = before_last & (tokens == proposed) & sound & (state == _OK) & (place < tl.load(draft_count + row))
+        proposed = tl.load(drafts + row * (positions - 1) + position, mask=before_last, other=-1)
+        follows = tl.load(status + row * positions + position + 1, mask=before_last, other=_NONE)
+        holds = before_last & (tokens == proposed) & is_finite & (state == _OK) & (position < tl.load(draft_count + row))
         holds = holds & (follows != _NONE) & (follows != _ILLEGAL)
-        held = tl.min(tl.where(holds, POSITIONS, place), 0).to(tl.int64)
-    last = tl.sum(tl.where(place == held, state, 0), 0)
-    last_sound = tl.sum(tl.where((place == held) & sound, 1, 0), 0) != 0
+        held = tl.min(tl.where(holds, POSITIONS, position), 0).to(tl.int64)
+    last = tl.sum(tl.where(position == held, state, 0), 0)
+    last_finite = tl.sum(tl.where((position == held) & is_finite, 1, 0), 0) != 0
     ready = last == _OK
-    offered = held + (ready & last_sound).to(tl.int64)
+    offered = held + (ready & last_finite).to(tl.int64)
     column = tl.arange(0, STOPS)
     ends = tl.load(stop_ids + row * stops + column, mask=column < stops, other=-1)
     meets = (tokens[:, None] == ends[None, :]) & (column < stops)[None, :]
-    is_stop = (tl.max(meets.to(tl.int32), 1) != 0) & inside & (place < offered)
-    first_stop = tl.min(tl.where(is_stop, place, positions), 0).to(tl.int64)
+    is_stop = (tl.max(meets.to(tl.int32), 1) != 0) & inside & (position < offered)
+    first_stop = tl.min(tl.where(is_stop, position, positions), 0).to(tl.int64)
     space = tl.load(room + row)
     count = tl.minimum(tl.minimum(offered, first_stop + 1), space)
     code = tl.where(last == _DEAD_END, _FINISHED_DEAD_END, _MASK_FAULT)
     code = tl.where(last == _TERMINATED, _STOP, code)
     code = tl.where(last == _COMPLETE, _FINISHED_COMPLETE, code)
-    code = tl.where(ready, tl.where(last_sound, _RUNNING, _LOGITS_FAULT), code)
+    code = tl.where(ready, tl.where(last_finite, _RUNNING, _LOGITS_FAULT), code)
     code = tl.where(count == space, _LENGTH, code)
     code = tl.where(first_stop < count, _STOP, code)
     tl.store(emitted + row, count)

@@ -1,8 +1,9 @@
-"""Triton programs that choose a token of each row, and how they are launched. Imported only where Triton is: `register.py` decides.
+"""The Triton programs of masked_argmax and race, and their launches. Imported only where Triton can launch.
 
-A choice among up to hundreds of thousands of tokens is split into tiles, one program each, so that a few rows fill a GPU; a
-second launch takes the best of a row's tiles. A candidate is one int64: its value in the order of floats above its id, so
-that the greatest one is the greatest value, and among equals the lowest id. NaN is above everything, as for torch.max.
+The vocabulary of up to hundreds of thousands of tokens is split into tiles, one program each, so that a few rows fill a GPU; a second
+launch takes the best of a row's tiles. A candidate is one int64: the value as an ordered integer in the upper half, the inverted id in
+the lower, so that the greatest candidate has the greatest value, and among equals the lowest id. NaN is above everything, as for
+torch.max.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def ordered(values, ids):
-    """Float32 values and their ids as int64 that order like (value, -id)."""
+    """Float32 values and their ids as int64 in the order of (value, -id)."""
     values = tl.where(values == 0, 0.0, values)  # both zeros are equal
     bits = tl.where(values == values, values.to(tl.int32, bitcast=True), _NAN)
     rising = bits ^ ((bits >> 31) & _LAST_ID)
@@ -58,29 +59,29 @@ def masked_candidates(
     HAS_BITS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """The best legal token of one tile of WORDS mask words. Logits under a mask word without a bit are not even read."""
+    """The best legal token of one tile of WORDS mask words. Logits under a mask word without a bit are not read."""
     line = tl.program_id(0)
     row, position = line // positions, line % positions
-    masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: at once, in a row that has none
-    shut = False
+    masked = tl.load(constrained + row).to(tl.int32) * width  # where the mask ends: 0 in a row that has none
+    closed = False
     if HAS_STATUS:
-        shut = (masked > 0) & (tl.load(status + line) != _OK)
+        closed = (masked > 0) & (tl.load(status + line) != _OK)
     mask_row = row.to(tl.int64)
     if HAS_ROWS:
         mask_row = tl.load(rows + row)
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     source = masks + mask_row * masks_row_stride + position.to(tl.int64) * masks_position_stride
-    place = tl.arange(0, 32)
-    ids = words[:, None] * 32 + place[None, :]
+    bit_index = tl.arange(0, 32)
+    ids = words[:, None] * 32 + bit_index[None, :]
     line_logits = logits + row.to(tl.int64) * logits_row_stride + position.to(tl.int64) * logits_position_stride
     if HAS_BITS:
         bit = tl.load(bit_of + ids, mask=ids < width, other=0)
-        bits = tl.where(shut, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
+        bits = tl.where(closed, 0, tl.load(source + (bit >> 5), mask=ids < masked, other=-1))
         legal = (((bits >> (bit & 31).to(tl.int32)) & 1) != 0) & (ids < width)
         values = tl.load(line_logits + ids, mask=legal, other=float("-inf")).to(tl.float32)
     else:
-        bits = tl.where(shut, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
-        legal = (((bits[:, None] >> place[None, :]) & 1) != 0) & (ids < width)
+        bits = tl.where(closed, 0, tl.load(source + words, mask=words * 32 < masked, other=-1))
+        legal = (((bits[:, None] >> bit_index[None, :]) & 1) != 0) & (ids < width)
         if (tl.program_id(1) + 1) * WORDS * 32 <= width:  # whole words at a time: wide loads
             values = tl.load(line_logits + ids, mask=(bits != 0)[:, None], other=float("-inf")).to(tl.float32)
         else:
@@ -121,14 +122,14 @@ def exponential(seed, position, index, SALT: tl.constexpr):
     """As rng.exponential but for the last bit: log1p is made of log, corrected for the rounding of 1 - u."""
     chance = uniform(seed, position, index, SALT)
     rest = 1.0 - chance
-    rounded = 1.0 - rest  # what was really taken away
+    rounded = 1.0 - rest  # the number that was subtracted, after rounding
     corrected = -tl.log(rest) * tl.math.div_rn(chance, tl.where(rounded == 0, 1.0, rounded))
     return tl.where(rounded == 0, chance, corrected)
 
 
 @triton.jit
 def race_candidates(weights, seed, position, candidates, width, weights_stride, SALT: tl.constexpr, TILE: tl.constexpr):
-    """The winner of an exponential race among one tile of tokens. The noise is made here, if any token runs, and never stored."""
+    """The winner of an exponential race among one tile of tokens. The noise is computed here, if any weight is not 0, and never stored."""
     row = tl.program_id(0)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     rates = tl.load(weights + row.to(tl.int64) * weights_stride + ids, mask=ids < width, other=0.0)
@@ -141,10 +142,10 @@ def race_candidates(weights, seed, position, candidates, width, weights_stride, 
 
 @triton.jit
 def take_best(candidates, best, token, tiles, HAS_BEST: tl.constexpr, TILES: tl.constexpr):
-    """A row's best candidate, as its value (if asked for) and its id. candidates [N, tiles]; TILES is a power of two >= tiles."""
+    """A row's best candidate: its id and, if HAS_BEST, its value. candidates [N, tiles]; TILES is a power of two >= tiles."""
     row = tl.program_id(0)
-    places = tl.minimum(tl.arange(0, TILES), tiles - 1)
-    found = tl.max(tl.load(candidates + row.to(tl.int64) * tiles + places), 0)
+    index = tl.minimum(tl.arange(0, TILES), tiles - 1)
+    found = tl.max(tl.load(candidates + row.to(tl.int64) * tiles + index), 0)
     tl.store(token + row, (found & 0xFFFFFFFF) ^ _LAST_ID)
     if HAS_BEST:
         rising = (found >> 32).to(tl.int32)

@@ -1,11 +1,11 @@
-"""The Triton programs of the filters, and how they are launched. Imported only where Triton is: `register.py` decides.
+"""The Triton programs of distribution and draw, and their launches. Imported only where Triton can launch.
 
-Which tokens stay is decided by one number, the least weight that stays, and nothing is sorted to find it. Weights from 0 to 1
-order like their bits, so the number is found digit by digit: first the k-th largest weight by counting, then the least weight
-of the top-p set by summing units. A pass is one launch with a program per line and tile of the vocabulary. It sums up, for
-each value of one digit, the tokens of its tile that are at least that great; the next pass adds up the tiles of its line, each
-of its programs for itself, and goes on from there. Sums are whole numbers: their order does not matter. How many passes there
-are does not depend on the numbers in them; a tile with nothing to add, or of a row that asks for no such filter, is not read.
+One number decides which tokens are kept: the smallest kept weight. It is found without sorting. Weights from 0 to 1 have the order
+of their bits, so the number is found digit by digit: first the k-th largest weight by counting, then the smallest weight of the
+top-p set by summing units. A pass is one launch with a program per line and tile of the vocabulary. For each value of one digit it sums
+the tokens of its tile that are at least that large; in the next pass every program adds up the tiles of its line and continues from
+there. Sums are integers, so their order does not matter. The number of passes does not depend on the data; a tile that cannot
+contribute, or of a row without the filter, is not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MIN_P = tl.constexpr(int(Param.MIN_P))
 _UNIT = tl.constexpr(2.0**sampler.UNIT_BITS)
 _FROM_UNIT = tl.constexpr(2.0**-sampler.UNIT_BITS)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_LOW = tl.constexpr(0)  # columns of the state: the least weight that may stay, as bits
+_LOW = tl.constexpr(0)  # columns of the state: the smallest weight that may be kept, as bits
 _HELD = tl.constexpr(1)  # the units at or above it
 _TOTAL = tl.constexpr(2)  # the units before top-p
 _COLUMNS = tl.constexpr(3)
@@ -76,38 +76,38 @@ def _logits(logits, positions, width, row_stride, position_stride, TILE: tl.cons
 
 
 @triton.jit
-def _asks(own, place, width, PASSES: tl.constexpr):
-    """Whether a row has the filter that pass `place` works on."""
+def _has_filter(own, step, width, PASSES: tl.constexpr):
+    """Whether a row has the filter that pass `step` works on."""
     top_k = tl.load(own + _TOP_K)
     counts = (top_k > 0) & (top_k < width)
-    return ((place < PASSES) & counts) | ((place >= PASSES) & (tl.load(own + _TOP_P) < 1))
+    return ((step < PASSES) & counts) | ((step >= PASSES) & (tl.load(own + _TOP_P) < 1))
 
 
 @triton.jit
-def _state(state, sums, own, line, lines, place, width, PASSES: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
-    """What is known of a line when pass `place` begins: low, held, total. Follows from the state and the sums of the pass before."""
+def _state(state, sums, own, line, lines, step, width, PASSES: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr):
+    """The state of a line at the start of pass `step`: low, held, total. Computed from the state and the sums of the pass before."""
     BINS: tl.constexpr = 1 << BITS
     tiles = tl.num_programs(1)
-    if place == 0:
+    if step == 0:
         least = tl.load(own + _MIN_P)
         low, held, total = tl.where(least > 0, least, 0.0).to(tl.int32, bitcast=True), tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     else:
-        before = place - 1
+        before = step - 1
         earlier = state + (before.to(tl.int64) * lines + line) * _COLUMNS
         low, held, total = tl.load(earlier + _LOW).to(tl.int32), tl.load(earlier + _HELD), tl.load(earlier + _TOTAL)
-        asks, first = _asks(own, before, width, PASSES), before == PASSES
+        active, first = _has_filter(own, before, width, PASSES), before == PASSES
         bins, tile = tl.arange(0, BINS), tl.arange(0, TILES)
-        places = ((before & 1).to(tl.int64) * lines + line) * tiles + tile
-        written = tl.where(asks | first, tiles, 0)
-        found = tl.load(sums + places[:, None] * BINS + bins[None, :], mask=(tile < written)[:, None], other=0)
+        index = ((before & 1).to(tl.int64) * lines + line) * tiles + tile
+        written = tl.where(active | first, tiles, 0)
+        found = tl.load(sums + index[:, None] * BINS + bins[None, :], mask=(tile < written)[:, None], other=0)
         found = tl.sum(found, 0)
         if first:
             total = tl.sum(tl.where(bins == 0, found, 0), 0)
             held = total
-        wanted = tl.load(own + _TOP_K).to(tl.float64)
+        target = tl.load(own + _TOP_K).to(tl.float64)
         if before >= PASSES:
-            wanted = tl.load(own + _TOP_P).to(tl.float64) * total.to(tl.float64)
-        enough = (bins > 0) & (found.to(tl.float64) >= tl.where(asks, wanted, float("inf")))
+            target = tl.load(own + _TOP_P).to(tl.float64) * total.to(tl.float64)
+        enough = (bins > 0) & (found.to(tl.float64) >= tl.where(active, target, float("inf")))
         digit = tl.sum(enough.to(tl.int32), 0)  # sums fall with the digit: the greatest that is enough
         low += digit << (BITS * (PASSES - 1 - before % PASSES))
         held = tl.where(digit > 0, tl.sum(tl.where(bins == digit, found, 0), 0), held)
@@ -124,21 +124,21 @@ def tile_maxima(
     position_stride,
     TILE: tl.constexpr,
 ):
-    """The greatest logit of each tile and its place, as a candidate of choice.py."""
+    """The greatest logit of each tile and its index, as a candidate of choice.py."""
     line = tl.program_id(0)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     best = tl.max(ordered(_logits(logits, positions, width, row_stride, position_stride, TILE), ids), 0)
     tl.store(maxima + line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["step"])
 def narrow(
     logits,  # [B, Q, >= width]
     row_params,  # [B, >= 4] float32
     maxima,  # [B * Q, tiles] int64
-    state,  # [passes + 1, B * Q, 3] int64, line `place` written
+    state,  # [passes + 1, B * Q, 3] int64, line `step` written
     sums,  # [2, B * Q, tiles, 2 ** BITS] int64, half of them written
-    place,  # of this pass: the first PASSES count, the others sum units
+    step,  # of this pass: the first PASSES count, the others sum units
     positions,
     width,
     row_stride,
@@ -149,28 +149,28 @@ def narrow(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One digit of the least weight that stays: what each of its values would keep of one tile. TILES is a power of two >= tiles."""
+    """One digit of the smallest kept weight: the sum that each of its values would keep of one tile. TILES is a power of two >= tiles."""
     BINS: tl.constexpr = 1 << BITS
     line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
     own = row_params + (line // positions) * row_params_stride
-    low, held, total = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
+    low, held, total = _state(state, sums, own, line, lines, step, width, PASSES, BITS, TILES)
     if tl.program_id(1) == 0:
-        kept = state + (place.to(tl.int64) * lines + line) * _COLUMNS
+        kept = state + (step.to(tl.int64) * lines + line) * _COLUMNS
         tl.store(kept + _LOW, low.to(tl.int64))
         tl.store(kept + _HELD, held)
         tl.store(kept + _TOTAL, total)
 
-    first, temperature = place == PASSES, tl.load(own + _TEMPERATURE)
-    if (_asks(own, place, width, PASSES) | first) & (temperature > 0):
-        shift = BITS * (PASSES - 1 - place % PASSES)
+    first, temperature = step == PASSES, tl.load(own + _TEMPERATURE)
+    if (_has_filter(own, step, width, PASSES) | first) & (temperature > 0):
+        shift = BITS * (PASSES - 1 - step % PASSES)
         best = _value_of(_line_maximum(maxima, TILES))
         top = _weight(_tile_maximum(maxima), temperature, best)
-        half = sums + (((place & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
+        half = sums + (((step & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
         if top.to(tl.int64) >= low + tl.where(first, 0, tl.full([], 1, tl.int64) << shift):
             values = _logits(logits, positions, width, row_stride, position_stride, TILE)
             weight = _weight(values, temperature, best)
             units = (weight.to(tl.float32, bitcast=True) * _UNIT).to(tl.int64)
-            each = tl.where(place < PASSES, 1, units)
+            each = tl.where(step < PASSES, 1, units)
             for digit in tl.static_range(BINS):
                 edge = tl.minimum(low + (tl.full([], digit, tl.int64) << shift), _LAST_ID)  # above every weight
                 tl.store(half + digit, tl.sum(tl.where(weight >= edge.to(tl.int32), each, 0), 0))
@@ -185,7 +185,7 @@ def keep(
     maxima,  # [B * Q, tiles] int64
     state,  # [passes + 1, B * Q, 3] int64
     sums,  # [2, B * Q, tiles, 2 ** BITS] int64
-    token_of,  # [width] int64, where each probability goes; not read unless HAS_IDS
+    token_of,  # [width] int64, the index of each probability; not read unless HAS_IDS
     seed,  # [B * Q] int64; this and the next two only where DRAWS
     position,  # [B * Q] int64
     candidates,  # [B * Q, tiles] int64, written
@@ -204,11 +204,11 @@ def keep(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The probabilities of one tile and, if DRAWS, the winner of its exponential race. A tile of which nothing stays is not read."""
+    """The probabilities of one tile and, if DRAWS, the winner of its exponential race. A tile without a kept weight is not read."""
     line, lines, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.num_programs(1)
     own = row_params + (line // positions) * row_params_stride
-    place = tl.full([], 2 * PASSES, tl.int32)
-    low, held, _ = _state(state, sums, own, line, lines, place, width, PASSES, BITS, TILES)
+    step = tl.full([], 2 * PASSES, tl.int32)
+    low, held, _ = _state(state, sums, own, line, lines, step, width, PASSES, BITS, TILES)
     found, temperature = _line_maximum(maxima, TILES), tl.load(own + _TEMPERATURE)
     best = _value_of(found)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -225,7 +225,7 @@ def keep(
     tokens = tl.load(token_of + ids, mask=ids < width, other=0) if HAS_IDS else ids.to(tl.int64)
     tl.store(probs + line * probs_stride + tokens, rates, mask=ids < width)
     if DRAWS:
-        tokens = tl.where(rates > 0, tokens, 0)  # of a row where none can win, the winner is 0
+        tokens = tl.where(rates > 0, tokens, 0)  # in a row where none can win, the winner is 0
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
             rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens, SALT))
         tl.store(candidates + line * tiles + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
@@ -261,7 +261,7 @@ def draw(
 def _filter(
     logits: Tensor, params: Tensor, probs: Tensor, race: tuple[Tensor, Tensor, int, Tensor | None] | None, tile: int, digit_bits: int
 ) -> Tensor:
-    """Probabilities, and the candidates of the race if there is one."""
+    """Write the probabilities; return the candidates of the race if there is one."""
     batch, positions, width = logits.shape
     assert width <= 1 << (62 - sampler.UNIT_BITS), f"{width} weights of 2**{sampler.UNIT_BITS} units might not fit an int64"
     lines, tiles, passes = batch * positions, triton.cdiv(width, tile), triton.cdiv(WEIGHT_BITS, digit_bits)
@@ -272,8 +272,8 @@ def _filter(
     digits = {"PASSES": passes, "BITS": digit_bits, "TILE": tile, "TILES": triton.next_power_of_2(tiles)}
     options = {"num_warps": 8, "enable_fp_fusion": False}
     tile_maxima[(lines, tiles)](logits, maxima, *sizes, TILE=tile, **options)
-    for place in range(2 * passes):
-        narrow[(lines, tiles)](logits, params, maxima, state, sums, place, *sizes, params.stride(0), **digits, **options)
+    for step in range(2 * passes):
+        narrow[(lines, tiles)](logits, params, maxima, state, sums, step, *sizes, params.stride(0), **digits, **options)
     seed, position, purpose, ids = race or (maxima, maxima, 0, None)
     keep[(lines, tiles)](
         logits,

@@ -1,8 +1,7 @@
-"""Triton programs of masks and of what a request asks of the logits, and how they are launched. Imported only where Triton is:
-`register.py` decides.
+"""The Triton programs of mask_status and process_logits, and their launches. Imported only where Triton can launch.
 
-The logits are split into tiles, one program each, so that a few rows fill a GPU. Each tile leaves the greatest logit before
-and after the request's own wishes; a second launch says from those what holds of a whole place.
+The logits are split into tiles, one program each, so that a few rows fill a GPU. Each tile stores the greatest logit before and after
+the request's own processors; a second launch derives from these the status of a whole position.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
 _LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _NAN = tl.constexpr(0x7FC00000)
-_TOP = tl.constexpr(0x7F800000)  # plus infinity as `_rank` has it; a NaN is above
+_TOP = tl.constexpr(0x7F800000)  # the rank of plus infinity; a NaN is above
 _BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
 
 
@@ -38,26 +37,26 @@ def _rank(values):
 
 
 @triton.jit
-def _home(row, rows, HAS_ROWS: tl.constexpr):
-    """Where the tables have what belongs to a row of the batch."""
+def _table_row(row, rows, HAS_ROWS: tl.constexpr):
+    """The table row of a batch row."""
     if HAS_ROWS:
         row = tl.load(rows + row)
     return row
 
 
 @triton.jit
-def _allowed(mask, covered, shut, words, ids, tokens, inside, HAS_IDS: tl.constexpr):
-    """Which logits of a tile a mask of `covered` tokens leaves, none if it is shut; and which stand under a word with any bit."""
+def _allowed(mask, covered, closed, words, ids, tokens, inside, HAS_IDS: tl.constexpr):
+    """Which logits of a tile a mask of `covered` tokens allows, none if it is closed; and which are under a word with any bit."""
     if HAS_IDS:
-        bits = tl.where(shut, 0, tl.load(mask + (tokens >> 5), mask=ids < covered, other=-1))
+        bits = tl.where(closed, 0, tl.load(mask + (tokens >> 5), mask=ids < covered, other=-1))
     else:
-        bits = tl.where(shut, 0, tl.load(mask + words, mask=words * 32 < covered, other=-1))[:, None]
+        bits = tl.where(closed, 0, tl.load(mask + words, mask=words * 32 < covered, other=-1))[:, None]
     return (((bits >> (tokens & 31)) & 1) != 0) & inside, bits != 0
 
 
 @triton.jit
 def _legal(source, legal, marked, whole):
-    """Logits as float32, minus infinity where they are not legal. With `whole` words, what has no bit is not even read."""
+    """Logits as float32, minus infinity where they are not legal. With `whole` words, logits without a bit are not read."""
     if whole:
         values = tl.load(source, mask=marked, other=float("-inf")).to(tl.float32)
     else:
@@ -67,7 +66,7 @@ def _legal(source, legal, marked, whole):
 
 @triton.jit
 def _biased(values, tokens, ids, amounts, count, BIASES: tl.constexpr):
-    """Values plus the amounts of the ids among their tokens; as many steps as there are such ids, if tokens are neighbours."""
+    """Values plus the amounts of the ids among their tokens. One step per such id if the tokens are consecutive."""
     slot = tl.arange(0, BIASES)
     named = tl.load(ids + slot, mask=slot < count, other=-1)
     added = tl.load(amounts + slot, mask=slot < count, other=0.0)
@@ -97,13 +96,13 @@ def _counted(counts, tokens, drafts, count, step):
 
 @triton.jit
 def _penalised(values, counts, seen, inside, repetition, presence, frequency):
-    """Values after the penalties of tokens that were said `counts` times; `seen` points to what the prompt says of them."""
-    said = counts > 0
+    """Values after the penalties of tokens that were emitted `counts` times; `seen` points to whether the prompt has them."""
+    emitted = counts > 0
     if repetition != 1:
-        known = said | (tl.load(seen, mask=inside, other=0).to(tl.int32) != 0)
+        known = emitted | (tl.load(seen, mask=inside, other=0).to(tl.int32) != 0)
         repeated = tl.where(values > 0, tl.math.div_rn(values, tl.zeros_like(values) + repetition), values * repetition)
         values = tl.where(known, repeated, values)
-    return values - frequency * counts - presence * said.to(tl.float32)
+    return values - frequency * counts - presence * emitted.to(tl.float32)
 
 
 @triton.jit
@@ -114,7 +113,7 @@ def process_tile(
     constrained,  # [B] bool
     status,  # [B, Q] int64
     token_of,  # [width] int64, the target's token of each logit; not read unless HAS_IDS
-    rows,  # [B] int64, where each row's settings are; not read unless HAS_ROWS
+    rows,  # [B] int64, the table row of each batch row; not read unless HAS_ROWS
     row_params,  # [R, columns] float32
     bias_ids,  # [R, biases] int64
     biases,  # [R, biases] float32
@@ -139,7 +138,7 @@ def process_tile(
     masks_position_step,
     generated_step,
     before_row_step,
-    before_place_step,
+    before_position_step,
     HAS_MASKS: tl.constexpr,
     HAS_MASK_ROWS: tl.constexpr,
     HAS_IDS: tl.constexpr,
@@ -147,7 +146,7 @@ def process_tile(
     WORDS: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """bitmask.apply and processors.process for WORDS * 32 logits of one place. What a row does not ask for is not read for it."""
+    """bitmask.apply and processors.process for WORDS * 32 logits of one position. Tables that a row does not use are not read."""
     line = tl.program_id(0)
     row, position = (line // positions).to(tl.int64), line % positions
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
@@ -159,26 +158,26 @@ def process_tile(
         tokens = tl.load(token_of + ids, mask=inside, other=0).to(tl.int32)
     legal, marked = inside, (words >= 0)[:, None]
     if HAS_MASKS:
-        mask = masks + _home(row, mask_rows, HAS_MASK_ROWS) * masks_row_step + position.to(tl.int64) * masks_position_step
+        mask = masks + _table_row(row, mask_rows, HAS_MASK_ROWS) * masks_row_step + position.to(tl.int64) * masks_position_step
         rule = tl.load(constrained + row).to(tl.int32)
-        shut = (rule != 0) & (tl.load(status + line) != _OK)
-        legal, marked = _allowed(mask, rule * width, shut, words, ids, tokens, inside, HAS_IDS)
+        closed = (rule != 0) & (tl.load(status + line) != _OK)
+        legal, marked = _allowed(mask, rule * width, closed, words, ids, tokens, inside, HAS_IDS)
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
     values = _legal(source, legal, marked, whole & (HAS_IDS == 0))
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(peak, tl.max(tl.max(_rank(values), 1), 0))
 
-    home = _home(row, rows, HAS_ROWS)
-    place, asked = first + position, row_params + home * columns
-    if tl.load(bias_ids + home * num_biases) >= 0:
-        values = _biased(values, tokens, bias_ids + home * num_biases, biases + home * num_biases, num_biases, BIASES)
-    if (tl.load(generated + row * generated_step) + place).to(tl.float32) < tl.load(asked + _LEAST):
-        values = _unstopped(values, tokens, stop_ids + home * num_stops, num_stops)
-    repetition, presence, frequency = tl.load(asked + _REPETITION), tl.load(asked + _PRESENCE), tl.load(asked + _FREQUENCY)
+    table_row = _table_row(row, rows, HAS_ROWS)
+    at, own = first + position, row_params + table_row * columns
+    if tl.load(bias_ids + table_row * num_biases) >= 0:
+        values = _biased(values, tokens, bias_ids + table_row * num_biases, biases + table_row * num_biases, num_biases, BIASES)
+    if (tl.load(generated + row * generated_step) + at).to(tl.float32) < tl.load(own + _LEAST):
+        values = _unstopped(values, tokens, stop_ids + table_row * num_stops, num_stops)
+    repetition, presence, frequency = tl.load(own + _REPETITION), tl.load(own + _PRESENCE), tl.load(own + _FREQUENCY)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
-        counts = tl.load(output_counts + home * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
-        counts = _counted(counts, tokens, before + row * before_row_step, tl.minimum(drafts, place), before_place_step)
-        values = _penalised(values, counts, prompt_seen + home * vocabulary + tokens, inside, repetition, presence, frequency)
+        counts = tl.load(output_counts + table_row * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
+        counts = _counted(counts, tokens, before + row * before_row_step, tl.minimum(drafts, at), before_position_step)
+        values = _penalised(values, counts, prompt_seen + table_row * vocabulary + tokens, inside, repetition, presence, frequency)
     tl.store(peak + 1, tl.max(tl.max(tl.where(inside, _rank(values), _BOTTOM), 1), 0))
     target = processed + line.to(tl.int64) * width + ids
     if whole:
@@ -188,16 +187,16 @@ def process_tile(
 
 
 @triton.jit
-def judge_places(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr, TILES: tl.constexpr):
-    """processors.mark_dead_ends for one place, and whether its best processed logit is a number. TILES is a power of two >= tiles."""
+def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constexpr, TILES: tl.constexpr):
+    """processors.mark_dead_ends for one position, and whether its best processed logit is finite. TILES is a power of two >= tiles."""
     line = tl.program_id(0)
     peak = peaks + (line.to(tl.int64) * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)) * 2
     allowed, left = tl.max(tl.load(peak), 0), tl.max(tl.load(peak + 1), 0)
-    told = tl.full((), _OK, tl.int64)
+    known = tl.full((), _OK, tl.int64)
     if HAS_STATUS:
-        told = tl.load(status + line)
+        known = tl.load(status + line)
     banned = (allowed > _BOTTOM) & (allowed < _TOP) & (left == _BOTTOM)
-    tl.store(judged + line, tl.where(banned & (told == _OK), _DEAD_END, told))
+    tl.store(judged + line, tl.where(banned & (known == _OK), _DEAD_END, known))
     tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
 
 
@@ -266,7 +265,7 @@ def process_logits(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    judge_places[(lines,)](
+    judge_positions[(lines,)](
         peaks,
         finite if status is None else status,
         finite,

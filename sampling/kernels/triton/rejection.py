@@ -1,8 +1,8 @@
-"""The Triton programs of exact rejection, and how they are launched. Imported only where Triton is: `register.py` decides.
+"""The Triton programs of reject_sample, and their launches. Imported only where Triton can launch.
 
-One program per row and tile of the vocabulary. Each decides for itself how many drafts hold, which costs it a few loads and
-saves a launch, then races what is left over in its tile. A tile where nothing is left over races the target's distribution
-instead, as a candidate below every other tile's: it wins only where nothing is left over in the whole row.
+One program per row and tile of the vocabulary. Each computes by itself how many drafts are accepted, which costs a few loads and saves
+a launch, then races the residual max(p - q, 0) of its tile. A tile whose residual is zero races the target's distribution instead, as a
+candidate below those of all other tiles: it wins only if the residual of the whole row is zero.
 """
 
 from __future__ import annotations
@@ -44,60 +44,60 @@ def rejection_candidates(
     count,  # K
     width,
     target_row_stride,
-    target_place_stride,
+    target_position_stride,
     draft_row_stride,
-    draft_place_stride,
-    PLACES: tl.constexpr,
+    draft_position_stride,
+    POSITIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How many drafts of a row hold, and the winner of one tile in the race for the token behind them. PLACES is a power of two > K."""
+    """How many drafts of a row are accepted, and the winner of one tile in the race for the next token. POSITIONS is a power of two > K."""
     line = tl.program_id(0)
     row = line.to(tl.int64)
-    place = tl.arange(0, PLACES)
-    inside = place < count
+    position = tl.arange(0, POSITIONS)
+    inside = position < count
     offers = tl.load(draft_count + row)
     source = draft_probs + tl.load(rows + row) * draft_row_stride
-    truth = target_probs + row * target_row_stride
+    target = target_probs + row * target_row_stride
     own_seed, first = tl.load(seed + row), tl.load(length + row)
 
-    sure = tl.load(certain + row * count + place, mask=inside, other=1).to(tl.int32)
-    proposed = tl.maximum(tl.load(drafts + row * count + place, mask=inside, other=0), 0)
-    likely = tl.load(truth + place.to(tl.int64) * target_place_stride + proposed, mask=inside, other=0.0)
-    offered = tl.load(source + place.to(tl.int64) * draft_place_stride + proposed, mask=inside & (sure == 0), other=1.0)
-    sound = tl.load(finite + row * (count + 1) + place, mask=inside, other=0).to(tl.int32) != 0
-    state = tl.load(status + row * (count + 1) + place, mask=inside, other=_NONE)
-    follows = tl.load(status + row * (count + 1) + place + 1, mask=inside, other=_NONE)
-    holds = (coin(own_seed, first + place, _ACCEPT) * offered < likely) & sound & (place < offers) & inside
+    sure = tl.load(certain + row * count + position, mask=inside, other=1).to(tl.int32)
+    proposed = tl.maximum(tl.load(drafts + row * count + position, mask=inside, other=0), 0)
+    p = tl.load(target + position.to(tl.int64) * target_position_stride + proposed, mask=inside, other=0.0)
+    q = tl.load(source + position.to(tl.int64) * draft_position_stride + proposed, mask=inside & (sure == 0), other=1.0)
+    is_finite = tl.load(finite + row * (count + 1) + position, mask=inside, other=0).to(tl.int32) != 0
+    state = tl.load(status + row * (count + 1) + position, mask=inside, other=_NONE)
+    follows = tl.load(status + row * (count + 1) + position + 1, mask=inside, other=_NONE)
+    holds = (coin(own_seed, first + position, _ACCEPT) * q < p) & is_finite & (position < offers) & inside
     holds = holds & (state == _OK) & (follows != _NONE) & (follows != _ILLEGAL)
-    held = tl.min(tl.where(holds, PLACES, place), 0).to(tl.int64)
+    count_accepted = tl.min(tl.where(holds, POSITIONS, position), 0).to(tl.int64)
     if tl.program_id(1) == 0:
-        tl.store(accepted + row, held)
+        tl.store(accepted + row, count_accepted)
 
-    refused = tl.where((held < offers) & (count > 0), width, 0)  # where q ends
-    judged = tl.minimum(held, count - 1)
+    residual_end = tl.where((count_accepted < offers) & (count > 0), width, 0)  # where q ends
+    judged = tl.minimum(count_accepted, count - 1)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    probs = tl.load(truth + held * target_place_stride + ids, mask=ids < width, other=0.0)
-    draft, chosen = tl.sum(tl.where(place == judged, proposed, 0), 0), tl.sum(tl.where(place == judged, sure, 0), 0)
-    over = tl.load(source + judged * draft_place_stride + ids, mask=ids < tl.where(chosen == 0, refused, 0), other=0.0)
-    over = tl.where((ids == draft) & (ids < refused * chosen), 1.0, over)
+    probs = tl.load(target + count_accepted * target_position_stride + ids, mask=ids < width, other=0.0)
+    draft, chosen = tl.sum(tl.where(position == judged, proposed, 0), 0), tl.sum(tl.where(position == judged, sure, 0), 0)
+    over = tl.load(source + judged * draft_position_stride + ids, mask=ids < tl.where(chosen == 0, residual_end, 0), other=0.0)
+    over = tl.where((ids == draft) & (ids < residual_end * chosen), 1.0, over)
     rest = tl.maximum(probs - over, 0.0)
     left = tl.max((rest > 0).to(tl.int32), 0) != 0
     rates = tl.where(left, rest, probs)
     if tl.max((rates != 0).to(tl.int32), 0) != 0:
-        rates = tl.math.div_rn(rates, exponential(own_seed, first + held, ids.to(tl.int64), _TARGET))
+        rates = tl.math.div_rn(rates, exponential(own_seed, first + count_accepted, ids.to(tl.int64), _TARGET))
     best = tl.max(ordered(rates, ids), 0)
     tl.store(candidates + row * tl.num_programs(1) + tl.program_id(1), tl.where(left, best, best | _SECOND_CLASS))
 
 
 @triton.jit
-def rejection_tokens(drafts, candidates, accepted, tokens, count, tiles, PLACES: tl.constexpr, TILES: tl.constexpr):
-    """The drafts that hold and, from there on, the best candidate. tokens [B, K + 1]; PLACES and TILES as in the others."""
+def rejection_tokens(drafts, candidates, accepted, tokens, count, tiles, POSITIONS: tl.constexpr, TILES: tl.constexpr):
+    """The accepted drafts, then the best candidate. tokens [B, K + 1]; POSITIONS and TILES are powers of two."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.max(tl.load(candidates + row * tiles + tl.minimum(tl.arange(0, TILES), tiles - 1)), 0)
     token = (found & 0xFFFFFFFF) ^ _LAST_ID
-    place = tl.arange(0, PLACES)
-    proposed = tl.load(drafts + row * count + place, mask=place < count, other=0)
-    tl.store(tokens + row * (count + 1) + place, tl.where(place < tl.load(accepted + row), proposed, token), mask=place <= count)
+    position = tl.arange(0, POSITIONS)
+    proposed = tl.load(drafts + row * count + position, mask=position < count, other=0)
+    tl.store(tokens + row * (count + 1) + position, tl.where(position < tl.load(accepted + row), proposed, token), mask=position <= count)
 
 
 def reject_sample(
@@ -118,7 +118,7 @@ def reject_sample(
 ) -> None:
     batch, positions, width = target_probs.shape
     candidates = torch.empty(batch, triton.cdiv(width, tile), dtype=torch.int64, device=target_probs.device)
-    places = triton.next_power_of_2(positions)
+    padded = triton.next_power_of_2(positions)
     rejection_candidates[tuple(candidates.shape)](
         target_probs,
         draft_probs,
@@ -136,7 +136,7 @@ def reject_sample(
         width,
         *target_probs.stride()[:2],
         *draft_probs.stride()[:2],
-        PLACES=places,
+        POSITIONS=padded,
         TILE=tile,
         num_warps=4,
         enable_fp_fusion=False,
@@ -148,7 +148,7 @@ def reject_sample(
         tokens,
         positions - 1,
         candidates.shape[1],
-        PLACES=places,
+        POSITIONS=padded,
         TILES=triton.next_power_of_2(candidates.shape[1]),
         num_warps=1,
         enable_fp_fusion=False,

@@ -175,7 +175,9 @@ def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_engine_refuses_what_it_cannot_have() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig\.attention: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'reference'"):
+    with pytest.raises(
+        ValueError, match=r"EngineConfig\.attention: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'reference'"
+    ):
         EngineConfig(attention="fast")
     target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
     for wanted in ("triton", "flashinfer"):

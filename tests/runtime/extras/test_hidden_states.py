@@ -130,9 +130,9 @@ def test_target_without_hidden_size_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", 3, True])
 def test_bad_settings_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got .*want the path of a folder"):
+    with pytest.raises(ValueError, match=r"EngineConfig.save_hidden_states: got .*expected the path of a folder"):
         EngineConfig(save_hidden_states=value)
-    with pytest.raises(ValueError, match=r"EngineConfig.states_shard_bytes: got 0, want a whole number >= 1"):
+    with pytest.raises(ValueError, match=r"EngineConfig.states_shard_bytes: got 0, expected a whole number >= 1"):
         EngineConfig(states_shard_bytes=0)
 
 

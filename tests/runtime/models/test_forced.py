@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepgraph import Constraint, EngineConfig, FinishReason, SamplingParams
+from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import accepts
 from tests.helpers.toy_engines import COMPILER, STOP, Setup, make_engine, shared_engine
@@ -60,11 +61,11 @@ def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) 
 
 @pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), (True,) * 4, [0.5] * 4, 0.5, ("a",) * 4])
 def test_a_bad_share_is_refused_by_name(forced: object) -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, want a tuple of num_speculative_tokens=4 numbers"):
+    with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, expected a tuple of num_speculative_tokens=4 numbers"):
         EngineConfig(forced_acceptance=forced)  # type: ignore[arg-type]
 
 
 def test_the_capture_report_says_so() -> None:
     engine = make_engine(Setup(k=1, forced_acceptance=(0.5,)))
-    assert engine.config.notes("x") == ("host link: x", "acceptance is forced: the texts are not the models'")
+    assert capture_notes(engine._parts)[1] == "acceptance is forced: the texts are not the models'"
     engine.close()

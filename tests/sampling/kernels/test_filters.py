@@ -134,7 +134,7 @@ class TestChoice:
     def test_a_wish_that_cannot_be_met_is_refused_by_name(self) -> None:
         with pytest.raises(ValueError, match=r"got 'triton', expected an implementation that runs on cpu: it runs on CUDA devices"):
             kernels.choose_filters("cpu", "triton")
-        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', want one of 'auto', 'flashinfer', 'triton', 'torch'"):
+        with pytest.raises(ValueError, match=r"EngineConfig.filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"):
             EngineConfig(filters="fast")
         target = ToyTarget(32)
         engine = Engine(target, ToyDraft(target), config=EngineConfig(filters="flashinfer", max_length=64))

@@ -163,7 +163,7 @@ def test_profiled_engine_writes_its_rounds_and_has_the_same_tokens(profile_round
     assert document["counters"]["host_node_ns"] == sum(end - start for _, _, start, end in document["host_nodes"])
     assert 3 <= document["counters"]["row_rounds"] <= 6 and document["counters"]["tokens"] >= document["counters"]["row_rounds"]
     with toy_engine() as another:
-        assert type(another._flights) is InFlight, "only the first engine of a process is profiled"
+        assert type(another._in_flight) is InFlight, "only the first engine of a process is profiled"
 
 
 def test_rounds_before_an_early_end_are_written(profile_rounds: Callable[[str], Path]) -> None:

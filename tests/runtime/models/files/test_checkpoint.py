@@ -66,7 +66,7 @@ def test_what_is_no_path_and_what_is_no_config() -> None:
     with pytest.raises(ValueError, match=r"path: got NoneType, want the path of a model's folder or \.gguf file"):
         Engine.from_pretrained(None)  # type: ignore[arg-type]
     for config in ({}, {"max_rows": 2}):
-        with pytest.raises(ValueError, match=r"Engine\.config: got dict, want an EngineConfig"):
+        with pytest.raises(ValueError, match=r"Engine\.config: got dict, expected an EngineConfig"):
             Engine.from_pretrained("nowhere", config=config)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
 from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
 from stepgraph.runtime.models.rope import RopeConfig
 from stepgraph.runtime.models.toy import ToyTarget
-from stepgraph.runtime.pages import PagePool
+from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.draft_engines import DRAFTERS
 from tests.runtime.models.files.test_gguf import write
 
@@ -80,10 +80,9 @@ def test_mtp_modules_draft_no_more_than_there_are() -> None:
 
 
 def test_pages_are_taken_whole_or_not_at_all() -> None:
-    pool = PagePool(3)
-    assert pool.take(4) is None and pool.free == 3
-    pages = pool.take(3)
-    assert pages is not None and sorted(pages) == [1, 2, 3] and pool.take(1) is None
+    pages = PageCache(3, page_size=4)
+    assert pages.allocate(4) is None and pages.num_free == 3
+    assert sorted(pages.allocate(3) or ()) == [1, 2, 3] and pages.allocate(1) is None
 
 
 def test_a_recording_of_an_engine_without_texts_says_so(tmp_path: Path) -> None:

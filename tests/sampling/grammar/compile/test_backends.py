@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
 import pytest
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, Unsupported, Vocabulary, coverage
-from stepgraph.sampling.grammar.compile import backends, worker_process
+from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.compile.limits import MIB
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from tests.helpers.grammar_bombs import PATTERNS, SCHEMAS
 from tests.helpers.grammar_texts import TAGS, accepts
@@ -81,14 +83,18 @@ BOMBS = {
 }
 
 
+def live_workers() -> set[int | None]:
+    return {each.pid for each in gc.get_objects() if type(each) is CompileWorker}
+
+
 @pytest.mark.parametrize("field", BOMBS)
 def test_coverage_reports_the_limit_that_a_compile_reaches(field: str) -> None:
     bomb, limits = BOMBS[field]
-    workers = {worker.pid for worker in worker_process._alive}
+    workers = live_workers()
     found = coverage(bomb, limits)
     (reason,) = {part.reason for part in found.unenforced}
     assert found.backend is None and reason.startswith(f"GrammarLimits.{field}: got ")
-    assert {worker.pid for worker in worker_process._alive} <= workers, "its worker is still there"
+    assert live_workers() <= workers, "its worker is still there"
     compiler = GrammarCompiler(BYTES, max_threads=1, limits=limits, isolation="process")
     with pytest.raises(ValueError, match=re.escape(f"constraint {bomb.kind}: cannot be compiled: {reason}")):
         compiler.compile(bomb)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepgraph import EngineConfig
+from stepgraph.runtime.build import capture_notes
 from stepgraph.sampling.grammar.link import library, xgrammar_binding
 from stepgraph.sampling.grammar.link import native as native_link
 from stepgraph.sampling.grammar.link.library import NativeLibrary, Unavailable, find_library, load
@@ -32,7 +33,7 @@ def test_without_a_library_there_is_one_warning_a_note_and_the_same_output() -> 
     with pytest.warns(RuntimeWarning, match=f"driven from Python, under the GIL: no native link, {NOT_BUILT}") as caught:
         engine = make_engine(Setup(k=2))
     assert [Path(one.filename).name for one in caught if one.category is RuntimeWarning] == ["toy_engines.py"], "the caller of Engine"
-    assert engine.config.notes(engine._host.name)[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
+    assert capture_notes(engine._parts)[0] == f"host link: python, under the GIL: no native link, {NOT_BUILT}"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():
         pass
@@ -50,7 +51,7 @@ def test_native_without_a_library_is_an_error_and_python_needs_no_warning() -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = make_engine(Setup(k=2, host_link="python"))
-    assert engine._host.name == "python, under the GIL"
+    assert engine._parts.host_link.name == "python, under the GIL"
     engine.close()
 
 
@@ -59,7 +60,7 @@ def test_check_masks_uses_the_python_link(host_link: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = make_engine(Setup(k=2, host_link=host_link), check_masks=True)
-    assert engine.config.notes(engine._host.name)[0] == "host link: python, under the GIL: check_masks compares masks in Python"
+    assert capture_notes(engine._parts)[0] == "host link: python, under the GIL: check_masks compares masks in Python"
     job = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=30)
     for _ in engine.stream():
         pass
@@ -73,14 +74,14 @@ def test_check_masks_with_the_native_link_is_rejected() -> None:
 
 
 def test_an_unknown_link_is_rejected() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', want one of auto, native, python"):
+    with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', expected one of 'auto', 'native', 'python'"):
         EngineConfig(host_link="rust")
 
 
 @needs_native
 def test_the_report_names_the_native_link() -> None:
     engine = make_engine(Setup(k=1))
-    name = engine._host.name
+    name = engine._parts.host_link.name
     assert name.startswith("native, ") and name.endswith("no GIL")
     engine.close()
 

@@ -250,7 +250,7 @@ def test_rows_of_an_unknown_llguidance_take_the_gil_and_the_report_says_so(monke
     engine = make_engine(Setup(k=2, host_link="native"))
     try:
         note = r"no GIL \(rows of llguidance take it: llguidance's C API: got llguidance@1\.9\.\d+ .*, expected .*\)"
-        assert re.search(note, engine._host.name)
+        assert re.search(note, engine._parts.host_link.name)
         job = engine.submit([1], constraint=constraint, max_new_tokens=20)
         for _ in engine.stream():
             pass

@@ -97,7 +97,7 @@ def test_a_matcher_lives_until_the_rounds_that_use_it_have_ended() -> None:
     engine = make_engine(Setup(k=2, rounds_in_flight=3, host_link="native"), backend)
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=40), engine.submit([2], max_new_tokens=30)
     engine.step()
-    (matcher,) = [weakref.ref(active.matcher.matcher) for active in engine._desk.rows if active.matcher]
+    (matcher,) = [weakref.ref(active.matcher.matcher) for active in engine._scheduler.active if active.matcher]
     engine.cancel(job)
     engine.step()
     gc.collect()

@@ -154,8 +154,8 @@ def test_a_disagreement_in_the_engine_is_one_requests_error(check: bool, monkeyp
 
         bad = engine.submit(prompt, constraint=constraint, max_new_tokens=9)
         good = engine.submit([5], constraint=CONSTRAINTS[4], max_new_tokens=20)
-        engine._desk.seat_waiting()
-        row: Any = next(active for active in engine._desk.rows if active.job is bad).matcher
+        engine._scheduler.admit()
+        row: Any = next(active for active in engine._scheduler.active if active.job is bad).matcher
         victim = row.matcher._inner if check else row.matcher
         monkeypatch.setattr(XGrammarMatcher, "fill_next_token_bitmask", without_one)
         for _ in engine.stream():
@@ -182,5 +182,5 @@ def test_check_masks_changes_no_output() -> None:
 
 @pytest.mark.parametrize("field", ["check_masks", "grammar_backend"])
 def test_invalid_settings_are_rejected(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got 'yes', want"):
+    with pytest.raises(ValueError, match=rf"EngineConfig\.{field}: got 'yes', expected"):
         EngineConfig(**{field: "yes"})  # type: ignore[arg-type]
