@@ -22,9 +22,8 @@ from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft_names import save_eagle3, save_mtp
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.rope import RopeConfig
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
 from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
 

@@ -18,12 +18,12 @@ from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, Sampling
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.gguf_front import MOST_VALUES
-from stepgraph.runtime.models.llama_config import _MOST_PARAMETERS, read_config
+from stepgraph.runtime.models.llama_config import _MAX_PARAMETERS, read_config
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
+from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
@@ -45,9 +45,9 @@ FIXED = {
     "characters or ids of a marker": MAX_MARKER,
     "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
     "bytes of a JSON file of a model": MAX_JSON_BYTES,
-    "parameters that a config may claim": float(f"{_MOST_PARAMETERS:.1e}"),
+    "parameters that a config may claim": float(f"{_MAX_PARAMETERS:.1e}"),
     "ids of a tokenizer": MAX_IDS,
-    "tensors, fields and values of arrays of a GGUF file": MOST_VALUES,
+    "tensors, fields and values of arrays of a GGUF file": MAX_GGUF_ENTRIES,
     "bytes of an index of hidden states": MOST_INDEX_BYTES,
 }
 OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
@@ -119,7 +119,7 @@ def large(path: Path, size: int) -> Path:
 
 def full_gguf(path: Path) -> None:
     """Says at once that it has more tensors than may be."""
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MOST_VALUES + 1, 0))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MAX_GGUF_ENTRIES + 1, 0))
     open_checkpoint(path)
 
 
@@ -138,10 +138,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),
         f"at most {MAX_JSON_BYTES}",
     ),
-    "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, want at most"),
+    "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
-    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"want at most {MOST_VALUES}"),
-    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
+    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
+    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"most {MOST_INDEX_BYTES}"),
 }
 
 

@@ -129,7 +129,7 @@ def test_promise_7_a_folder_is_data(tmp_path: Path) -> None:
     assert watch.faults() == [] and "modeling_evil" not in sys.modules
     for way_out in ("../model/model.safetensors", "/etc/passwd", "pytorch_model.bin"):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": way_out}}), encoding="utf-8")
-        with pytest.raises(ValueError, match=r"want the plain name of a \.safetensors file"):
+        with pytest.raises(ValueError, match=r"expected the name of a \.safetensors file"):
             open_checkpoint(folder)
 
 

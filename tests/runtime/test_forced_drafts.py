@@ -248,7 +248,7 @@ def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str)
 def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
     """No draft model at all: `draft="forced"`. Greedy and sampled, with requests in company that have no drafts to offer."""
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
-    assert "drafter: what grammars force" in made.capture().notes
+    assert "draft: tokens forced by grammars" in made.capture().notes
     jobs = run(made)
     check(jobs)
     stats = made.stats()

@@ -13,6 +13,7 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
 
@@ -198,3 +199,9 @@ def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
             jobs.append(ask(engine, [token % 7 for token in SYSTEM], 16, sampling=SamplingParams(temperature=0, logprobs=True)))
             finish(engine)
         assert (jobs[0].tokens, jobs[0].logprobs) == (jobs[1].tokens, jobs[1].logprobs) and jobs[1].num_cached_tokens == 16
+
+
+def test_page_cache_allocates_all_requested_pages_or_none() -> None:
+    pages = PageCache(3, page_size=4)
+    assert pages.allocate(4) is None and pages.num_free == 3
+    assert sorted(pages.allocate(3) or ()) == [1, 2, 3] and pages.allocate(1) is None
