@@ -1,4 +1,4 @@
-"""SECURITY.md, line by line: every limit has the default that stands there, and is refused by its name. The promises are next door."""
+"""Limits in SECURITY.md: each default equals the table, and an exceeded limit is named. Promises: test_security_promises.py."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.serve.http import Bounds, HttpError, read_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TOLD = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOLD, re.MULTILINE)
-PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
+DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", DOCUMENT, re.MULTILINE)
+PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", DOCUMENT, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
     "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
@@ -69,10 +69,10 @@ def test_table_lists_every_limit() -> None:
     held = re.findall(
         r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "a promise without a check, or the other way round"
+    assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "promises and promise tests differ"
 
 
-# Limits that are refused by their names
+# An exceeded limit is named in the error
 
 
 def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> None:
@@ -87,7 +87,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
 
 
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
-TWICE = {
+EXCEEDED = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
     "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
     "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_seconds=1e-4),
@@ -107,7 +107,7 @@ TWICE = {
 @pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
 def test_exceeded_grammar_limit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
-        TWICE[field]()
+        EXCEEDED[field]()
     assert len(str(caught.value)) < 1000
 
 
@@ -118,7 +118,7 @@ def large(path: Path, size: int) -> Path:
 
 
 def full_gguf(path: Path) -> None:
-    """Says at once that it has more tensors than may be."""
+    """The header claims more tensors than allowed."""
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MAX_GGUF_ENTRIES + 1, 0))
     open_checkpoint(path)
 
@@ -147,8 +147,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_exceeded_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
-    call, wanted = REFUSED[name]
-    with pytest.raises(ValueError, match=wanted):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
         call(tmp_path)
 
 
@@ -160,33 +160,33 @@ def test_whitespace_runs_are_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=2, num_speculative_tokens=0, eager=True, **SMALL)) as made:
-        made.capture()
-        yield made
+    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=2, num_speculative_tokens=0, eager=True, **SMALL)) as created:
+        created.capture()
+        yield created
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"),
+    ("arguments", "message"),
     [
         ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, expected fewer than max_length=24"),
         ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
         ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
     ],
 )  # fmt: skip
-def test_engine_sizes_are_enforced(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ValueError, match=wanted):
-        engine.submit(**{"max_new_tokens": 2, **asked})
+def test_engine_sizes_are_enforced(engine: Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"max_new_tokens": 2, **arguments})
 
 
 def test_rows_and_queue_are_bounded(engine: Engine) -> None:
-    ask: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
+    request: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
     jobs = []
     for _ in range(3):
-        jobs.append(engine.submit([1], **ask))
+        jobs.append(engine.submit([1], **request))
         engine.step()
         assert engine.stats().running <= 2 and engine.stats().waiting <= 1
     with pytest.raises(QueueFullError, match=r"EngineConfig\.max_queued"):
-        engine.submit([1], **ask)
+        engine.submit([1], **request)
     for job in jobs:
         engine.cancel(job)
     engine.step()
@@ -198,7 +198,7 @@ def test_compilations_and_cache_are_bounded() -> None:
     claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
         assert compiler.stats.running <= 1 and len(compiler._threads) <= 1
-    assert compiler.stats.grammars == 4, "live jobs' are kept beyond it"
+    assert compiler.stats.grammars == 4, "grammars in use are kept beyond the cache limit"
     for claim in claims:
         claim.release()
     assert compiler.stats.grammars <= 1
