@@ -1,6 +1,6 @@
-"""Tries doors with many inputs, each door in a process of its own whose end is no secret.
+"""Fuzz entry points ("doors"), each in its own process, so that crashes and hangs are recorded as finds.
 
-python -m tests.fuzz --inputs 50000                        # all doors
+python -m tests.fuzz --inputs 50000                        # all entry points
 python -m tests.fuzz --door schema --inputs 5000 --seed 3 --json found.json
 """
 
@@ -26,13 +26,13 @@ from tests.fuzz.loop import Report, fuzz
 from tests.fuzz.values import Value, written
 from tests.fuzz.watch import limit_memory
 
-MEMORY = 3 << 30  # that a door may take on top of what it has when it is ready
-STILL = 300.0  # seconds on one input, or until the first
+MEMORY = 3 << 30  # bytes that an entry point may allocate after its setup
+STILL = 300.0  # seconds without progress: on one input, or before the first one
 _BOX = 1 << 20
 
 
 class BlackBox:
-    """The input that is being tried, in a file that outlives the process."""
+    """The current input, in a memory-mapped file that survives a crash of the process."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -43,7 +43,7 @@ class BlackBox:
         self._memory[: len(text) + 1] = text + b"\0"
 
     def noted(self) -> tuple[int, str]:
-        """The number of the input, and the input."""
+        """The index of the current input, and the input as JSON."""
         number, _, given = self._memory[:].split(b"\0")[0].decode().partition("\n")
         return int(number or 0), given
 
@@ -62,13 +62,13 @@ def child(options: argparse.Namespace) -> int:
     report = fuzz(door, options.inputs, options.seed, box.note, options.seconds)
     door.close()
     left = os.listdir(home)
-    assert not left, f"something was written: {left}"
+    assert not left, f"files were left behind: {left}"
     Path(options.json).write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 
 
 def watched(name: str, inputs: int, seed: int, seconds: float) -> dict[str, Any]:
-    """The report of a door; of one that ended or hangs, the input that it was busy with is the find."""
+    """The report of an entry point. After a crash or a hang it holds one find: the input that was being tried."""
     with tempfile.TemporaryDirectory() as folder:
         box, result = Path(folder) / "box", Path(folder) / "report"
         box.write_bytes(bytes(_BOX))
@@ -101,16 +101,16 @@ def watched(name: str, inputs: int, seed: int, seconds: float) -> dict[str, Any]
         number, given = reader.noted()
         report = asdict(Report(name, inputs=number))
         what = f"the process ended with {process.returncode}"
-        return report | {"finds": [{"door": name, "what": what, "given": json.loads(given or "null"), "told": ""}]}
+        return report | {"finds": [{"door": name, "what": what, "given": json.loads(given or "null"), "traceback": ""}]}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=[*DOORS], action="append", help="which (default: all)")
+    parser.add_argument("--door", choices=[*DOORS], action="append", help="entry point to fuzz (default: all)")
     parser.add_argument("--inputs", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="by the clock, for each door (default: as many as it takes)")
-    parser.add_argument("--json", help="where to write the reports")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="wall-clock limit for each entry point (default: none)")
+    parser.add_argument("--json", help="file to write the reports to")
     parser.add_argument("--box", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.box:
@@ -124,7 +124,7 @@ def main() -> int:
         report["clock_seconds"] = round(time.monotonic() - begun, 1)
         print({field: value for field, value in report.items() if field != "finds"}, len(report["finds"]), "finds", flush=True)
         for find in report["finds"][:8]:
-            print(f"  {find['what'][:300]}\n    {json.dumps(find['given'])[:600]}\n{find['told'][-900:]}")
+            print(f"  {find['what'][:300]}\n    {json.dumps(find['given'])[:600]}\n{find['traceback'][-900:]}")
         if options.json:
             Path(options.json).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     return int(any(report["finds"] for report in reports))

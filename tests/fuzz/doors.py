@@ -1,4 +1,4 @@
-"""All doors by name."""
+"""All fuzzed entry points by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from anywhere: configs of targets and drafts, headers of safetensors, GGUF files. What is taken loads and computes."""
+"""Fuzzing of model folders: target and draft configs, safetensors headers, GGUF files. Accepted models must load and compute."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ DRAFT_FIELDS = (
 
 
 def temporary() -> Path:
-    """A folder of its own, in memory where there is such a place."""
+    """A new temporary folder, in memory where /dev/shm is writable."""
     return Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
 
 
 def chosen(given: Value, share: int) -> bool:
-    """One of `share` inputs, always the same ones."""
+    """True for one in `share` inputs, chosen by their hash."""
     return zlib.crc32(written(given).encode()) % share == 0
 
 
 def put(path: Path, content: Value) -> None:
-    """A file of JSON, of a text as it stands, of bytes; none for None."""
+    """Write bytes, a text unchanged, or any other value as JSON; None removes the file."""
     data = bytes_of(content)
     if content is None:
         path.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def put(path: Path, content: Value) -> None:
 
 
 class FolderDoor(Door):
-    """Files of one folder; `share`: of what is taken, one in so many is loaded too."""
+    """Files of one folder. One in `share` accepted inputs is loaded too."""
 
     named = NAMED
 
@@ -76,7 +76,7 @@ class FolderDoor(Door):
         self.share = 1 if thorough else 64
 
     def prepare(self, given: Value) -> None:
-        """The files, written before anything is watched."""
+        """Write the files, before the watch begins."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class FolderDoor(Door):
 
 
 class ConfigDoor(FolderDoor):
-    """config.json and its neighbours, beside the weights of a family that they may fit."""
+    """config.json and related files, with the weights of a model family."""
 
     name = "config"
     words: Sequence[str] = FIELDS
@@ -100,7 +100,7 @@ class ConfigDoor(FolderDoor):
         names = "model.norm.weight", "model.embed_tokens.weight"
         index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
         stops = {"tokenizer_config.json": {"eos_token": {"content": "</s>"}}, "generation_config.json": None}
-        computed(open_checkpoint(self.folder / FAMILIES[0]))  # its kernels are loaded once
+        computed(open_checkpoint(self.folder / FAMILIES[0]))  # loads its kernels in advance
         self.seeds = [*seeds, seeds[0] | stops, seeds[1] | {"model.safetensors.index.json": index}]
 
     def prepare(self, given: Value) -> None:
@@ -110,8 +110,8 @@ class ConfigDoor(FolderDoor):
 
     def enter(self, given: Value) -> None:
         checkpoint = open_checkpoint(self._opened)
-        told = checkpoint.memory(LIMITS.limits(checkpoint.config.vocab_size, len(checkpoint.vocabulary.tokens), 0))
-        assert len(told) < 500
+        memory = checkpoint.memory(LIMITS.limits(checkpoint.config.vocab_size, len(checkpoint.vocabulary.tokens), 0))
+        assert len(memory) < 500
         if chosen(given, self.share):
             computed(checkpoint)
 
@@ -122,7 +122,7 @@ class ConfigDoor(FolderDoor):
 
 @torch.no_grad()
 def computed(checkpoint: Checkpoint) -> None:
-    """What was taken loads, and has logits for every token."""
+    """Load an accepted checkpoint and compute logits for a few tokens."""
     checkpoint.check()
     model, length = checkpoint.load("cpu"), min(4, checkpoint.config.max_positions)
     limits = LIMITS.limits(model.vocab_size, len(checkpoint.vocabulary.tokens), 0)
@@ -134,7 +134,7 @@ def computed(checkpoint: Checkpoint) -> None:
 
 
 class DraftDoor(FolderDoor):
-    """config.json of drafts of each kind, beside a target."""
+    """config.json of drafts of each kind, with their targets."""
 
     name = "draft"
     words: Sequence[str] = [*FIELDS, *DRAFT_FIELDS]
@@ -171,12 +171,12 @@ TINY = BASE | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
 
 @functools.cache
 def tiny() -> Any:
-    """A model whose file is little more than its header."""
+    """A model with few weights, so that its file is mostly header."""
     return random_model("Llama", {**TINY, "vocab_size": 112, "tie_word_embeddings": True}, seed=1)
 
 
 class SafetensorsDoor(FolderDoor):
-    """The header of model.safetensors, as JSON or as the bytes at the front of the file; the numbers behind it are zeros."""
+    """The header of model.safetensors, as JSON or as the first bytes of the file; the weights after it are zeros."""
 
     name = "safetensors"
     words: Sequence[str] = (
@@ -187,23 +187,23 @@ class SafetensorsDoor(FolderDoor):
         super().__init__(thorough)
         tiny().save_pretrained(self.folder)
         save_tokenizer(self.folder, 112)
-        computed(open_checkpoint(self.folder))  # its kernels are loaded once
+        computed(open_checkpoint(self.folder))  # loads its kernels in advance
         self._file = self.folder / "model.safetensors"
         whole = self._file.read_bytes()
         end = 8 + struct.unpack("<Q", whole[:8])[0]
         size = len(whole) - end
-        told = {"header": json.loads(whole[8:end]), "longer": 0, "numbers": size}
-        self.seeds = [told, {"front": blob(whole[:end]), "numbers": size}, told | {"longer": 1}, told | {"numbers": size - 1}]
+        document = {"header": json.loads(whole[8:end]), "longer": 0, "numbers": size}
+        self.seeds = [document, {"front": blob(whole[:end]), "numbers": size}, document | {"longer": 1}, document | {"numbers": size - 1}]
 
     def prepare(self, given: Value) -> None:
-        told = given if isinstance(given, dict) else {"header": given}
-        front = bytes_of(told.get("front"))
+        document = given if isinstance(given, dict) else {"header": given}
+        front = bytes_of(document.get("front"))
         if front is None:
-            header = json.dumps(told.get("header")).encode()
-            longer = told.get("longer")
+            header = json.dumps(document.get("header")).encode()
+            longer = document.get("longer")
             declared = len(header) + (longer if type(longer) is int else 0)
             front = struct.pack("<Q", declared % (1 << 64)) + header
-        numbers = told.get("numbers")
+        numbers = document.get("numbers")
         self._file.write_bytes(front + bytes(max(0, min(numbers, 1 << 16)) if type(numbers) is int else 0))
 
     def enter(self, given: Value) -> None:
@@ -213,7 +213,7 @@ class SafetensorsDoor(FolderDoor):
 
 
 class GgufDoor(FolderDoor):
-    """The front of a GGUF file, byte by byte; the numbers behind it are zeros."""
+    """The metadata bytes of a GGUF file; the weights after them are zeros."""
 
     name = "gguf"
     words: Sequence[str] = (
@@ -229,9 +229,11 @@ class GgufDoor(FolderDoor):
         self.seeds = [{"front": blob(front), "numbers": size}, {"front": blob(front[: len(front) // 2]), "numbers": 0}]
 
     def prepare(self, given: Value) -> None:
-        told = given if isinstance(given, dict) else {}
-        numbers = told.get("numbers")
-        self._file.write_bytes((bytes_of(told.get("front")) or b"") + bytes(max(0, min(numbers, 1 << 16)) if type(numbers) is int else 0))
+        document = given if isinstance(given, dict) else {}
+        numbers = document.get("numbers")
+        self._file.write_bytes(
+            (bytes_of(document.get("front")) or b"") + bytes(max(0, min(numbers, 1 << 16)) if type(numbers) is int else 0)
+        )
 
     def enter(self, given: Value) -> None:
         checkpoint = open_checkpoint(self._file)
@@ -240,7 +242,7 @@ class GgufDoor(FolderDoor):
 
 
 def gguf_front(path: Path) -> tuple[bytes, int]:
-    """A small file up to its numbers, and how many bytes of these there are."""
+    """The bytes of a small file before its weights, and the number of bytes of the weights."""
     config = tiny().config
     writer = gguf.GGUFWriter(path, "llama")
     sizes: list[tuple[Any, float]] = [
@@ -272,5 +274,5 @@ def gguf_front(path: Path) -> tuple[bytes, int]:
     writer.write_ti_data_to_file()
     writer.close()
     front = path.read_bytes()
-    # The numbers begin at the next multiple of 32.
+    # The weights begin at the next multiple of 32.
     return front + bytes(-len(front) % 32), sum(-(-4 * int(np.prod(shape)) // 32) * 32 for shape in shapes.values())

@@ -1,4 +1,4 @@
-"""Grammars from anywhere, compiled in the worker as in production, under small limits. Of what is taken the first masks are walked."""
+"""Fuzzing of grammars, compiled in the worker process under small limits. Accepted grammars generate a few tokens from their masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.schema_cases import BYTES
 from tests.laws.test_schema_fuzz import random_schema
 
 SUITE = Path(__file__).resolve().parent.parent / "data" / "json_schema_test_suite.jsonl"
-TOKENS = 6  # of a walk
+TOKENS = 6  # per walk
 SCHEMA_WORDS = (
     "type string number integer array object boolean null properties required additionalProperties items prefixItems minItems maxItems"
     " minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf enum const anyOf oneOf allOf $ref"
@@ -50,7 +50,7 @@ LARK_WORDS = [
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    """With its worker; nothing stays in its cache."""
+    """A compiler with a worker process and a cache too small to keep anything."""
     return GrammarCompiler(BYTES, max_threads=1, limits=LIMITS, isolation="process", max_compiles=1, cache_bytes=1)
 
 
@@ -72,7 +72,7 @@ class GrammarDoor(Door):
 
 
 def walk(compiler: GrammarCompiler, constraint: Constraint, random: Random) -> None:
-    """Some tokens that the masks allow, each of which has to be taken; there is always one, or the text is complete."""
+    """Generate random tokens from the masks. Each must be accepted, and each mask must allow one or the text must be complete."""
     matcher = compiler.compile(constraint).matcher()
     masks = torch.zeros(1, BYTES.mask_words, dtype=torch.int32)
     text: list[int] = []
@@ -80,13 +80,13 @@ def walk(compiler: GrammarCompiler, constraint: Constraint, random: Random) -> N
         status = matcher.fill_next_token_bitmask(masks, 0)
         if status == MaskStatus.FAULT and "GrammarLimits." in limit_named(matcher.fault):
             return
-        assert status in (MaskStatus.OK, MaskStatus.COMPLETE), f"{status.name} behind {BYTES.decode(text)!r}: {matcher.fault}"
+        assert status in (MaskStatus.OK, MaskStatus.COMPLETE), f"{status.name} after {BYTES.decode(text)!r}: {matcher.fault}"
         allowed = np.flatnonzero(np.unpackbits(masks.numpy().view(np.uint8), bitorder="little")).tolist()
         token = random.choice(allowed)
-        taken = matcher.accept_token(token)
-        if not taken and "GrammarLimits." in limit_named(matcher.fault):
+        accepted = matcher.accept_token(token)
+        if not accepted and "GrammarLimits." in limit_named(matcher.fault):
             return
-        assert taken, f"{BYTES.tokens[token]!r} is in the mask and not taken behind {BYTES.decode(text)!r}: {matcher.fault}"
+        assert accepted, f"{BYTES.tokens[token]!r} is in the mask but rejected after {BYTES.decode(text)!r}: {matcher.fault}"
         if token in BYTES.stop_token_ids:
             return
         text.append(token)
@@ -95,7 +95,7 @@ def walk(compiler: GrammarCompiler, constraint: Constraint, random: Random) -> N
 
 
 def _either(given: Value) -> str:
-    """The library that is asked: both, each in turn."""
+    """The library to use, chosen by the hash of the input."""
     return "llguidance" if zlib.crc32(written(given).encode()) % 2 else "xgrammar"
 
 

@@ -1,4 +1,4 @@
-"""The search: an input drawn from the corpus, changed, tried at a door; one that reaches new lines joins the corpus."""
+"""Coverage-guided search: mutate an input from the corpus, run it, and add it to the corpus if it reaches new lines."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from tests.fuzz.reached import Reached
 from tests.fuzz.values import Value, written
 from tests.fuzz.watch import TooLong, Watch
 
-MOST_WORDS = 2500  # characters of a refusal: a sentence, whatever was given
-MOST_FINDS = 20  # of one kind are not looked for further
+MOST_WORDS = 2500  # characters of a refusal, whatever the input
+MOST_FINDS = 20  # of one kind that are reported
 
 
 class Door:
-    """Something that takes what it is given from anywhere."""
+    """An entry point that receives untrusted input: it must either work or raise `refusal` with a message that names the field."""
 
     name: str
     seeds: Sequence[Value] = ()
-    words: Sequence[str] = ()  # that inputs are made of
-    named: re.Pattern[str]  # how a refusal begins: with the field, the file or the place that it is about
-    hostile: bool = False  # whether values may be of any type of Python
+    words: Sequence[str] = ()  # building blocks of inputs
+    named: re.Pattern[str]  # how a refusal begins: with the field, file or position concerned
+    hostile: bool = False  # whether values may have any Python type
     refusal: type[Exception] = ValueError
-    allowed: frozenset[str] = frozenset()  # events of the process that are its own
+    allowed: frozenset[str] = frozenset()  # audit events that the entry point itself may cause
 
     def prepare(self, given: Value) -> None:
-        """What lies there before it is entered: files."""
+        """Write the files that `enter` reads."""
 
     def enter(self, given: Value) -> None:
-        """Refuses by raising `refusal`; AssertionError where what was taken does not work."""
+        """Process one input. Raises `refusal` to refuse it, AssertionError where an accepted input does not work."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
 
 
 @dataclass(frozen=True)
 class Find:
-    """An input that did what none may."""
+    """An input with a forbidden effect."""
 
     door: str
     what: str
     given: Value
-    told: str = ""  # a traceback
+    traceback: str = ""
 
     def __str__(self) -> str:
-        return f"{self.door}: {self.what}\n  input: {written(self.given)[:1500]}\n{self.told}"
+        return f"{self.door}: {self.what}\n  input: {written(self.given)[:1500]}\n{self.traceback}"
 
 
 @dataclass
@@ -62,47 +62,47 @@ class Report:
     accepted: int = 0
     refused: int = 0
     finds: list[Find] = field(default_factory=list)
-    seconds: float = 0.0  # of this process's processor
+    seconds: float = 0.0  # of processor time
     corpus: int = 0
-    lines: int = 0  # of stepgraph's own that were reached
-    most_grown: int = 0  # bytes that one input left behind at the most
+    lines: int = 0  # of stepgraph that were reached
+    most_grown: int = 0  # bytes: the largest memory growth of one input
 
 
 def attempt(door: Door, given: Value, watch: Watch, reached: Reached) -> bool | Find:
-    """Whether an input was taken, or what is wrong with what became of it."""
-    taken, what, told = False, "", ""
+    """Run one input: whether it was accepted, or what it did wrong."""
+    accepted, what, trace = False, "", ""
     door.prepare(given)
     try:
         with watch.around(), reached.watched():
             door.enter(given)
-        taken = True
+        accepted = True
     except TooLong as error:
-        what, told = str(error), traceback.format_exc(limit=-6)
+        what, trace = str(error), traceback.format_exc(limit=-6)
     except door.refusal as error:
         what = _badly_refused(door, error)
-        told = traceback.format_exc(limit=-4) if what else ""
+        trace = traceback.format_exc(limit=-4) if what else ""
     except Exception as error:
-        what, told = f"{type(error).__name__}: {error!s:.300}", traceback.format_exc(limit=-6)
+        what, trace = f"{type(error).__name__}: {error!s:.300}", traceback.format_exc(limit=-6)
     faults = watch.faults()
     if what or faults:
-        return Find(door.name, "; ".join([*([what] if what else []), *faults]), given, told)
-    return taken
+        return Find(door.name, "; ".join([*([what] if what else []), *faults]), given, trace)
+    return accepted
 
 
 def _badly_refused(door: Door, error: Exception) -> str:
-    said = str(error)
+    message = str(error)
     if isinstance(error, UnicodeError):
-        return f"a refusal in the interpreter's own words: {type(error).__name__}: {said:.200}"
-    if len(said) > MOST_WORDS:
-        return f"a refusal of {len(said)} characters: {said:.200}"
-    return "" if door.named.match(said) else f"a refusal that names nothing: {said:.300}"
+        return f"a refusal in the interpreter's own words: {type(error).__name__}: {message:.200}"
+    if len(message) > MOST_WORDS:
+        return f"a refusal of {len(message)} characters: {message:.200}"
+    return "" if door.named.match(message) else f"a refusal that names nothing: {message:.300}"
 
 
 def fuzz(
     door: Door, inputs: int, seed: int = 0, before: Callable[[int, Value], None] | None = None, clock_seconds: float = math.inf
 ) -> Report:
-    """So many inputs, the seeds first, or as many as there is time for. `before` is told of each one before it is tried."""
-    for seed_value in door.seeds:  # what is imported or made at the first use is nobody's doing
+    """Run `inputs` inputs, the seeds first, or fewer within `clock_seconds`. `before(index, input)` is called before each one."""
+    for seed_value in door.seeds:  # imports and first-use initialisation must not count as effects of an input
         with contextlib.suppress(door.refusal):
             door.prepare(seed_value)
             door.enter(seed_value)
@@ -119,7 +119,7 @@ def fuzz(
         outcome = attempt(door, given, watch, reached)
         report.inputs += 1
         if isinstance(outcome, Find):
-            kind = re.sub(r"\W.*", "", outcome.what) + "".join(re.findall(r"line \d+", outcome.told)[-1:])
+            kind = re.sub(r"\W.*", "", outcome.what) + "".join(re.findall(r"line \d+", outcome.traceback)[-1:])
             kinds[kind] = kinds.get(kind, 0) + 1
             if kinds[kind] <= MOST_FINDS:
                 report.finds.append(outcome)

@@ -1,4 +1,4 @@
-"""Changes to inputs: to bytes, to the structure of JSON, to texts token by token, with words of a door's and pieces of other inputs."""
+"""Mutations of inputs: of bytes, JSON structure and text tokens, with words of the entry point and pieces of other inputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.fuzz.values import Value, blob, bytes_of, form
 
-MOST_CHARS = 4000  # of a text
-MOST_INPUT = 12_000  # characters of a whole input; longer ones only repeat themselves
+MOST_CHARS = 4000  # per text
+MOST_INPUT = 12_000  # characters of a whole input
 NUMBERS: list[Any] = [0, 1, -1, 2, 7, 255, 1 << 31, -(1 << 31), 1 << 32, (1 << 53) + 1, 1 << 63, -(1 << 63), 1 << 64, 10**40]
 NUMBERS += [0.5, -0.0, 1e308, -1e308, 1e-308, float("nan"), float("inf"), -float("inf"), 1.0, 3.0]
 TEXTS = ["", "a", "0", "\x00", "\ud800", "\U0001f600", "é", "../x", "/", '"', "\\", "\n", " ", "null", "x" * 300, "%s{0}", "__class__"]
@@ -20,19 +20,19 @@ PLAIN: list[Any] = [None, True, False, [], {}, [[]], [None], {"a": 1}, form("tup
 PLAIN += [form("object", 0), blob(b"ab"), form("tensor", [1, 2], type="int64"), form("array", [1, 2]), form("number", 3)]
 PLAIN += [form("pairs", [[1, 2.0]]), form("text", "a", times=5000), form("power", 5000)]
 _TOKENS = re.compile(r"\w+|\s+|.", re.DOTALL)
-_Place = tuple[Any, Any]  # a container, and the key or the place in it
+_Position = tuple[Any, Any]  # a container, and a key or index in it
 
 
 class Mutator:
     """Draws changed inputs from a corpus."""
 
     def __init__(self, random: Random, words: Sequence[str], hostile: bool = True) -> None:
-        """hostile: whether values of any type may stand anywhere, and not only such as a JSON text could hold."""
+        """hostile: whether values of any type may occur anywhere, not only values that JSON can express."""
         self._random, self._words = random, [*words] or ["a"]
         self._plain = PLAIN if hostile else [value for value in PLAIN if "$" not in repr(value)]
 
     def mutated(self, corpus: Sequence[Value]) -> Value:
-        """One of the corpus, changed once or several times; late comers are chosen more often."""
+        """An input of the corpus, changed once or several times; recent ones are chosen more often."""
         random = self._random
         late = random.random() < 0.5
         value = random.choice(corpus[-24:] if late else corpus)
@@ -49,7 +49,7 @@ class Mutator:
         elif isinstance(holder[0], str):
             holder[0] = self._text(holder[0], other if isinstance(other, str) else "")
         else:
-            container, key = random.choice([*_places(holder)])
+            container, key = random.choice([*_positions(holder)])
             data = bytes_of(container[key])
             if data is not None and random.random() < 0.9:
                 container[key] = blob(self._bytes(data, _first_bytes(other)))
@@ -58,51 +58,51 @@ class Mutator:
 
     def _bytes(self, data: bytes, other: bytes) -> bytes:
         random, changed = self._random, bytearray(data)
-        place, size = random.randrange(len(data) + 1), random.choice((1, 1, 2, 4, 8, 40))
+        index, size = random.randrange(len(data) + 1), random.choice((1, 1, 2, 4, 8, 40))
         kind = random.randrange(8)
         if kind == 0 and data:
-            changed[min(place, len(data) - 1)] ^= 1 << random.randrange(8)
+            changed[min(index, len(data) - 1)] ^= 1 << random.randrange(8)
         elif kind == 1 and data:
-            changed[min(place, len(data) - 1)] = random.choice((0, 1, 127, 128, 255, random.randrange(256)))
+            changed[min(index, len(data) - 1)] = random.choice((0, 1, 127, 128, 255, random.randrange(256)))
         elif kind == 2:
-            del changed[place : place + size]
+            del changed[index : index + size]
         elif kind == 3:
-            changed[place:place] = random.choice(self._words).encode(errors="replace")
+            changed[index:index] = random.choice(self._words).encode(errors="replace")
         elif kind == 4:
             packed = struct.pack("<q", random.choice((0, 1, -1, 1 << 31, 1 << 40, (1 << 63) - 1, len(data), random.randrange(1000))))
             width = random.choice((4, 8))
-            changed[place : place + width] = packed[:width]
+            changed[index : index + width] = packed[:width]
         elif kind == 5 and other:
             start = random.randrange(len(other))
-            changed[place : place + size] = other[start : start + size]
+            changed[index : index + size] = other[start : start + size]
         elif kind == 6:
-            changed[place:place] = data[place : place + size] * random.choice((1, 2, 50))
+            changed[index:index] = data[index : index + size] * random.choice((1, 2, 50))
         elif data:
-            changed = changed[:place]
+            changed = changed[:index]
         return bytes(changed)
 
     def _text(self, text: str, other: str) -> str:
-        """Pieces of a text deleted, doubled, exchanged, replaced by words and by pieces of another."""
+        """Delete, repeat, swap or replace tokens of a text; replacements are words and pieces of another text."""
         random, tokens = self._random, _TOKENS.findall(text)
-        place = random.randrange(len(tokens) + 1)
-        end = min(len(tokens), place + random.choice((0, 1, 1, 2, 5)))
+        index = random.randrange(len(tokens) + 1)
+        end = min(len(tokens), index + random.choice((0, 1, 1, 2, 5)))
         kind = random.randrange(6)
         if kind == 0:
-            tokens[place:end] = [random.choice(self._words)]
+            tokens[index:end] = [random.choice(self._words)]
         elif kind == 1:
-            del tokens[place:end]
+            del tokens[index:end]
         elif kind == 2:
-            tokens[place:place] = tokens[place:end] * random.choice((1, 2, 9))
+            tokens[index:index] = tokens[index:end] * random.choice((1, 2, 9))
         elif kind == 3 and other:
             pieces = _TOKENS.findall(other)
             start = random.randrange(len(pieces))
-            tokens[place:end] = pieces[start : start + random.choice((1, 3, 12))]
+            tokens[index:end] = pieces[start : start + random.choice((1, 3, 12))]
         elif kind == 4 and len(tokens) > 1:
             left, right = random.sample(range(len(tokens)), 2)
             tokens[left], tokens[right] = tokens[right], tokens[left]
         else:
             number = random.choice((0, 1, 2, 3, 9, 100, 1000, 100_000, 1 << 31, 1 << 63))
-            tokens[place:end] = [random.choice((random.choice(TEXTS), str(number), chr(random.randrange(0x20, 0x7F))))]
+            tokens[index:end] = [random.choice((random.choice(TEXTS), str(number), chr(random.randrange(0x20, 0x7F))))]
         return "".join(tokens)[:MOST_CHARS]
 
     def _structure(self, holder: list[Value], container: Any, key: Any, other: Value) -> None:
@@ -115,15 +115,15 @@ class Mutator:
         elif kind == 2 and isinstance(container, dict):
             container[random.choice((*self._words, *TEXTS))] = container.pop(key)
         elif kind == 3:
-            given, place = random.choice([*_places([other])])
-            container[key] = copied(given[place])
+            given, index = random.choice([*_positions([other])])
+            container[key] = copied(given[index])
         elif kind == 4:
             container[key] = random.choice(([value], {random.choice(self._words): value}, [value, value]))
         elif kind == 5 and isinstance(value, list):
             value.insert(random.randrange(len(value) + 1), copied(random.choice([*value, *self._plain])))
         elif kind in (5, 6) and isinstance(value, dict):
-            given, place = random.choice([*_places([other])])
-            value[random.choice(self._words)] = copied(given[place])
+            given, index = random.choice([*_positions([other])])
+            value[random.choice(self._words)] = copied(given[index])
         elif kind == 7 and isinstance(container, list) and container is not holder:
             random.shuffle(container)
         else:
@@ -149,26 +149,26 @@ def _nudged(random: Random, value: float) -> float:
 
 
 def copied(value: Value) -> Value:
-    """Deep, of values of JSON only."""
+    """A deep copy of a JSON value."""
     if isinstance(value, dict):
         return {name: copied(each) for name, each in value.items()}
     return [copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _first_bytes(value: Value) -> bytes:
-    found = (bytes_of(container[key]) for container, key in _places([value]))
+    found = (bytes_of(container[key]) for container, key in _positions([value]))
     return next((data for data in found if data), b"")
 
 
-def _places(holder: Any) -> Iterator[_Place]:
+def _positions(holder: Any) -> Iterator[_Position]:
     for key in holder if isinstance(holder, dict) else range(len(holder)):
         yield holder, key
         if isinstance(holder[key], (dict, list)) and bytes_of(holder[key]) is None:
-            yield from _places(holder[key])
+            yield from _positions(holder[key])
 
 
 def fits(value: Value) -> bool:
-    """Whether an input is short enough, and no deeper than it can be handled here."""
+    """Whether an input is short enough and not too deeply nested to serialise."""
     try:
         return len(json.dumps(value)) <= MOST_INPUT
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Which of stepgraph's own lines inputs reach: what guides the search. A function all of whose lines were reached costs nothing more."""
+"""Line coverage of stepgraph that guides the search. Fully covered functions are no longer traced."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 import stepgraph
 
-_ROOT = Path(stepgraph.__file__).parent  # not resolved: code objects know the path that they were imported by
+_ROOT = Path(stepgraph.__file__).parent  # not resolved: code objects keep the path of the import
 _OWN = tuple(str(_ROOT / folder) + "/" for folder in ("sampling", "graphs", "runtime", "tools/serve"))
 
 
-_MOST_CALLS = 8  # of one function that are looked at for one input: what is called again and again would take all the time
+_MOST_CALLS = 8  # of one function traced per input: tracing every call of a hot function is too slow
 
 
 @dataclass
 class _Function:
-    code: CodeType  # kept, so that no other gets its identity
-    left: set[int]  # its lines that nothing reached
-    number: int = -1  # of the last input that called it
-    calls: int = 0  # for that input
+    code: CodeType  # referenced, so that its id is not reused
+    left: set[int]  # lines not reached yet
+    number: int = -1  # index of the last input that called it
+    calls: int = 0  # during that input
 
 
 class Reached:
-    """Lines of this thread, counted once each."""
+    """The number of distinct lines that this thread has reached."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -37,8 +37,8 @@ class Reached:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """One input."""
-        before = sys.gettrace()  # whoever measures coverage goes on afterwards
+        """Trace one input."""
+        before = sys.gettrace()  # restored afterwards, for coverage measurement
         self._number += 1
         sys.settrace(self._called)
         try:
@@ -64,5 +64,5 @@ class Reached:
             if frame.f_lineno in left:
                 left.discard(frame.f_lineno)
                 self.lines += 1
-                frame.f_trace_lines = bool(left)  # a loop whose lines were all reached is as fast as ever
+                frame.f_trace_lines = bool(left)  # fully covered loops run at full speed
         return self._line

@@ -1,4 +1,4 @@
-"""Formats of our own: recordings of engines, folders of hidden states."""
+"""Fuzzing of stepgraph's own file formats: engine recordings and folders of hidden states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = EngineConfig(
 
 
 class RecordingDoor(FolderDoor):
-    """A file that Engine(record=...) wrote, line by line. Of what is read a part is asked again."""
+    """A file written by Engine(record=...), line by line. One in `share` accepted recordings is replayed."""
 
     name = "recording"
     words: Sequence[str] = (
@@ -61,7 +61,7 @@ class RecordingDoor(FolderDoor):
 
     def enter(self, given: Value) -> None:
         run = read_recording(self.folder / "run.jsonl")
-        assert all(isinstance(told, str) for told in version_differences(run))
+        assert all(isinstance(difference, str) for difference in version_differences(run))
         config = run.config
         assert config.max_queued >= len(run.requests)
         if chosen(given, self.share):
@@ -80,15 +80,15 @@ def engine(record: Path | None = None) -> Engine:
 
 
 def recorded(path: Path) -> list[Value]:
-    """The lines of a run with requests of several kinds."""
-    with engine(path) as asked:
-        asked.submit([1, 2], max_new_tokens=2, sampling=SamplingParams(temperature=0, logit_bias={5: 1.0}))
-        asked.submit([3], max_new_tokens=4, constraint=Constraint.regex("[a-c]{0,6}x?").after((3,)))
-        cancelled = asked.submit([4], max_new_tokens=9, constraint=Constraint.ebnf('root ::= "a" | "b" root'))
-        asked.step()
-        asked.cancel(cancelled)
-        while asked.has_work:
-            asked.step()
+    """The recorded lines of a run with requests of several kinds."""
+    with engine(path) as recorder:
+        recorder.submit([1, 2], max_new_tokens=2, sampling=SamplingParams(temperature=0, logit_bias={5: 1.0}))
+        recorder.submit([3], max_new_tokens=4, constraint=Constraint.regex("[a-c]{0,6}x?").after((3,)))
+        cancelled = recorder.submit([4], max_new_tokens=9, constraint=Constraint.ebnf('root ::= "a" | "b" root'))
+        recorder.step()
+        recorder.cancel(cancelled)
+        while recorder.has_work:
+            recorder.step()
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -113,21 +113,21 @@ class StatesDoor(FolderDoor):
         self._file = self.folder / index["shards"][0]["file"]
         whole = self._file.read_bytes()
         end = 8 + struct.unpack("<Q", whole[:8])[0]
-        told = {"index": index, "header": json.loads(whole[8:end]), "numbers": len(whole) - end}
-        self.seeds = [told, {"index": index, "front": blob(whole[:end]), "numbers": len(whole) - end}]
+        document = {"index": index, "header": json.loads(whole[8:end]), "numbers": len(whole) - end}
+        self.seeds = [document, {"index": index, "front": blob(whole[:end]), "numbers": len(whole) - end}]
 
     def prepare(self, given: Value) -> None:
-        told = given if isinstance(given, dict) else {"index": given}
-        put(self.folder / "states.json", told.get("index"))
-        front, numbers = bytes_of(told.get("front")), told.get("numbers")
+        document = given if isinstance(given, dict) else {"index": given}
+        put(self.folder / "states.json", document.get("index"))
+        front, numbers = bytes_of(document.get("front")), document.get("numbers")
         if front is None:
-            header = json.dumps(told.get("header")).encode()
+            header = json.dumps(document.get("header")).encode()
             front = struct.pack("<Q", len(header)) + header
         self._file.write_bytes(front + bytes(max(0, min(numbers, 1 << 16)) if type(numbers) is int else 0))
 
     def enter(self, given: Value) -> None:
         saved = SavedStates(self.folder)
         assert len(saved.lengths) == len(saved)
-        for place, text in enumerate(saved):
-            assert len(text.token_ids) == saved.lengths[place] and len(text.hidden) == len(text.token_ids) - 1
+        for index, text in enumerate(saved):
+            assert len(text.token_ids) == saved.lengths[index] and len(text.hidden) == len(text.token_ids) - 1
             assert text.features.shape[1:] == (saved.layout.feature_size or saved.layout.hidden_size,)

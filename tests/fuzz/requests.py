@@ -1,4 +1,4 @@
-"""What callers ask for: sampling fields, constraints before they are compiled, whole requests."""
+"""Fuzzing of requests: sampling fields, uncompiled constraints, and whole submits."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ class SamplingDoor(Door):
     named = re.compile(r"SamplingParams\.\w+(\[\d+\])?: got ")
 
     def enter(self, given: Value) -> None:
-        asked = {name: built(value) for name, value in given.items() if name in SAMPLING} if isinstance(given, dict) else {}
-        taken = SamplingParams(**asked)
-        again = replace(taken)
-        assert again == taken and hash(again) == hash(taken), "what was taken is not what is asked again"
-        assert taken.plain == (taken.beyond_argmax == "") and set(taken.biases) == {*taken.logit_bias, *taken.bad_token_ids}
-        numbers = [value for field in fields(taken) if isinstance(value := getattr(taken, field.name), float)]
-        assert all(map(math.isfinite, [*numbers, *taken.logit_bias.values()])), "a number that is none was taken"
+        arguments = {name: built(value) for name, value in given.items() if name in SAMPLING} if isinstance(given, dict) else {}
+        accepted = SamplingParams(**arguments)
+        again = replace(accepted)
+        assert again == accepted and hash(again) == hash(accepted), "a copy of the accepted parameters differs"
+        assert accepted.plain == (accepted.beyond_argmax == "") and set(accepted.biases) == {*accepted.logit_bias, *accepted.bad_token_ids}
+        numbers = [value for field in fields(accepted) if isinstance(value := getattr(accepted, field.name), float)]
+        assert all(map(math.isfinite, [*numbers, *accepted.logit_bias.values()])), "a number that is none was taken"
 
 
 class ConstraintDoor(Door):
-    """The constructors of Constraint, and what is seen to be wrong without compiling."""
+    """The constructors of Constraint, and the checks that need no compile."""
 
     name = "constraint"
     seeds: Sequence[Value] = [
@@ -115,7 +115,7 @@ class ConstraintDoor(Door):
 
 
 def constraint_of(given: Value) -> Constraint | None:
-    """None where it is not even a call."""
+    """The constraint that `given` describes; None where it is not a valid constructor call."""
     make, arguments = (given.get("make"), given.get("with")) if isinstance(given, dict) else (None, None)
     if not isinstance(make, str) or not isinstance(arguments, list):
         return None
@@ -130,7 +130,7 @@ def constraint_of(given: Value) -> Constraint | None:
 
 
 class SubmitDoor(Door):
-    """Engine.submit with any fields. Of what is taken a part, chosen by its text, is decoded for some rounds; the rest is cancelled."""
+    """Engine.submit with any fields. Some accepted requests, chosen by hash, decode a few rounds; the rest are cancelled at once."""
 
     name = "submit"
     words: Sequence[str] = [
@@ -180,7 +180,7 @@ class SubmitDoor(Door):
     def enter(self, given: Value) -> None:
         engine, before = self._engine, self._engine.stats()
         try:
-            job = engine.submit(**_asked(given))
+            job = engine.submit(**_arguments(given))
         except (ValueError, QueueFullError):
             after = engine.stats()
             assert after.submitted == before.submitted and not engine.has_work, "a refusal changed the engine"
@@ -195,7 +195,7 @@ class SubmitDoor(Door):
         while engine.has_work:
             tokens += [token for event in engine.step() for token in event.tokens]
         after = engine.stats()
-        assert job.finish_reason is not None and tokens == job.tokens, "the events are not the job's"
+        assert job.finish_reason is not None and tokens == job.tokens, "the events differ from the tokens of the job"
         assert after.submitted == before.submitted + 1 and after.running == after.waiting == 0
         assert len(job.logprobs) == (len(tokens) if job.sampling.logprobs else 0) and len(tokens) <= job.max_new_tokens
         if job.finish_reason == FinishReason.ERROR:
@@ -205,14 +205,14 @@ class SubmitDoor(Door):
         self._engine.close()
 
 
-def _asked(given: Value) -> dict[str, Any]:
-    """Fields of a submit; those that have classes of their own are made from their fields."""
+def _arguments(given: Value) -> dict[str, Any]:
+    """Arguments of Engine.submit; sampling parameters and constraints are built from their fields."""
     known = "prompt_ids max_new_tokens num_speculative_tokens draft_ids cache_salt prompt_embeddings sampling constraint".split()
-    asked = {name: built(value) for name, value in given.items() if name in known} if isinstance(given, dict) else {}
-    asked.setdefault("prompt_ids", [1])
-    sampling, constraint = asked.get("sampling"), asked.get("constraint")
+    arguments = {name: built(value) for name, value in given.items() if name in known} if isinstance(given, dict) else {}
+    arguments.setdefault("prompt_ids", [1])
+    sampling, constraint = arguments.get("sampling"), arguments.get("constraint")
     if isinstance(sampling, dict) and sampling.keys() <= SAMPLING.keys():
-        asked["sampling"] = SamplingParams(**sampling)
+        arguments["sampling"] = SamplingParams(**sampling)
     if isinstance(constraint, dict):
-        asked["constraint"] = constraint_of(given["constraint"])
-    return asked
+        arguments["constraint"] = constraint_of(given["constraint"])
+    return arguments

@@ -1,4 +1,4 @@
-"""The example server: any bytes and any JSON over a real socket, answered by the server's own code around a toy engine."""
+"""Fuzzing of the example server: arbitrary bytes and JSON over a socket pair, served by the real HTTP code and a toy engine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n"
 
 
 class Refused(ValueError):
-    """An answer other than 200."""
+    """A response with a status other than 200, or none."""
 
 
 class ServerDoor(Door):
-    """`{"path": ..., "body": ...}` is a request; `{"raw": ...}` are bytes as they are."""
+    """`{"path": ..., "body": ...}` is a request with a JSON body; `{"raw": ...}` holds the bytes of the connection."""
 
     name = "http"
     words: Sequence[str] = (
@@ -73,30 +73,30 @@ class ServerDoor(Door):
         ]
 
     def prepare(self, given: Value) -> None:
-        told = given if isinstance(given, dict) else {"body": given}
-        raw = bytes_of(told.get("raw"))
+        document = given if isinstance(given, dict) else {"body": given}
+        raw = bytes_of(document.get("raw"))
         self._ends = raw is not None
         if raw is None:
-            body = json.dumps(told.get("body")).encode()
-            path = str(told.get("path")).encode(errors="replace")
+            body = json.dumps(document.get("body")).encode()
+            path = str(document.get("path")).encode(errors="replace")
             raw = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (path, len(body), body)
         self._raw = raw
 
     def enter(self, given: Value) -> None:
-        answer = self._loop.run_until_complete(self._asked())
-        assert not self._wrong, f"the event loop was told of {self._wrong.pop()}"
+        answer = self._loop.run_until_complete(self._response())
+        assert not self._wrong, f"unhandled error in the event loop: {self._wrong.pop()}"
         found = re.findall(rb"HTTP/1\.1 (\d{3}) [^\r]*\r\n((?:[^\r]+\r\n)*)\r\n", answer)
         statuses = {int(status) for status, _ in found} - {100}
         assert statuses <= STATUSES, answer[:400]
         assert statuses or not answer, answer[:100]
         assert not self._engine.stats().running and not self._engine.stats().waiting
         if statuses != {200}:
-            place = answer.find(b'{"error"')
-            if place < 0:
+            start = answer.find(b'{"error"')
+            if start < 0:
                 raise Refused("connection: closed without an answer")
-            raise Refused(json.JSONDecoder().raw_decode(answer[place:].decode())[0]["error"]["message"])
+            raise Refused(json.JSONDecoder().raw_decode(answer[start:].decode())[0]["error"]["message"])
 
-    async def _asked(self) -> bytes:
+    async def _response(self) -> bytes:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
 
@@ -107,7 +107,7 @@ class ServerDoor(Door):
         with theirs:
             with contextlib.suppress(OSError):
                 await self._loop.sock_sendall(theirs, self._raw)
-                if self._ends:  # half of a request would be waited for; who shuts down after a whole one has left
+                if self._ends:  # a partial request would wait for more; after a whole one, shutdown would count as a disconnect
                     theirs.shutdown(socket.SHUT_WR)
             pieces = []
             with contextlib.suppress(OSError):

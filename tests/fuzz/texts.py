@@ -1,4 +1,4 @@
-"""Tokenizers and texts from anywhere: tokenizer.json and its neighbours, chat templates, ranks of tiktoken."""
+"""Fuzzing of tokenizer files: tokenizer.json and related files, chat templates, and tiktoken ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TALK = [{"role": "user", "content": "ab a"}]
 
 
 class TokenizerDoor(FolderDoor):
-    """The files of a folder that say what its tokens are, and how a conversation is written."""
+    """The tokenizer files and the chat template of a folder."""
 
     name = "tokenizer"
     words: Sequence[str] = (
@@ -48,15 +48,15 @@ class TokenizerDoor(FolderDoor):
     def __init__(self, thorough: bool = False) -> None:
         super().__init__(thorough)
         others = {"config.json": {"vocab_size": 12, "eos_token_id": 1}, "generation_config.json": {"eos_token_id": [1]}}
-        told = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "chat_template": TEMPLATE}
+        config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "chat_template": TEMPLATE}
         small = {"tokenizer.json": BYTE_LEVEL}
         named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
         self.seeds = [
             small | others,
-            small | {"tokenizer_config.json": told},
-            small | {"tokenizer_config.json": told | {"chat_template": named}, "config.json": {"text_config": {"vocab_size": 9}}},
-            small | {"chat_template.jinja": TEMPLATE, "tokenizer_config.json": told},
-            *({"tokenizer.json": json.loads(made.to_str()), "tokenizer_config.json": told} for made in (pieces(True), unigram())),
+            small | {"tokenizer_config.json": config},
+            small | {"tokenizer_config.json": config | {"chat_template": named}, "config.json": {"text_config": {"vocab_size": 9}}},
+            small | {"chat_template.jinja": TEMPLATE, "tokenizer_config.json": config},
+            *({"tokenizer.json": json.loads(made.to_str()), "tokenizer_config.json": config} for made in (pieces(True), unigram())),
         ]
 
     def prepare(self, given: Value) -> None:
@@ -78,7 +78,7 @@ class TokenizerDoor(FolderDoor):
 
 
 class RanksDoor(FolderDoor):
-    """A .tiktoken file, and the special tokens beside it."""
+    """A .tiktoken file, with special tokens, a width and stop tokens."""
 
     name = "ranks"
     hostile = True
@@ -97,8 +97,8 @@ class RanksDoor(FolderDoor):
         put(self.folder / "a.tiktoken", given.get("file") if isinstance(given, dict) else given)
 
     def enter(self, given: Value) -> None:
-        told = given if isinstance(given, dict) else {}
-        special, width, stops = told.get("special"), told.get("width"), told.get("stops")
+        document = given if isinstance(given, dict) else {}
+        special, width, stops = document.get("special"), document.get("width"), document.get("stops")
         table = Vocabulary.from_tiktoken(
             self.folder / "a.tiktoken", special if isinstance(special, dict) else None, width, stops if isinstance(stops, list) else None
         )

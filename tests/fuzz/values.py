@@ -1,7 +1,7 @@
-"""What doors are tried with: values of JSON, so that every input is a text that can be kept, and forms for what JSON has no word for.
+"""Fuzz inputs: JSON values, so that every input can be saved as text, with tagged forms for values that JSON cannot express.
 
-`{"$": "tuple", "of": [1, 2]}` is a tuple; there are bytes, tensors, arrays, pairs (a dict with any keys), `same`, which is one value
-many times, and `power`, of ten.
+`{"$": "tuple", "of": [1, 2]}` is a tuple. Other forms are bytes, tensors, arrays, pairs (a dict with any keys), `same` (one value
+repeated in a list), `text` (a repeated text) and `power` (of ten).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-Value = Any  # of JSON, NaN and infinities among the numbers, halves of surrogate pairs among the texts
+Value = Any  # JSON, including NaN, infinities and lone surrogates
 MOST_REPEATS = 20_000
 _TENSOR_TYPES = {name: getattr(torch, name) for name in ("float32", "float16", "int64", "int32", "bool")}
 
@@ -33,7 +33,7 @@ def blob(data: bytes) -> Value:
 
 
 def bytes_of(value: Value) -> bytes | None:
-    """What `blob` was made of; None for any other value."""
+    """The bytes of a `blob`; None for any other value."""
     try:
         return base64.b64decode(value["of"]) if isinstance(value, dict) and value.get("$") == "bytes" else None
     except (KeyError, TypeError, ValueError, binascii.Error):
@@ -41,7 +41,7 @@ def bytes_of(value: Value) -> bytes | None:
 
 
 def built(value: Value) -> Any:
-    """The value with its forms carried out; a form that makes no sense stays the object that it is written as."""
+    """The Python value of an input. An invalid form is kept as a plain dict."""
     if isinstance(value, list):
         return [built(each) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What no input may do, whatever becomes of it: take for ever, take all memory, write, run or connect to anything, change the process."""
+"""Detects forbidden effects of an input: long run times, memory growth, file writes, processes, connections and changed process state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-SECONDS = 60.0  # that one input may take by the clock; some machines do much else
-WORK_SECONDS = 10.0  # of the processor
-GROWN_BYTES = 256 << 20  # that one input may leave behind
-LOOK_EVERY = 64  # inputs between two looks at all of the process's state
+SECONDS = 60.0  # wall-clock limit per input, generous for loaded machines
+WORK_SECONDS = 10.0  # processor time limit per input
+GROWN_BYTES = 256 << 20  # memory growth allowed per input
+LOOK_EVERY = 64  # inputs between two full checks of the process state
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _ACTS = (
     "os.remove os.rename os.mkdir os.rmdir os.link os.symlink os.truncate os.chmod os.chown os.putenv os.unsetenv os.system os.exec"
@@ -31,25 +31,25 @@ _ACTS = (
 
 
 class TooLong(BaseException):
-    """No door catches this one."""
+    """Time limit exceeded. A BaseException, so that no entry point catches it."""
 
 
 class Watch:
-    """Around each input. `allowed`: events that are a door's own, such as the start of a compile worker."""
+    """Watches each input. `allowed`: audit events of the entry point itself, such as the start of a compile worker."""
 
     def __init__(self, allowed: frozenset[str] = frozenset()) -> None:
         self._acts = frozenset(_ACTS) - allowed
         self._opens = "open" not in allowed
         self._seen: list[str] = []
-        self._world = _world()
+        self._state = _full_state()
         self._files: int | None = None
         self._inputs = 0
-        self.grown = 0  # bytes, at the most, of one input
+        self.grown = 0  # bytes: the largest growth of one input
         self._hook = _the_hook()
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """One input."""
+        """Watch one input."""
         self._seen.clear()
         before, start, old = _resident(), time.process_time(), signal.signal(signal.SIGALRM, _too_long)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -65,20 +65,20 @@ class Watch:
                 self._seen.append(f"worked for more than {WORK_SECONDS:g} s")
 
     def faults(self) -> list[str]:
-        """What the last input did that none may, and now and then what any since the last look did; the process is as it is then."""
+        """Forbidden effects of the last input; every LOOK_EVERY inputs also changes since the last full check. Updates the reference."""
         self._inputs += 1
         found = [f"it did: {event}" for event in dict.fromkeys(self._seen)]
-        world = self._world | (_world() if self._inputs % LOOK_EVERY == 0 else _often())
-        for name, value in world.items():
-            if value != self._world[name]:
-                found.append(f"{name}: {self._world[name]!r:.200} became {value!r:.200}")
-        self._world = world
+        state = self._state | (_full_state() if self._inputs % LOOK_EVERY == 0 else _cheap_state())
+        for name, value in state.items():
+            if value != self._state[name]:
+                found.append(f"{name}: {self._state[name]!r:.200} became {value!r:.200}")
+        self._state = state
         if self.grown > GROWN_BYTES:
-            found.append(f"it left {self.grown:,} bytes behind")
+            found.append(f"memory grew by {self.grown:,} bytes")
             self.grown = 0
         return found + (self._more_files() if self._inputs % LOOK_EVERY == 0 else [])
 
-    def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def record(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in self._acts:
             self._seen.append(f"{event} {arguments!r:.120}")
         elif event == "open" and self._opens:
@@ -92,20 +92,20 @@ class Watch:
         except OSError:
             return []
         before, self._files = self._files, count
-        return [f"{before} files were open, {count} are"] if before is not None and count > before + 8 else []
+        return [f"open files grew from {before} to {count}"] if before is not None and count > before + 8 else []
 
 
 class _Hook:
-    """Audit hooks stay for good: there is one, and it does nothing where nobody listens."""
+    """The one audit hook of the process, because hooks cannot be removed. Inactive without a current watch."""
 
     def __init__(self) -> None:
         self.current: Watch | None = None
         self.thread = 0
-        sys.addaudithook(self._heard)
+        sys.addaudithook(self._on_event)
 
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.current is not None and threading.get_ident() == self.thread:
-            self.current.heard(event, arguments)
+            self.current.record(event, arguments)
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def _the_hook() -> _Hook:
 
 
 def limit_memory(more: int) -> None:
-    """For a process of its own: what asks for much more than there is gets none."""
+    """Limit the address space of this process to its current size plus `more` bytes."""
     size = _pages(0)
     if size:
         resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -136,8 +136,8 @@ def _pages(column: int) -> int:
         return 0
 
 
-def _often() -> dict[str, Any]:
-    """What belongs to the whole process and is told in no time."""
+def _cheap_state() -> dict[str, Any]:
+    """Process-wide state that is cheap to read."""
     return {
         "working directory": os.getcwd(),
         "variables": len(os.environ),
@@ -149,8 +149,8 @@ def _often() -> dict[str, Any]:
     }
 
 
-def _world() -> dict[str, Any]:
-    return _often() | {
+def _full_state() -> dict[str, Any]:
+    return _cheap_state() | {
         "environment": dict(os.environ),
         "import path": tuple(sys.path),
         "random state": hash(random.getstate()),

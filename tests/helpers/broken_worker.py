@@ -1,4 +1,4 @@
-"""A run whose worker is this very file: it dies, hangs, loses its device or is interrupted, by the name of what it is asked for."""
+"""A GPU check run with this file as its worker: the name of each requested check selects a crash, hang, device loss or interrupt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTS = {name: "" for name in ("driver", "cuda", "platform", "commit")} | {
 
 
 class Impatient(Entry):
-    """So that a test need not wait."""
+    """A check with short time limits, so that tests do not wait."""
 
     def limit(self, quick: bool, rehearsal: bool) -> float:
         return 0.5 if self.name == "hangs" else 60.0
@@ -64,5 +64,5 @@ if __name__ == "__main__":
         serve(int(sys.argv[2]))
     else:
         options = gpu_check.parse(["--rehearse", "--out", sys.argv[1]])
-        asked = [Impatient(name, "none", 1.0) for name in sys.argv[2:] or NAMES]
-        sys.exit(gpu_check.run(options, asked, [sys.executable, __file__, "--worker"]))
+        requested = [Impatient(name, "none", 1.0) for name in sys.argv[2:] or NAMES]
+        sys.exit(gpu_check.run(options, requested, [sys.executable, __file__, "--worker"]))

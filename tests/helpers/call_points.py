@@ -1,4 +1,4 @@
-"""Faults in what an engine calls of others: methods of models and proposers, and the process that compiles grammars."""
+"""Fault injection into model and proposer methods, and into the grammar compile worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.fault_points import Fault, Point
 
 
 def call_raises(which: str, name: str) -> Point:
-    """A method of one of the models, which are users' code: while a round is captured, or whenever Python runs it."""
+    """A model method raises: during capture, or in any call that Python makes."""
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
@@ -34,7 +34,7 @@ def call_raises(which: str, name: str) -> Point:
 
 
 def worker_dies(behind: bool) -> Point:
-    """The compile worker is killed in front of an exchange with it, or behind one: when it is set up, compiles, or has nothing to do."""
+    """Kill the compile worker before an exchange with it or, with `behind`, after one: at set-up, while compiling or when idle."""
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Drafts in folders beside the tiny models of tests/helpers/families.py, engines that load them, and what the papers say they draft."""
+"""Draft folders for the tiny models of tests/helpers/families.py, engines that load them, and their reference logits."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_mo
 CONFIG = EngineConfig(
     max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
 )
-LETTERS = 106  # of the families' tokenizer, behind four markers
-OWN_IDS = [*range(LETTERS, LETTERS + 4), *range(LETTERS - 1, -1, -1)]  # of the smaller model, for each of the target's tokens
-D2T = torch.arange(2, 110, 2)  # every other token, the stop token among them
+LETTERS = 106  # of the families' tokenizer, after four markers
+OWN_IDS = [*range(LETTERS, LETTERS + 4), *range(LETTERS - 1, -1, -1)]  # ids in the smaller model, for each token of the target
+D2T = torch.arange(2, 110, 2)  # every other token, including the stop token
 EAGLE_LAYERS = (3, 0, 2)
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """What drafts, beside a target of which family."""
+    """A draft and the family of its target."""
 
     name: str
     family: str
-    most: int = 6  # drafts
+    most: int = 6  # drafts per round
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Of the draft."""
+        """The folder of the draft."""
         target, folder = open_checkpoint(folder_of(self.family)).load("cpu"), _temporary() / self.name
         if self.name == "eagle3":
             layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
@@ -59,7 +59,7 @@ class Drafter:
 
     @functools.cached_property
     def target(self) -> Path:
-        """Its folder. With "mtp" it holds the module itself, and what that shares with it once more, as public checkpoints do."""
+        """The folder of the target. With "mtp" it includes the module and a second copy of shared tensors, as public checkpoints do."""
         folder = folder_of(self.family)
         if self.name != "mtp":
             return folder
@@ -80,7 +80,7 @@ class Drafter:
         return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1))
 
     def engine(self, k: int, **changes: Any) -> Engine:
-        """Captured. All run in the caller's thread, and have the same models."""
+        """A captured engine that runs in the caller's thread; all engines share the models."""
         target, draft, vocabulary, _ = self.loaded
         config = replace(CONFIG, num_speculative_tokens=k, **changes)
         engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
@@ -88,13 +88,13 @@ class Drafter:
         return engine
 
     def said(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
-        """Logits over the target's tokens that follow a history, and each of `drafts` behind it, without a cache."""
+        """Reference logits over the target's tokens after a history, then after each of `drafts`, computed without a cache."""
         text = torch.tensor([history])
         with torch.no_grad():
-            told = judge(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
+            states = judge(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
         tensors, fields = _read(self.folder)
         if self.name == "eagle3":
-            features = torch.cat([told[layer][0] for layer in EAGLE_LAYERS], -1)
+            features = torch.cat([states[layer][0] for layer in EAGLE_LAYERS], -1)
             whole, *chain = eagle3_logits(tensors, fields, features, history, drafts, tensors["embed_tokens.weight"])
             return [torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, D2T, each) for each in (whole[-1], *chain)]
         if self.name == "model":
@@ -102,9 +102,9 @@ class Drafter:
                 whole = smaller()(torch.tensor([[OWN_IDS[token] for token in (*history, *drafts)]])).logits[0]
             return list(whole[len(history) - 1 :, OWN_IDS].double())
         layers = range(4, 4 + fields["num_nextn_predict_layers"])
-        its = judge(self.family)
-        embedding, head = its.get_input_embeddings().weight.detach(), its.get_output_embeddings().weight.detach()
-        whole, *chain = mtp_logits(tensors, fields, layers, told[-1][0], history, drafts, embedding, head)
+        reference = judge(self.family)
+        embedding, head = reference.get_input_embeddings().weight.detach(), reference.get_output_embeddings().weight.detach()
+        whole, *chain = mtp_logits(tensors, fields, layers, states[-1][0], history, drafts, embedding, head)
         return [whole[-1], *chain]
 
 
@@ -122,12 +122,12 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @functools.cache
 def smaller() -> Any:
-    """Another family, fewer layers, and more tokens than the target has."""
+    """A draft model of another family, with fewer layers and more tokens than the target."""
     return random_model("Qwen2", BASE | {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY + 16}, seed=9)
 
 
 def save_smaller(folder: Path) -> Path:
-    """Its tokens are the target's in another order, and some of its own."""
+    """Save the smaller model with the target's tokens in another order and some extra tokens."""
     smaller().save_pretrained(folder)
     save_tokenizer(folder, VOCABULARY)
     path = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Independent reference implementations of the drafters, from their papers and files: float64, dense attention, no cache, one text."""
+"""Independent reference implementations of the drafters, after their papers and file formats: float64, dense, no cache, one sequence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attended(states: Tensor, tensors: Tensors, prefix: str, fields: Mapping[str,
     return result.flatten(1) @ tensors[f"{prefix}.self_attn.o_proj.weight"].double().T
 
 
-def perceived(states: Tensor, tensors: Tensors, prefix: str) -> Tensor:
+def mlp(states: Tensor, tensors: Tensors, prefix: str) -> Tensor:
     gate, up, down = (tensors[f"{prefix}.mlp.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
     opened = states @ gate.T
     return (opened * torch.sigmoid(opened) * (states @ up.T)) @ down.T
@@ -61,7 +61,7 @@ def eagle3_layer(tensors: Tensors, fields: Mapping[str, Any], states: Tensor, to
     words = normed(embedding[list(tokens)].double(), tensors["midlayer.input_layernorm.weight"], epsilon)
     shortcut = smooth if fields["norm_before_residual"] else states
     after = shortcut + attended(torch.cat([words, smooth], -1), tensors, "midlayer", fields)
-    return after + perceived(normed(after, tensors["midlayer.post_attention_layernorm.weight"], epsilon), tensors, "midlayer")
+    return after + mlp(normed(after, tensors["midlayer.post_attention_layernorm.weight"], epsilon), tensors, "midlayer")
 
 
 def eagle3_logits(
@@ -95,7 +95,7 @@ def mtp_module(tensors: Tensors, fields: Mapping[str, Any], layer: int, states: 
     pair = torch.cat([smooth(words, "enorm"), smooth(states, "hnorm")], -1)
     states = pair @ tensors[f"{prefix}.eh_proj.weight"].double().T
     states = states + attended(smooth(states, "input_layernorm"), tensors, prefix, fields)
-    states = states + perceived(smooth(states, "post_attention_layernorm"), tensors, prefix)
+    states = states + mlp(smooth(states, "post_attention_layernorm"), tensors, prefix)
     return smooth(states, "shared_head.norm")
 
 
@@ -113,15 +113,15 @@ def mtp_logits(
     states, words = features.double(), embedding.double()
     result = []
     if len(layers) == 1:
-        said = list(tokens[1:])
+        ids = list(tokens[1:])
         for draft in [*drafts, None]:
-            left = mtp_module(tensors, fields, layers[0], states, words[said])
+            left = mtp_module(tensors, fields, layers[0], states, words[ids])
             result.append(left)
-            states, said = torch.cat([states, left[-1:]]), [*said, draft or 0]
+            states, ids = torch.cat([states, left[-1:]]), [*ids, draft or 0]
     else:
-        said = [*tokens, *drafts]
+        ids = [*tokens, *drafts]
         for depth, layer in enumerate(layers[: len(drafts) + 1], 1):
-            states = mtp_module(tensors, fields, layer, states, words[said[depth : depth + len(states)]])
+            states = mtp_module(tensors, fields, layer, states, words[ids[depth : depth + len(states)]])
             result.append(states)
     guesses = [left @ head.double().T for left in result]
     return [guesses[0], *(each[-1] for each in guesses[1:])]

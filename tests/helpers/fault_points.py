@@ -1,4 +1,4 @@
-"""Faults at named points, each where the real one would come from: a context manager that fails the n-th operation."""
+"""Fault injection points: context managers that make the n-th operation of a component fail."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.helpers.planted import fail, innermost, plant
 
 CAUSE = "planted fault"
 DRAFT_NONSENSE = (float("nan"), float("inf"), float("-inf"))
-CALLS = {  # what a matcher in Python calls of its library
+CALLS = {  # the library methods that a Python matcher calls
     "xgrammar": {"accept": "accept_token", "fill": "fill_next_token_bitmask", "rollback": "rollback"},
     "llguidance": {"accept": "try_consume_tokens", "fill": "unsafe_compute_mask_ptr", "rollback": "rollback"},
 }
 
 
 class Fault:
-    """Operation `number` of a point fails, from 1; `seen` are those that there were."""
+    """Makes operation `number` of a point fail, counted from 1. `seen`: operations so far."""
 
     def __init__(self, number: int) -> None:
         self.number, self.seen = number, 0
@@ -54,7 +54,7 @@ Point = Callable[[Engine, Fault], contextlib.AbstractContextManager[None]]
 
 
 class Failing:
-    """A library's object, one of whose calls fails once."""
+    """Wraps a library object; one call of one method fails."""
 
     def __init__(self, real: Any, name: str, fault: Fault) -> None:
         self._real, self._name, self._fault = real, name, fault
@@ -72,7 +72,7 @@ class Failing:
 
 
 def matcher_call(library: str, operation: str) -> Point:
-    """Of the first request that `library` serves: one of the calls that its host nodes make."""
+    """Fail one matcher call by host nodes, for the first request served by `library`."""
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
@@ -99,7 +99,7 @@ def matcher_call(library: str, operation: str) -> Point:
 def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
     compiler = engine._grammar_queue._compiler
     assert compiler is not None
-    compiler._cache.clear()  # or nothing would be compiled
+    compiler._cache.clear()  # otherwise nothing is compiled
     real = compiler._backends.build
 
     def build(*arguments: Any) -> Any:
@@ -113,7 +113,7 @@ def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
-    """The copy out of a slot that is wanted again has not been made: whoever writes it has to wait."""
+    """The copy out of a reused ring slot is reported as pending, so that the writer has to wait."""
     real = TapeEvent.query
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TapeEvent, "query", lambda event: not fault.due() and real(event))
@@ -147,7 +147,7 @@ def draft_not_finite(nonsense: float) -> Point:
 
 @contextlib.contextmanager
 def _countdown(engine: Engine, fault: Fault, name: str) -> Iterator[None]:
-    """Passes of a model are counted where they are made: in the graph."""
+    """Count the passes of a model on the device, in the graph."""
     counter = engine.buffers[name]
     engine.backend.run(lambda: counter.fill_(fault.number))
     yield
@@ -156,21 +156,21 @@ def _countdown(engine: Engine, fault: Fault, name: str) -> Iterator[None]:
 
 
 class FaultyTarget(ToyTarget):
-    """In the pass that `target_fault` counts down to, the first of a batch is no number."""
+    """The first row of a batch is NaN in the pass at which the countdown `target_fault` reaches zero."""
 
     def cache_specs(self, limits: Limits) -> tuple[BufferSpec, ...]:
         return (*super().cache_specs(limits), BufferSpec("target_fault", (1,), torch.int64))
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         output = super().forward(inputs, buffers)
-        return output._replace(hidden=_spoilt(output.hidden, buffers.target_fault, float("nan")))
+        return output._replace(hidden=_corrupt(output.hidden, buffers.target_fault, float("nan")))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _carried(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
+        return _propagate(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
 
 
 class FaultyDraft(ToyDraft):
-    """The same of a draft; what comes instead is in `draft_nonsense`."""
+    """Like FaultyTarget, for a draft; `draft_nonsense` holds the replacement value."""
 
     def cache_specs(self, limits: Limits) -> tuple[BufferSpec, ...]:
         own = BufferSpec("draft_fault", (1,), torch.int64), BufferSpec("draft_nonsense", (1,), torch.float32)
@@ -178,24 +178,24 @@ class FaultyDraft(ToyDraft):
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         output = super().forward(inputs, buffers)
-        return output._replace(hidden=_spoilt(output.hidden, buffers.draft_fault, buffers.draft_nonsense))
+        return output._replace(hidden=_corrupt(output.hidden, buffers.draft_fault, buffers.draft_nonsense))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _carried(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
+        return _propagate(hidden, super().logits(hidden.nan_to_num(0.0, 0.0, 0.0)))
 
 
-def _spoilt(hidden: Tensor, countdown: Tensor, value: Tensor | float) -> Tensor:
+def _corrupt(hidden: Tensor, countdown: Tensor, value: Tensor | float) -> Tensor:
     countdown.sub_(1)
     first = torch.arange(len(hidden), device=hidden.device) == 0
     return torch.where(((countdown == 0) & first)[:, None, None], value, hidden)
 
 
-def _carried(hidden: Tensor, logits: Tensor) -> Tensor:
+def _propagate(hidden: Tensor, logits: Tensor) -> Tensor:
     return torch.where(hidden[..., :1].isfinite(), logits, hidden[..., :1])
 
 
 def function_raises(fault: Fault) -> Callable[[Job], list[int]]:
-    """A drafter that is asked on the host."""
+    """A host drafter that raises once."""
 
     def draft(job: Job) -> list[int]:
         fault.strike()
@@ -220,7 +220,7 @@ def host_node_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
-    """An operation of the device fails in the middle of a round."""
+    """A device operation fails in the middle of a round."""
     real = Segment.__call__
 
     def call(segment: Segment, skip: bool) -> None:
@@ -235,7 +235,7 @@ def replay_raises(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def between_rounds_raises(engine: Engine, fault: Fault) -> Iterator[None]:
-    """What runs between rounds: prompts through both models, tables, copies in and out."""
+    """Work between rounds fails: prompts through both models, tables, copies in and out."""
     real = TapeBackend.run
 
     def run(backend: TapeBackend, function: Callable[[], object]) -> None:

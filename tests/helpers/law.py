@@ -1,7 +1,7 @@
-"""Many rounds at once through the stages of the runtime, and how likely what they emit is under the float64 oracle.
+"""Runs many rounds at once through the stages of the runtime, and tests their tokens against the distribution of the float64 oracle.
 
-The rows of a batch are requests of many settings, mixed, that differ within a setting by their seeds alone. What admission
-and the host nodes would leave for a round is written here; everything else is the round's own code. Knows nothing of engines.
+The rows of a batch are requests of many settings in random order; rows of one setting differ only in their seeds. The buffers that
+admission and the host nodes fill are filled here; all other work is the code of the round. No engine is involved.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.helpers.oracles import filtered, processed
 TOKENS, WIDTH = 7, 9  # ids from TOKENS on are padding, with the highest logits of all
 STOP, LEGAL = 5, 1  # LEGAL is allowed by every mask
 PROMPT, SAID = (0, 2), (2, 6, 2)  # the history of every row
-OWN_VOCABULARY = (6, 0, 3, 2, 5)  # d2t of a draft that knows some of the target's tokens, in an order of its own
-BATCH = 10_240  # rows that go through a round together
-EDGE = 1e-5  # float32 may put a filter's edge this share to either side
-FEWEST = 25  # rounds that reach a place by one prefix; the law after rarer prefixes is left to other seeds
+OWN_VOCABULARY = (6, 0, 3, 2, 5)  # d2t of a draft with some of the target's tokens, in another order
+BATCH = 10_240  # rows per round
+EDGE = 1e-5  # relative error of a filter threshold in float32
+FEWEST = 25  # minimum rounds that reach a position by one prefix; rarer prefixes are not tested
 
 
 class Setting(NamedTuple):
-    """What the rows of one kind ask for, and what stands before them."""
+    """Sampling parameters, mask and drafter of the rows of one kind."""
 
     sampling: SamplingParams
-    masked: bool  # by a grammar that allows about half of the tokens; there are masks for the others too, which must not matter
-    good: bool  # the drafter
+    masked: bool  # whether a grammar allows about half of the tokens; masks of unmasked rows are filled too and must have no effect
+    good: bool  # whether the drafter is close to the target
 
 
 PENALTIES = {
@@ -53,21 +53,21 @@ PENALTIES = {
 
 
 def setting(temperature: bool, top_k: bool, top_p: bool, min_p: bool, penalties: bool, masked: bool, good: bool) -> Setting:
-    asked = SamplingParams(
+    sampling = SamplingParams(
         temperature=1.5 if temperature else 0.7,
         top_k=3 if top_k else 0,
         top_p=0.8 if top_p else 1.0,
         min_p=0.1 if min_p else 0.0,
         **(PENALTIES if penalties else {}),  # type: ignore[arg-type]
     )
-    return Setting(asked, masked, good)
+    return Setting(sampling, masked, good)
 
 
 EVERY_SETTING = tuple(setting(*bits) for bits in itertools.product((False, True), repeat=7))
 
 
 class Bigram:
-    """A model whose logits follow from the position and the token there: `table` [positions, TOKENS, vocabulary]."""
+    """A model with logits by position and token: `table` [positions, TOKENS, vocabulary]."""
 
     feature_size = 0
     feature_dtype = torch.float32
@@ -87,14 +87,14 @@ class Bigram:
 
 
 class HistogramBuilder(NamedTuple):
-    """What rounds emitted, of every setting S."""
+    """Counts of emitted tokens and accepted drafts, for S settings."""
 
-    counts: list[Tensor]  # of place j: [S, TOKENS ** j, TOKENS], how often each token came after each prefix
-    accepted: Tensor  # [S] drafts that held
+    counts: list[Tensor]  # at position j: [S, TOKENS ** j, TOKENS], how often each token followed each prefix
+    accepted: Tensor  # [S] accepted drafts
 
 
 class Law:
-    """Rounds of `k` drafts for `settings`, each of which has rows, positions and logits of its own."""
+    """Rounds with `k` drafts for `settings`; each setting has its own rows, positions and logits."""
 
     def __init__(self, k: int, d2t: bool, settings: Sequence[Setting], draft_masks: bool = True, seed: int = 0) -> None:
         self.k, self.settings, self.draft_masks = k, settings, draft_masks
@@ -139,7 +139,7 @@ class Law:
         self.masks, self.packed = masks, bitmask.pack(masks)
 
     def _admit(self, order: Tensor) -> None:
-        """As a round that found no drafts leaves the rows: slot b of the batch holds row order[b], of setting kind[b]."""
+        """Set the rows to the state after a round without drafts. Slot b of the batch holds row order[b], of setting kind[b]."""
         b, rows = self.buffers, self.limits.max_rows
         b.batch_rows.copy_(order)
         self.kind = order % len(self.settings)
@@ -153,19 +153,19 @@ class Law:
         b.row_state[:rows, Column.MAX_LENGTH] = self.limits.max_length + self.k
         b.row_state[:rows, Column.DRAFT_LIMIT] = self.k
         b.row_state[:rows, Column.LENGTH] = owners % len(self.settings) * (self.k + 1) + 1
-        for number, (asked, masked, _) in enumerate(self.settings):
+        for number, (sampling, masked, _) in enumerate(self.settings):
             mine = slice(number, rows, len(self.settings))
             b.row_state[mine, Column.CONSTRAINED] = int(masked)
-            b.row_params[mine] = torch.tensor([float(getattr(asked, column.name.lower())) for column in Param])
-            if asked.biases:
-                unused = self.limits.max_bias_ids - len(asked.biases)
-                b.row_bias_ids[mine] = torch.tensor([*asked.biases, *[-1] * unused])
-                b.row_biases[mine] = torch.tensor([*asked.biases.values(), *[0.0] * unused])
+            b.row_params[mine] = torch.tensor([float(getattr(sampling, column.name.lower())) for column in Param])
+            if sampling.biases:
+                unused = self.limits.max_bias_ids - len(sampling.biases)
+                b.row_bias_ids[mine] = torch.tensor([*sampling.biases, *[-1] * unused])
+                b.row_biases[mine] = torch.tensor([*sampling.biases.values(), *[0.0] * unused])
         self.start = b.row_state.clone()
         self.said = torch.bincount(torch.tensor(SAID), minlength=TOKENS).to(torch.int32)
 
     def round(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One round of every row, of seeds that no other number has: tokens [B, K + 1], emitted [B], accepted [B]."""
+        """One round of every row with seeds unique to `number`: tokens [B, K + 1], emitted [B], accepted [B]."""
         b, rows = self.buffers, self.limits.max_rows
         b.row_state.copy_(self.start)
         b.row_state[:rows, Column.SEED] = torch.arange(number * rows, (number + 1) * rows)
@@ -197,11 +197,11 @@ class Law:
         return drafts
 
     def _chain(self, batch: Batch) -> Tensor | None:
-        """What is looked up, if anything is."""
+        """The looked-up draft chain, or None without look-up."""
         return None
 
     def _fill_masks(self, batch: Batch, index: int, previous: Tensor, legal: Tensor) -> None:
-        """What a host node brings: the masks of one place, which follow from the token in front of it."""
+        """Act as a host node: write the masks of one position, which depend on the previous token."""
         b, size = self.buffers, len(batch.rows)
         b.batch_masks[index].copy_(self.packed[batch.column(Column.LENGTH) - 1 + index, previous.clamp(min=0)])
         status = torch.where(legal, int(MaskStatus.OK), int(MaskStatus.ILLEGAL))
@@ -210,32 +210,34 @@ class Law:
         stages.place_masks(b, size, index)
 
     def tally(self, rounds: int) -> HistogramBuilder:
-        """At least `rounds` rounds of every setting."""
+        """Count the results of at least `rounds` rounds of every setting."""
         kinds = len(self.settings)
-        totals = [torch.zeros(kinds * TOKENS ** (place + 1), dtype=torch.int64) for place in range(self.k + 1)]
-        held = torch.zeros(kinds, dtype=torch.int64)
+        totals = [torch.zeros(kinds * TOKENS ** (position_index + 1), dtype=torch.int64) for position_index in range(self.k + 1)]
+        accepted_drafts = torch.zeros(kinds, dtype=torch.int64)
         for number in range(-(-rounds // self.rows_each)):
             tokens, emitted, accepted = self.round(number)
             assert bool((emitted > 0).all())
             prefix = self.kind
-            for place, counts in enumerate(totals):
-                prefix = prefix * TOKENS + tokens[:, place]
-                reached = (emitted > place).to(torch.int64)
-                counts.scatter_add_(0, torch.where(emitted > place, prefix, 0), reached)
-            held.scatter_add_(0, self.kind, accepted)
-        return HistogramBuilder([counts.view(kinds, -1, TOKENS) for counts in totals], held)
+            for position_index, counts in enumerate(totals):
+                prefix = prefix * TOKENS + tokens[:, position_index]
+                reached = (emitted > position_index).to(torch.int64)
+                counts.scatter_add_(0, torch.where(emitted > position_index, prefix, 0), reached)
+            accepted_drafts.scatter_add_(0, self.kind, accepted)
+        return HistogramBuilder([counts.view(kinds, -1, TOKENS) for counts in totals], accepted_drafts)
 
     def chances(self, tally: HistogramBuilder) -> Tensor:
-        """[K + 1, S]: at most how likely counts as odd as these are at each place of each setting, if rounds keep the law.
+        """[K + 1, S]: upper bounds on the probability of counts this unlikely, by position and setting, under the expected law.
 
-        A token is emitted at a place only after drafts that held; given those, it follows the law of its place alone.
+        A token is emitted at a position only after accepted drafts; given those, it follows the law of that position.
         """
         kinds = range(len(self.settings))
-        return torch.tensor([[self._chance(counts[kind], kind, place) for kind in kinds] for place, counts in enumerate(tally.counts)])
+        return torch.tensor(
+            [[self._chance(counts[kind], kind, position_index) for kind in kinds] for position_index, counts in enumerate(tally.counts)]
+        )
 
-    def _chance(self, counts: Tensor, kind: int, place: int) -> float:
+    def _chance(self, counts: Tensor, kind: int, position_index: int) -> float:
         found = (counts.sum(1) >= FEWEST).nonzero()[:, 0].tolist()
-        laws = {prefix: self._law(kind, place, prefix) for prefix in found}
+        laws = {prefix: self._law(kind, position_index, prefix) for prefix in found}
         sure = {prefix: law for prefix, law in laws.items() if law is not None}
         if not sure:
             return 1.0
@@ -243,19 +245,19 @@ class Law:
         statistic = likelihood_ratio(counts[list(sure)], shares)
         return likelihood_ratio_bound(float(statistic.sum()), int(((shares > 0).sum(1) - 1).sum()))
 
-    def _law(self, kind: int, place: int, code: int) -> list[float] | None:
-        """Of the token at a place, after the prefix that `code` spells; None where float32 may put a filter's edge elsewhere."""
-        prefix = [code // TOKENS**power % TOKENS for power in reversed(range(place))]
-        asked, masked, _ = self.settings[kind]
-        position, last = kind * (self.k + 1) + place, prefix[-1] if prefix else SAID[-1]
-        logits = processed(self.target.table[position, last, :TOKENS].tolist(), asked, PROMPT, [*SAID, *prefix], [STOP])
+    def _law(self, kind: int, position_index: int, code: int) -> list[float] | None:
+        """The distribution at a position after the prefix encoded by `code`; None where float32 may shift a filter threshold."""
+        prefix = [code // TOKENS**power % TOKENS for power in reversed(range(position_index))]
+        sampling, masked, _ = self.settings[kind]
+        position, last = kind * (self.k + 1) + position_index, prefix[-1] if prefix else SAID[-1]
+        logits = processed(self.target.table[position, last, :TOKENS].tolist(), sampling, PROMPT, [*SAID, *prefix], [STOP])
         if masked:
             logits = [logit if legal else float("-inf") for logit, legal in zip(logits, self.masks[position, last].tolist(), strict=False)]
-        law, *others = [self._filtered(logits, asked, near) for near in (1.0, 1 - EDGE, 1 + EDGE)]
+        law, *others = [self._filtered(logits, sampling, near) for near in (1.0, 1 - EDGE, 1 + EDGE)]
         same = all([share > 0 for share in other] == [share > 0 for share in law] for other in others)
         return law if same else None
 
     @staticmethod
-    def _filtered(logits: list[float], asked: SamplingParams, near: float) -> list[float]:
-        top_p = asked.top_p * near if asked.top_p < 1 else 1.0
-        return filtered(logits, asked.temperature, asked.top_k, top_p, asked.min_p * near)
+    def _filtered(logits: list[float], sampling: SamplingParams, near: float) -> list[float]:
+        top_p = sampling.top_p * near if sampling.top_p < 1 else 1.0
+        return filtered(logits, sampling.temperature, sampling.top_k, top_p, sampling.min_p * near)

@@ -1,4 +1,4 @@
-"""Independent, straightforward answers that the runtime is held against. Nothing here knows rounds, rows or graphs."""
+"""Independent reference implementations to compare the runtime with. They use no rounds, rows or graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 def prefix_logits(target: ToyTarget, history: Sequence[int]) -> list[float]:
-    """Logits after a history, in whole numbers of 64 bits that wrap around: no cache, no pages, no tensors of the runtime."""
+    """Logits after a history, in wrapping 64-bit integers, without a cache, pages or runtime tensors."""
     bits = (1 << 42) - 1
 
     def mix(value: Numbers, salt: Numbers) -> Numbers:
@@ -46,9 +46,9 @@ def greedy(
     num_tokens: int | None = None,
     sampling: SamplingParams = GREEDY,
 ) -> Answer:
-    """Plain constrained greedy decoding: one token at a time, the likeliest that the grammar and the request allow.
+    """Plain constrained greedy decoding: one token at a time, the most likely one that the grammar and the request allow.
 
-    `num_tokens` is the size of the vocabulary where the logits are padded: ids from there on mean nothing.
+    `num_tokens` is the size of the vocabulary where the logits are padded: larger ids are padding.
     """
     ids = range(target.vocab_size if num_tokens is None else num_tokens)
     tokens: list[int] = []
@@ -73,7 +73,7 @@ def greedy(
 
 
 def accepts(compiled: CompiledConstraint, tokens: Sequence[int], *, finished: bool) -> bool:
-    """A fresh matcher takes every token; a finished text is complete: a stop token was taken, or is all that may follow."""
+    """Whether a new matcher accepts every token and, for a finished text, is terminated or allows only stop tokens."""
     matcher = compiled.matcher()
     masks = torch.zeros(1, compiled.vocabulary.mask_words, dtype=torch.int32)
     if not all(matcher.accept_token(token) for token in tokens):
@@ -84,7 +84,7 @@ def accepts(compiled: CompiledConstraint, tokens: Sequence[int], *, finished: bo
 def processed(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int]
 ) -> list[float]:
-    """What a request makes of the logits after a history, in words. Rounded to float32 on the way, so that near ties fall alike."""
+    """Logits after penalties, biases and bans. Rounded to float32 at each step, so that near ties resolve as in the runtime."""
     real = np.float32
     result: list[float] = np.array(logits, real).tolist()
     touched = {*prompt, *output, *sampling.bad_token_ids, *sampling.logit_bias, *stop_ids}
@@ -102,7 +102,7 @@ def processed(
 
 
 def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: float, min_p: float) -> list[float]:
-    """The distribution that a request asks for, in float64 and in words: temperature, min-p, top-k, top-p; equals stay or go together."""
+    """The distribution after temperature, min-p, top-k and top-p, in float64; equal weights are kept or removed together."""
     order = sorted((token for token in range(len(logits)) if logits[token] > -math.inf), key=lambda token: (-logits[token], token))
     result = [0.0] * len(logits)
     if not order:
@@ -128,25 +128,25 @@ def filtered(logits: Sequence[float], temperature: float, top_k: float, top_p: f
 
 
 def looked_up(history: Sequence[int], prompt: int, given: Sequence[int], count: int, longest: int, shortest: int) -> list[int]:
-    """The drafts of n-gram look-up: what followed where the text, or the given one behind the prompt's end, went on after the same tokens.
+    """The drafts of n-gram look-up: the continuation of an earlier match of the last tokens, in the draft ids first, then in the history.
 
-    `prompt` of the history's tokens are the prompt. -1 where the given text has ended, and everywhere without a match.
+    The first `prompt` tokens of the history are the prompt. Positions after the end of the draft ids, or without a match, are -1.
     """
     start = min(prompt, 8)
-    told = [*history[prompt - start : prompt], *given]
+    text = [*history[prompt - start : prompt], *given]
     for size in range(longest, shortest - 1, -1):
         ending = list(history[-size:])
         if len(ending) < size:
             continue
-        places = [place for place in range(start, len(told)) if place >= size and told[place - size : place] == ending]
-        if places:
+        positions = [position for position in range(start, len(text)) if position >= size and text[position - size : position] == ending]
+        if positions:
             expected = start + len(history) - prompt
-            best = min(places, key=lambda place: (abs(place - expected), -place))
-            return [*told[best : best + count], *[-1] * count][:count]
-        places = [place for place in range(size, len(history)) if list(history[place - size : place]) == ending]
-        if places:
+            best = min(positions, key=lambda position: (abs(position - expected), -position))
+            return [*text[best : best + count], *[-1] * count][:count]
+        positions = [position for position in range(size, len(history)) if list(history[position - size : position]) == ending]
+        if positions:
             copy = list(history)
             for _ in range(count):
-                copy.append(copy[places[-1] + len(copy) - len(history)])
+                copy.append(copy[positions[-1] + len(copy) - len(history)])
             return copy[len(history) :]
     return [-1] * count

@@ -1,4 +1,4 @@
-"""Parameters in pairs: some of them for every run, all of them for the long ones."""
+"""Pairs of test parameters: a subset in every run, all pairs in `make soak`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def pairs(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Every value of each at least once, in turn; the other pairs are run by `make soak`."""
+    """All pairs. Each value occurs in at least one unmarked pair; the other pairs are marked `soak`."""
     count = max(len(first), len(second))
-    always = {(place % len(first), place % len(second)) for place in range(count)}
+    always = {(index % len(first), index % len(second)) for index in range(count)}
     return [
         pytest.param(one, other, marks=[] if (row, column) in always else [pytest.mark.soak])
         for row, one in enumerate(first)

@@ -1,4 +1,4 @@
-"""Bugs and faults planted in a grammar library, beneath either host link."""
+"""Faults planted in a grammar library, for both host links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
 
 def innermost(matcher: Matcher) -> Matcher:
-    """The library's matcher, without a marker around it."""
+    """The matcher of the library, without the marker around it."""
     return matcher.inner if isinstance(matcher, MarkerMatcher) else matcher
 
 
@@ -32,13 +32,13 @@ def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
 
 
 def fail(error: int, message: bytes) -> int:
-    """The behaviour of a failing library function: the message at address `error`, and -1."""
+    """Act as a failing library function: write the message at address `error`, and return -1."""
     ctypes.memmove(error, message + b"\0", len(message) + 1)
     return -1
 
 
 def break_fill(row: MatcherRow, message: str, after: int = 0) -> None:
-    """Let every mask fail but the next `after` ones."""
+    """Make every mask fail except the next `after` ones."""
     left = iter(range(after))
     if isinstance(row, NativeRow):
         plant(row, "fill", lambda real, *args: fail(args[-1], message.encode()) if next(left, None) is None else real(*args))

@@ -1,4 +1,4 @@
-"""Small engines whose requests share pages, a draft whose entries lie in front of their tokens, and a watch over every write."""
+"""Small engines with shared pages, a draft that stores cache entries ahead of their tokens, and a check of every cache write."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PAGE, K = 4, 3
 CONFIG = EngineConfig(
     max_rows=3, num_speculative_tokens=K, max_length=48, page_size=PAGE, num_pages=30, prefill_chunk=7, backend="tape", buckets=(3,)
 )
-SYSTEM = [(place * 5 + 3) % 90 for place in range(17)]
+SYSTEM = [(index * 5 + 3) % 90 for index in range(17)]
 
 
 class AheadDraft(ToyDraft):
-    """Keeps a token's entry `lookahead` positions in front of it, as trained heads do; one wrong entry ends all agreement."""
+    """Stores the entry of a token `lookahead` positions earlier, as trained heads do. One wrong entry changes all later drafts."""
 
     def __init__(self, lookahead: int) -> None:
         super().__init__(TARGET)
@@ -47,11 +47,11 @@ class AheadDraft(ToyDraft):
         buffers.ahead_first.index_put_((torch.where(early, inputs.slots, 0),), inputs.tokens)
         buffers.ahead_later.index_put_((torch.where(mine, slots, 0),), inputs.tokens)
         entries = (inputs.block_tables[:, :, None] * size + torch.arange(size, device=positions.device)).flatten(1)
-        places = torch.arange(entries.shape[1], device=positions.device)
-        text = torch.where(places < ahead, buffers.ahead_first[entries], buffers.ahead_later[entries].roll(ahead, 1))
-        own = toy._fold(toy._mix(text, places).cumsum(1).gather(1, positions))
-        told = toy._fold(toy._from_limbs(inputs.features) + toy._mix(inputs.tokens, positions))
-        hidden = toy._to_limbs(torch.where(own == told, own, own ^ 1))
+        indices = torch.arange(entries.shape[1], device=positions.device)
+        text = torch.where(indices < ahead, buffers.ahead_first[entries], buffers.ahead_later[entries].roll(ahead, 1))
+        own = toy._fold(toy._mix(text, indices).cumsum(1).gather(1, positions))
+        expected = toy._fold(toy._from_limbs(inputs.features) + toy._mix(inputs.tokens, positions))
+        hidden = toy._to_limbs(torch.where(own == expected, own, own ^ 1))
         return ModelOutput(hidden, hidden)
 
 
@@ -72,7 +72,7 @@ def make_engine(draft: str, asynchronous: bool = True, **changes: Any) -> Engine
 
 
 class NoSharedWrites(TorchDispatchMode):
-    """Fails on any write to a page that a request could find, whatever it writes. For an engine that runs eagerly and at once."""
+    """Fails on any write to a published page. For a synchronous, eager engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class NoSharedWrites(TorchDispatchMode):
             self.writes += 1
             slots = taken["indices"][-1] if func is torch.ops.aten.index_put_.default else taken["slots"]
             written, known = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._published.values()}
-            assert not written & known, f"pages {written & known} are known, and written"
+            assert not written & known, f"published pages {written & known} were written"
         return func(*args, **kwargs or {})
 
 
@@ -108,7 +108,7 @@ def ask(engine: Engine, prompt: Sequence[int], count: int = 9, **options: Any) -
 
 
 def rounds_of(job: Job, drafts: int) -> int:
-    """Of a perfect draft: the first round has no drafts, all others take them all."""
+    """Rounds of a job with a perfect draft: the first has no drafts, all others accept every draft."""
     return 1 + -(-(len(job.tokens) - 1) // (drafts + 1))
 
 

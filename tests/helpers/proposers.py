@@ -1,4 +1,4 @@
-"""Proposers for tests: each a formula over what it is shown of a row."""
+"""Proposers for tests: each computes its drafts from the history of a row by a formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepgraph import Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import History
 
-Formula = Callable[[History, Tensor], Tensor]  # and the number of each draft, from 0: [B, K] drafts
+Formula = Callable[[History, Tensor], Tensor]  # (history, draft indices [K]) -> drafts [B, K]
 
 
 class Proposes:
@@ -26,19 +26,19 @@ class Proposes:
 
 
 def always(*tokens: int) -> Proposes:
-    """The same chain, from its beginning again where it is too short."""
+    """Always the same chain, repeated where it is too short."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         chain = torch.zeros_like(index)
-        for place, token in enumerate(tokens):
-            chain = torch.where(index % len(tokens) == place, token, chain)
+        for position, token in enumerate(tokens):
+            chain = torch.where(index % len(tokens) == position, token, chain)
         return chain.expand(len(history.length), -1)
 
     return Proposes(formula)
 
 
 def noise(num_tokens: int) -> Proposes:
-    """Any token, and sometimes none, or an id just outside the vocabulary."""
+    """Pseudo-random tokens, sometimes none or an id just outside the vocabulary."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         last = history.tokens.gather(1, history.length[:, None] - 1).to(torch.int64)
@@ -48,16 +48,16 @@ def noise(num_tokens: int) -> Proposes:
 
 
 def parrot() -> Proposes:
-    """The given text, token for token, whatever was said."""
+    """The caller's draft ids in order, whatever was generated."""
 
     def formula(history: History, index: Tensor) -> Tensor:
-        place = history.given_from + history.generated[:, None] + index
-        return history.tokens.gather(1, place.clamp(max=history.tokens.shape[1] - 1)).to(torch.int64)
+        position = history.given_from + history.generated[:, None] + index
+        return history.tokens.gather(1, position.clamp(max=history.tokens.shape[1] - 1)).to(torch.int64)
 
     return Proposes(formula)
 
 
-def told(job: Job) -> list[int]:
-    """On the host: the given text, and where there is none, any tokens, none, or ids of no token."""
-    place = len(job.tokens)
-    return [*job.draft_ids[place:], *[(place * 31 + index * 17 + job.prompt_ids[0]) % 120 - 3 for index in range(3)]]
+def draft_ids_then_noise(job: Job) -> list[int]:
+    """A host drafter: the caller's draft ids, then pseudo-random ids, some of them invalid."""
+    position = len(job.tokens)
+    return [*job.draft_ids[position:], *[(position * 31 + index * 17 + job.prompt_ids[0]) % 120 - 3 for index in range(3)]]

@@ -1,4 +1,4 @@
-"""What simulations are made of: engines of many kinds, requests of all kinds, delays, and what a request says when it is alone."""
+"""Parts of the simulation: engine configurations, random requests, delays, and reference results of single requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepgraph.runtime.models.toy import ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, STOP, VOCABULARY
 
-POISON = 13  # a token behind which the target has no finite logits
+POISON = 13  # a token after which the target has no finite logits
 MAX_LENGTH, PAGE_SIZE, NUM_PAGES, MAX_QUEUED = 48, 8, 11, 5
 NUM_ASKS = 400
 UNCOMPILABLE = Constraint.ebnf("root ::= nowhere")
@@ -34,7 +34,7 @@ ALL_CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class World:
-    """An engine of the simulation."""
+    """An engine configuration of the simulation."""
 
     k: int
     drafter: str = "fair"
@@ -67,7 +67,7 @@ WORLDS = (
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. What a world cannot take of it is left out there."""
+    """A request. Options that a world does not support are dropped there."""
 
     prompt: tuple[int, ...]
     constraint: Constraint | None
@@ -117,12 +117,12 @@ def ask(number: int) -> Ask:
             top_k=drawn.choice((0, 20)),
             seed=drawn.getrandbits(40),
         )
-    given = tuple(drawn.choices(range(95), k=drawn.choice((0, 0, 6, 20))))
-    return Ask(prompt, constraint, sampling, new_tokens, drawn.choice((None, None, None, 0, 1, 3)), given, drawn.choice(("", "", "b")))
+    draft_ids = tuple(drawn.choices(range(95), k=drawn.choice((0, 0, 6, 20))))
+    return Ask(prompt, constraint, sampling, new_tokens, drawn.choice((None, None, None, 0, 1, 3)), draft_ids, drawn.choice(("", "", "b")))
 
 
 class PoisonedTarget(ToyTarget):
-    """Not-a-number after one token."""
+    """A toy target with NaN logits after the token POISON."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         output = super().forward(inputs, buffers)
@@ -134,7 +134,7 @@ class PoisonedTarget(ToyTarget):
 
 
 class Delays:
-    """Sleeps in front of host nodes and stream segments; which ones, and how long, is fixed by the seed for each name."""
+    """Sleeps before host nodes and stream segments. The seed and the name of each fix which ones sleep, and how long."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -185,16 +185,16 @@ def make_engine(world: World, delays: Delays | None = None) -> Engine:
 
 @functools.cache
 def quiet_engine(world: World) -> Engine:
-    """For one request at a time, in one thread."""
+    """An engine for one request at a time, in one thread."""
     return make_engine(replace(world, eager=True, rounds_in_flight=1, max_rows=1))
 
 
 @functools.cache
-def alone(asked: Ask, world: World) -> tuple[tuple[int, ...], str]:
-    """What a request says when it has an engine to itself, a plain one if it is greedy: its tokens, and why it ends."""
-    with_drafts = not asked.sampling.greedy
+def alone(request: Ask, world: World) -> tuple[tuple[int, ...], str]:
+    """Tokens and finish reason of a request alone in an engine, without drafts if it is greedy."""
+    with_drafts = not request.sampling.greedy
     engine = quiet_engine(replace(world, prefix_reuse=False) if with_drafts else World(0, prefix_reuse=False))
-    job = asked.submit(engine)
+    job = request.submit(engine)
     for _ in engine.stream():
         pass
     return tuple(job.tokens), str(job.finish_reason)

@@ -1,10 +1,10 @@
-"""Deterministic simulation over the tape: one seed fixes an engine, its requests, when they come and go, delays of streams and faults.
+"""Deterministic simulation on the tape backend: a seed fixes the engine, requests, arrival and cancel times, stream delays and faults.
 
     python -m tests.helpers.simulation --seed 17            # one schedule, on a fresh engine
     python -m tests.helpers.simulation --first 0 --count 500
 
-Whatever the schedule, a job that nobody cancelled and no fault touched says what it says alone, in a plain engine where it is greedy, in
-one like the simulated one where it is sampled; every job ends with one reason; and rows, pages, grammars and counts are what they were.
+In every schedule, a job without a cancel or a fault emits the same tokens as when it runs alone: in a plain engine if it is greedy, in
+an engine like the simulated one if it is sampled. Every job ends with one reason, and all rows, pages and grammars are released.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.helpers.planted import break_fill, take_fuel
 from tests.helpers.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine
 
-MOST_STEPS = 2000  # of a schedule: one that needs more hangs
+MOST_STEPS = 2000  # per schedule; more count as a hang
 FAULTS = ("fill", "fuel", "tags")
 
 
 class Action(NamedTuple):
-    """One thing that a schedule does."""
+    """One action of a schedule."""
 
     kind: Literal["submit", "refused", "cancel", "fault", "steps"]
-    what: int  # the number of a request, whose turn it was to be submitted, which of those with matchers, how many steps
+    what: int  # request number (submit), submission index (cancel), choice of a request with a matcher (fault), or number of steps
     fault: str = ""
 
 
 def plan(seed: int) -> list[Action]:
-    """All that a schedule does, whatever comes of it."""
+    """All actions of a schedule, fixed in advance."""
     drawn, actions, submitted = random.Random(f"schedule {seed}"), list[Action](), 0
     for _ in range(drawn.randint(2, 12)):
         for _ in range(drawn.choice((0, 1, 1, 2, 4))):
@@ -56,16 +56,16 @@ def plan(seed: int) -> list[Action]:
 
 @dataclass
 class Entry:
-    """A submitted request and what happened to it."""
+    """A submitted request, its planted fault and its events."""
 
-    asked: Ask
+    request: Ask
     job: Job
     fault: str = ""
     events: list[StepEvent] = field(default_factory=list)
 
 
 class Simulation:
-    """One schedule at a time in one engine; engines are kept, for recording them takes longer than a schedule."""
+    """Runs one schedule at a time in one engine, which is reused because recording takes longer than a schedule."""
 
     def __init__(self, world: World) -> None:
         self.world, self.delays = world, Delays()
@@ -74,63 +74,63 @@ class Simulation:
     def run(self, seed: int) -> list[Entry]:
         self.delays.start(seed)
         prefixes = self.engine._scheduler.rows._pages
-        prefixes._evict(len(prefixes._idle))  # what schedules before this one left, which would be found
-        turns: list[Entry | None] = []
+        prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
+        submissions: list[Entry | None] = []
         before = self.engine.stats()
         for action in plan(seed):
             if action.kind == "submit":
-                turns.append(self._submit(ask(action.what)))
+                submissions.append(self._submit(ask(action.what)))
             elif action.kind == "refused":
                 self._refused(ask(action.what))
             elif action.kind == "steps":
                 for _ in range(action.what):
-                    self._step(turns)
+                    self._step(submissions)
             elif action.kind == "fault":
-                self._plant(turns, action.what, action.fault)
-            elif entry := turns[action.what]:
+                self._plant(submissions, action.what, action.fault)
+            elif entry := submissions[action.what]:
                 self.engine.cancel(entry.job)
         for _ in range(MOST_STEPS):
             if not self.engine.has_work:
                 break
-            self._step(turns)
-        entries = [entry for entry in turns if entry]
+            self._step(submissions)
+        entries = [entry for entry in submissions if entry]
         left = [entry.job for entry in entries if not entry.job.finished]
-        assert not left and not self.engine.has_work, f"{MOST_STEPS} steps later there are jobs still: {left}"
-        self.engine.step()  # what an idle engine does changes nothing
+        assert not left and not self.engine.has_work, f"jobs left after {MOST_STEPS} steps: {left}"
+        self.engine.step()  # a step of an idle engine changes nothing
         after = self.engine.stats()
         assert after.submitted - before.submitted == len(entries)
         assert after.tokens - before.tokens == sum(len(entry.job.tokens) for entry in entries)
         return entries
 
-    def _submit(self, asked: Ask) -> Entry | None:
+    def _submit(self, request: Ask) -> Entry | None:
         full = self.engine.stats().waiting >= MAX_QUEUED
         try:
-            entry = Entry(asked, asked.submit(self.engine))
+            entry = Entry(request, request.submit(self.engine))
         except QueueFullError:
-            assert full, "a queue that has room refused a request"
+            assert full, "a queue with room refused a request"
             return None
         while not all(waiting.ready for waiting in tuple(self.engine._scheduler._waiting)):
-            time.sleep(1e-4)  # grammars are compiled by the clock, and a seed knows none
+            time.sleep(1e-4)  # compile times are not deterministic, so wait here
         return entry
 
-    def _refused(self, asked: Ask) -> None:
+    def _refused(self, request: Ask) -> None:
         before = self.engine.stats().submitted
         try:
-            replace(asked, max_new_tokens=MAX_LENGTH).submit(self.engine)
+            replace(request, max_new_tokens=MAX_LENGTH).submit(self.engine)
         except ValueError:
             assert self.engine.stats().submitted == before
         else:
-            raise AssertionError("a request beyond max_length was taken")
+            raise AssertionError("a request beyond max_length was accepted")
 
-    def _step(self, turns: list[Entry | None]) -> None:
-        by_job = {entry.job.id: entry for entry in turns if entry}
+    def _step(self, submissions: list[Entry | None]) -> None:
+        by_job = {entry.job.id: entry for entry in submissions if entry}
         for event in self.engine.step():
             by_job[event.job_id].events.append(event)
 
-    def _plant(self, turns: list[Entry | None], which: int, fault: str) -> None:
-        """On one of those whose matchers work; where none is, nothing happens."""
-        by_job = {entry.job.id: entry for entry in turns if entry}
-        self.engine.backend.event().wait()  # else threads settle which host nodes see it, and not the seed
+    def _plant(self, submissions: list[Entry | None], which: int, fault: str) -> None:
+        """Plant a fault in one running request with a working matcher, if there is one."""
+        by_job = {entry.job.id: entry for entry in submissions if entry}
+        self.engine.backend.event().wait()  # otherwise thread timing decides which host nodes see the fault
         working = [
             request
             for request in self.engine._scheduler.active
@@ -152,9 +152,9 @@ class Simulation:
             self.engine.backend.run(lambda: tags[row].add_(77))
 
     def check(self, entries: list[Entry]) -> None:
-        """Hold what happened against what each request says alone, and the books against empty ones."""
+        """Compare each job with its result alone, and check that all resources are free."""
         for entry in entries:
-            check_job(entry, *alone(entry.asked, self.world))
+            check_job(entry, *alone(entry.request, self.world))
         self.check_books()
 
     def check_books(self) -> None:
@@ -165,10 +165,10 @@ class Simulation:
         known = list(prefixes._published.values())
         held = sorted([*prefixes._free, *(page.page for page in known)])
         assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or known"
-        assert all(page.holders == 0 for page in known), "a page is held by nobody that is there"
+        assert all(page.holders == 0 for page in known), "a page is held after all jobs ended"
         compiler = engine._grammar_queue._compiler
         assert compiler is not None and not engine._scheduler._claims
-        assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed by nobody that is there"
+        assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed after all jobs ended"
         assert stats.submitted == sum(count for _, count in stats.finished)
         assert stats.rounds == sum(graph.rounds for graph in stats.graphs) and stats.host_syncs == 0
         assert stats.rounds == (stats.replays if not self.world.eager else stats.eager_rounds)
@@ -177,17 +177,19 @@ class Simulation:
 def check_job(entry: Entry, tokens: tuple[int, ...], reason: str) -> None:
     job, events = entry.job, entry.events
     assert job.finish_reason is not None
-    assert [token for event in events for token in event.tokens] == job.tokens, "events tell another text than the job"
-    assert [event.finish_reason for event in events if event.finish_reason] == [job.finish_reason], "one end, told once"
-    assert events[-1].finish_reason is not None, "an event behind the end"
-    assert len(job.origins) == len(job.tokens) and len(job.logprobs) == (len(job.tokens) if entry.asked.sampling.logprobs else 0)
-    told = f"got {job.tokens} {job.finish_reason} {job.error!r}, want {list(tokens)} {reason}, for {entry.asked}, fault {entry.fault!r}"
+    assert [token for event in events for token in event.tokens] == job.tokens, "the events differ from the tokens of the job"
+    assert [event.finish_reason for event in events if event.finish_reason] == [job.finish_reason], "expected exactly one finish event"
+    assert events[-1].finish_reason is not None, "an event after the finish event"
+    assert len(job.origins) == len(job.tokens) and len(job.logprobs) == (len(job.tokens) if entry.request.sampling.logprobs else 0)
+    message = (
+        f"got {job.tokens} {job.finish_reason} {job.error!r}, expected {list(tokens)} {reason}, for {entry.request}, fault {entry.fault!r}"
+    )
     if job.finish_reason == FinishReason.CANCELLED or (entry.fault and job.finish_reason == FinishReason.ERROR):
-        assert job.tokens == list(tokens[: len(job.tokens)]), told
+        assert job.tokens == list(tokens[: len(job.tokens)]), message
     else:
-        assert (tuple(job.tokens), str(job.finish_reason)) == (tokens, reason), told
+        assert (tuple(job.tokens), str(job.finish_reason)) == (tokens, reason), message
     if job.finish_reason == FinishReason.ERROR:
-        assert job.error and (entry.fault or reason == FinishReason.ERROR), told
+        assert job.error and (entry.fault or reason == FinishReason.ERROR), message
 
 
 def world_of(seed: int) -> World:
@@ -195,7 +197,7 @@ def world_of(seed: int) -> World:
 
 
 class Failure(AssertionError):
-    """A schedule that did what it must not; its text ends with the line that repeats it."""
+    """A failed schedule. The message ends with the command that repeats it."""
 
 
 @functools.cache
@@ -216,7 +218,7 @@ def run_seed(seed: int, simulation: Simulation | None = None) -> list[Entry]:
 
 
 def run_many(seeds: Iterable[int]) -> dict[str, int]:
-    """What the schedules of some seeds had in them."""
+    """Run the schedules of `seeds`; counts of schedules, jobs, tokens, faults and finish reasons."""
     counts = dict.fromkeys(("schedules", "jobs", "tokens", "faults", *(str(reason) for reason in FinishReason)), 0)
     for seed in seeds:
         entries = run_seed(seed)
@@ -231,8 +233,8 @@ def run_many(seeds: Iterable[int]) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, help="one schedule")
-    parser.add_argument("--first", type=int, default=0, help="of several schedules")
+    parser.add_argument("--seed", type=int, help="run one schedule")
+    parser.add_argument("--first", type=int, default=0, help="first seed of several schedules")
     parser.add_argument("--count", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Invariants of EngineStats, and runs that produce some."""
+"""Invariants of EngineStats, and a run that produces statistics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`python -m tests.helpers.uncovered FILE`: of a report of `coverage json`, what COVERAGE.md does not list. `make coverage` ends with it.
+"""`python -m tests.helpers.uncovered FILE`: unexecuted lines of a `coverage json` report that COVERAGE.md does not list.
 
-The table names functions, not lines: these move. A name stands for all that lies in it.
+`make coverage` ends with it. The table names functions, because line numbers change. A name includes everything nested in it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from tests.helpers.documents import ROOT
 
 ROW = re.compile(r"^\| `([\w/]+\.py)` \| (.+?) \| .+ \|$", re.MULTILINE)
-MODULE = "the module"  # what runs when it is imported
+MODULE = "the module"  # the lines that run on import
 Table = dict[str, frozenset[str]]
 
 
 def table() -> Table:
-    """By file: the functions and classes that no test here runs, in full or in part."""
+    """By file: the functions and classes with lines that no test runs."""
     rows = ROW.findall((ROOT / "tests" / "COVERAGE.md").read_text(encoding="utf-8"))
     found: dict[str, set[str]] = {}
     for file, names in rows:
@@ -44,7 +44,7 @@ def definitions(source: str) -> Iterator[tuple[str, int, int]]:
 
 
 def unlisted(files: Mapping[str, Mapping[str, object]], listed: Mapping[str, frozenset[str]]) -> list[str]:
-    """One line per function that was not run in full and stands in the table neither itself nor with what it lies in."""
+    """One line per function with unexecuted lines that is not listed, neither itself nor an enclosing definition."""
     found = []
     for file, report in sorted(files.items()):
         known, lines = list(definitions((ROOT / file).read_text(encoding="utf-8"))), dict[str, list[int]]()
@@ -60,7 +60,11 @@ def unlisted(files: Mapping[str, Mapping[str, object]], listed: Mapping[str, fro
 
 def main(path: str) -> None:
     rest = unlisted(json.loads(Path(path).read_text(encoding="utf-8"))["files"], table())
-    print("\n".join(["not run, and not in tests/COVERAGE.md:", *rest]) if rest else "what was not run stands in tests/COVERAGE.md")
+    print(
+        "\n".join(["not run, and not listed in tests/COVERAGE.md:", *rest])
+        if rest
+        else "all unexecuted lines are listed in tests/COVERAGE.md"
+    )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_promise_2_refusal_is_one_sentence_and_changes_nothing(engine: Engine) -
         {"prompt_ids": [1], "max_new_tokens": 10**5000},
         {"prompt_ids": [1], "draft_ids": [[1] * 10**5]},
     ):
-        with pytest.raises(ValueError, match=r"^\w+(\[0\])?: got .*, want ") as caught:
+        with pytest.raises(ValueError, match=r"^\w+(\[0\])?: got .*, expected ") as caught:
             engine.submit(**arguments)
         assert len(str(caught.value)) < 300
     assert engine.stats() == before and not engine.has_work
