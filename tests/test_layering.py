@@ -126,6 +126,55 @@ def test_a_planted_synchronisation_is_seen(call: str) -> None:
     assert sync_faults("a.py", ast.parse("def stage(x):\n    return torch.where(x, x.to(torch.int64), 0)")) == []
 
 
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Modules of the core and the core modules that each imports anywhere, also inside functions and under TYPE_CHECKING."""
+    trees = {path: tree for path, tree in sources(root) if path.split("/")[0] in LAYERS}
+    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in trees}
+    graph: dict[str, set[str]] = {}
+    for module, path in names.items():
+        found = (name.removeprefix("stepgraph.") for _, name in imported(trees[path]) if name.startswith("stepgraph."))
+        targets = {name if name in names else name.rpartition(".")[0] for name in found}
+        graph[module] = {target for target in targets if target in names and target != module}
+    return graph
+
+
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reachable: dict[str, set[str]] = {}
+    for module in graph:
+        seen, stack = set[str](), list(graph[module])
+        while stack:
+            found = stack.pop()
+            if found not in seen:
+                seen.add(found)
+                stack.extend(graph[found])
+        reachable[module] = seen
+    cycles = {
+        frozenset(other for other in reachable[module] if module in reachable[other]) for module in graph if module in reachable[module]
+    }
+    return sorted(sorted(cycle) for cycle in cycles)
+
+
+def test_no_import_cycles() -> None:
+    graph = import_graph(ROOT)
+    assert len(graph) > 100
+    assert import_cycles(graph) == []
+
+
+def test_a_planted_import_cycle_is_found(tmp_path: Path) -> None:
+    files = {
+        "graphs/a.py": "from stepgraph.graphs.b import x",
+        "graphs/b.py": "def late():\n    from stepgraph.graphs import c",
+        "graphs/c.py": "if TYPE_CHECKING:\n    import stepgraph.graphs.a",
+        "graphs/d.py": "from stepgraph.graphs.a import x",
+        "graphs/__init__.py": "from stepgraph.graphs.d import x",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    assert import_cycles(import_graph(tmp_path)) == [["graphs.a", "graphs.b", "graphs.c"]]
+
+
 def test_a_total_over_budget_is_reported() -> None:
     exact = {f"{folder}/a.py": budget for folder, budget in BUDGETS.items()}
     ring = dict.fromkeys(DECODE_RING, 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stepgraph.sampling import params
+from stepgraph.sampling import fields, params
 from stepgraph.sampling.grammar.compile import backends
 from stepgraph.sampling.grammar.tokenizers import table
 from tests.fuzz.doors import DOORS
@@ -75,7 +75,7 @@ def test_kept_inputs_are_refused_or_work(doors: Callable[[str], Door], case: Pat
 
 # Negative controls: a check that is patched out, by the kept input that must then fail.
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "sampling_long_value": (params, "shown", repr),
+    "sampling_long_value": (fields, "clip_repr", repr),
     "constraint_ebnf_payload": (backends, "_grammar_of", lambda payload: json.loads(payload)[1]),
     "ranks_wide": (table, "MAX_IDS", 10**60),
 }
@@ -90,7 +90,7 @@ def test_input_detects_its_removed_guard(doors: Callable[[str], Door], case: str
 
 
 def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(params, "_in_range", lambda value, low, high: isinstance(value, (int, float)))
+    monkeypatch.setitem(params._CHECKS, "temperature", fields.Check(fields.is_number, "a number"))
     report = fuzz(doors("sampling"), 1000)
     assert [find.what for find in report.finds if "a number that is none was taken" in find.what]
 

@@ -94,6 +94,6 @@ def test_wrong_output_shapes_are_refused_at_capture(which: str) -> None:
 def test_dropout_in_training_mode_is_refused() -> None:
     model = Decay("mean", 16, False)
     model.noise = nn.Dropout(0.1)
-    with pytest.raises(ValueError, match=r"Engine.target: noise drops out in training mode; call .eval\(\) first"):
+    with pytest.raises(ValueError, match=r"Engine.target: noise is dropout in training mode; call .eval\(\) first"):
         Engine(model, config=EngineConfig(num_speculative_tokens=0))
     Engine(model.eval(), config=EngineConfig(num_speculative_tokens=0, max_length=16)).close()
