@@ -1,14 +1,13 @@
-"""The `stepgraph` command: parses, and leaves the work to `commands/`, one module per word."""
+"""The `stepgraph` command: parses the command line and runs one of the modules in `commands/`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from stepgraph import __version__
 from stepgraph.runtime.commands import bench, capture_check, demo, doctor, generate, replay
-from stepgraph.runtime.commands.terminal import Command, leave
+from stepgraph.runtime.commands.terminal import Command, Parser, run_command
 
 COMMANDS: dict[str, Command] = {
     "demo": demo,
@@ -21,19 +20,17 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return leave("stepgraph", lambda: _main(arguments))
+    return run_command("stepgraph", lambda: _main(arguments))
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="stepgraph", description="A decoding runtime: one speculative, grammar-constrained round is one recorded graph."
-    )
+    parser = Parser(prog="stepgraph", description="A decoding runtime: one speculative, grammar-constrained round is one recorded graph.")
     parser.add_argument("--version", action="version", version=f"stepgraph {__version__}")
-    words = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for word, command in COMMANDS.items():
-        command.add(words.add_parser(word, help=command.SUMMARY))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.SUMMARY))
     options = parser.parse_args(arguments)
-    return leave(f"stepgraph {options.command}", lambda: COMMANDS[options.command].run(options))
+    return run_command(f"stepgraph {options.command}", lambda: COMMANDS[options.command].run(options))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ DEVICE_FILES = (
     "graphs/round.py",
     "runtime/models/llama.py",
     "runtime/models/ngram.py",
-    "runtime/models/rope.py",
     "sampling/bitmask.py",
     "sampling/acceptance.py",
 )

@@ -34,7 +34,6 @@ DECODE_RING = (
     "runtime/stats.py",
     "runtime/models/llama.py",
     "runtime/models/eagle3.py",
-    "runtime/models/rope.py",
     "graphs/round.py",
     "graphs/stages.py",
     "graphs/drafting.py",

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 import torch
 
 from stepgraph import AsyncEngine, Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.commands.terminal import leave, shows_progress
+from stepgraph.runtime.commands.terminal import run_command, shows_progress
 from stepgraph.runtime.demo.pair import head_path, target_path
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.text import TextCodec
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    return leave("serve_example", lambda: run(options))
+    return run_command("serve_example", lambda: run(options))
 
 
 if __name__ == "__main__":

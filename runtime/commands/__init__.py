@@ -1,1 +1,1 @@
-"""What the `stepgraph` command does, one module per word: `add` states its flags, `run` imports torch and does it."""
+"""The commands of `stepgraph`, one module each: `add` declares the flags, `run` imports torch and runs the command."""

@@ -1,4 +1,4 @@
-"""`stepgraph capture-check`: whether a user's own step can be captured, and if not, which line of it cannot."""
+"""`stepgraph capture-check`: whether a user's step can be captured, and if not, which line prevents it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepgraph.runtime.commands.terminal import BAD_INPUT, FAILED, describe, load_libraries, print_json
+from stepgraph.runtime.commands.terminal import (
+    BAD_INPUT,
+    FAILED,
+    add_json_flag,
+    describe,
+    load_libraries,
+    print_error,
+    print_json,
+    print_text,
+)
 from stepgraph.sampling.fields import clip_repr
 
 if TYPE_CHECKING:
     from stepgraph.graphs.buffers import StaticBuffers
     from stepgraph.graphs.capture import Recorded, Step
 
-SUMMARY = "is a step of yours capturable? names the line that is not"
-WANTED = "a module and a name in it, such as my_step:make"
-MAKES = "a function without arguments that returns (step, buffers); for a step itself give --buffers"
-MOST_FRAMES = 5  # of a user's that are shown, the innermost
+SUMMARY = "check whether your step can be captured; reports the line that prevents it"
+MODULE_AND_NAME = "a module and a name in it, such as my_step:make"
+FACTORY = "a function without arguments that returns (step, buffers); to pass the step itself, use --buffers"
+MAX_FRAMES = 5  # innermost frames of the user's code in an error report
 EXAMPLE = """
 # my_step.py
 import torch
@@ -45,53 +54,55 @@ class UserError(Exception):
 def add(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
-        "Record a step twice, on the tape or, where its buffers are on a GPU, into a CUDA graph, and compare the recordings:\n"
-        "what reads host state, waits for the device or has shapes of its own is refused with rule, file and line.\n"
-        "MODULE:NAME is called without arguments and returns (step, buffers); modules of this folder are found.\n" + EXAMPLE,
+        "Record a step twice and compare the recordings: into a CUDA graph if its buffers are on a GPU, otherwise on the tape.\n"
+        "Reading host state, waiting for the device and data-dependent shapes are errors with rule, file and line.\n"
+        "MODULE:NAME is called without arguments and returns (step, buffers). The current folder is on the import path.\n" + EXAMPLE,
         [
             "stepgraph capture-check my_step:make",
             "stepgraph capture-check my_step:make --replay --json",
             "stepgraph capture-check my_step:step --buffers my_step:buffers",
         ],
     )
-    parser.add_argument("target", metavar="MODULE:NAME", help="what returns (step, buffers); with --buffers, the step itself")
-    parser.add_argument("--buffers", metavar="MODULE:NAME", help="its StaticBuffers, or a function that returns them")
-    parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change what must not matter")
-    parser.add_argument("--replay", action="store_true", help="then run and replay the step from the same state, and compare bit by bit")
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("target", metavar="MODULE:NAME", help="a function that returns (step, buffers); with --buffers, the step itself")
+    parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
+    parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change host state")
+    parser.add_argument("--replay", action="store_true", help="also run and replay the step from the same state, and compare all bits")
+    add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     load_libraries("stepgraph.graphs.capture")
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
-        document, text, code = _checked(options)
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's code does not mix with the result
+        document, text, code = _check(options)
     if options.json:
         print_json(document)
+    elif code:
+        print_error(text)
     else:
-        print(text, file=sys.stderr if code else sys.stdout)
+        print_text(text)
     return code
 
 
-def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
-    """What --json prints, what is printed otherwise, and the exit code."""
+def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """The output with --json, the output without, and the exit code."""
     from stepgraph.graphs.backends import capture
     from stepgraph.graphs.capture import CaptureError
 
     sys.path.insert(0, str(Path.cwd()))
     try:
         step, buffers = _step_and_buffers(options)
-        between = None if options.between is None else _named("--between", options.between)
+        between = None if options.between is None else _import("--between", options.between)
         if between is not None:
             _require_callable("--between", options.between, between, "a function without arguments")
     except UserError as error:
         return {"capturable": None, "error": _trace(error.__cause__)}, f"{error}:\n{_trace(error.__cause__)}", BAD_INPUT
     try:
         recorded = capture(step, buffers, check="twice", between=between)
-        same = _replays(step, buffers, recorded) if options.replay else None
+        same = _replay_equals_eager(step, buffers, recorded) if options.replay else None
     except CaptureError as error:
-        found = {"rule": error.rule, "message": str(error).split("\n")[0], "file": error.file, "line": error.line, "source": error.source}
-        return {"capturable": False, **found}, f"not capturable: {error}", FAILED
-    except (Exception, SystemExit) as error:  # whatever a user's step raises
+        where = {"rule": error.rule, "message": str(error).split("\n")[0], "file": error.file, "line": error.line, "source": error.source}
+        return {"capturable": False, **where}, f"not capturable: {error}", FAILED
+    except (Exception, SystemExit) as error:  # raised by the user's step
         return {"capturable": False, "error": _trace(error)}, f"the step failed:\n{_trace(error)}", FAILED
     report = recorded.report
     document = {
@@ -110,68 +121,69 @@ def _checked(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
 def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]:
     from stepgraph.graphs.buffers import StaticBuffers
 
-    named = _named("MODULE:NAME", options.target)
+    target = _import("MODULE:NAME", options.target)
     if options.buffers is None:
-        made = _called("MODULE:NAME", options.target, named, MAKES)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ValueError(f"{options.target}: got {type(made).__name__} from it, want {MAKES}")
-        step, buffers = made
+        result = _call("MODULE:NAME", options.target, target, FACTORY)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"{options.target}: got {type(result).__name__} as its result, expected {FACTORY}")
+        step, buffers = result
     else:
-        step, buffers = named, _named("--buffers", options.buffers)
+        step, buffers = target, _import("--buffers", options.buffers)
         if not isinstance(buffers, StaticBuffers):
-            buffers = _called("--buffers", options.buffers, buffers, "StaticBuffers, or a function without arguments that returns them")
+            buffers = _call("--buffers", options.buffers, buffers, "StaticBuffers, or a function without arguments that returns them")
     if not callable(step):
-        raise ValueError(f"{options.target}: got {type(step).__name__} for the step, want a function of the buffers")
+        raise ValueError(f"{options.target}: got {type(step).__name__} as the step, expected a function of the buffers")
     if not isinstance(buffers, StaticBuffers):
-        raise ValueError(f"{options.buffers or options.target}: got {type(buffers).__name__} for the buffers, want StaticBuffers")
+        raise ValueError(f"{options.buffers or options.target}: got {type(buffers).__name__} as the buffers, expected StaticBuffers")
     return step, buffers
 
 
-def _named(flag: str, given: str) -> Any:
-    module, _, name = given.partition(":")
+def _import(flag: str, value: str) -> Any:
+    """The object that MODULE:NAME names."""
+    module, _, name = value.partition(":")
     if not module or not name or module.startswith(".") or module.endswith(".py"):
-        raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}")
+        raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}")
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}; there is no module {error.name!r}") from None
+            raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}; there is no module {error.name!r}") from None
         raise UserError(f"importing {module} failed") from error
     except (Exception, SystemExit) as error:
         raise UserError(f"importing {module} failed") from error
     if not hasattr(imported, name):
-        raise ValueError(f"{flag}: got {clip_repr(given)}, want {WANTED}; {module} has no {name!r}")
+        raise ValueError(f"{flag}: got {clip_repr(value)}, expected {MODULE_AND_NAME}; {module} has no {name!r}")
     return getattr(imported, name)
 
 
-def _called(flag: str, given: str, function: Any, wanted: str) -> Any:
-    _require_callable(flag, given, function, wanted)
+def _call(flag: str, value: str, function: Any, expected: str) -> Any:
+    _require_callable(flag, value, function, expected)
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise UserError(f"{given}() failed") from error
+        raise UserError(f"{value}() failed") from error
 
 
-def _require_callable(flag: str, given: str, function: Any, wanted: str) -> None:
+def _require_callable(flag: str, value: str, function: Any, expected: str) -> None:
     if not callable(function):
-        raise ValueError(f"{flag}: got {clip_repr(given)}, which is a {type(function).__name__}, want {wanted}")
+        raise ValueError(f"{flag}: got {clip_repr(value)}, which is a {type(function).__name__}, expected {expected}")
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise ValueError(f"{flag}: got {clip_repr(given)} ({error}), want {wanted}") from None
-    except ValueError:  # some of C's have no signature
+        raise ValueError(f"{flag}: got {clip_repr(value)} ({error}), expected {expected}") from None
+    except ValueError:  # some functions in C have no signature
         return
 
 
-def _replays(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
-    """Whether a replay leaves the same bits as the step itself, from the state that the buffers are in."""
+def _replay_equals_eager(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
+    """Whether a replay and the step leave the same bits, both started from the current contents of the buffers."""
     from stepgraph.graphs.capture import run_eager
     from stepgraph.graphs.tape.replay_ops import same_bits
 
-    def after(act: Callable[[], None]) -> dict[str, Any]:
+    def after(run: Callable[[], None]) -> dict[str, Any]:
         for name, tensor in before.items():
             buffers[name].copy_(tensor)
-        act()
+        run()
         return {name: buffers[name].clone() for name in before}
 
     before = {name: buffers[name].clone() for name in buffers}
@@ -180,12 +192,12 @@ def _replays(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
 
 
 def _trace(error: BaseException | None) -> str:
-    """The user's own frames: what is above them is this command."""
+    """The exception with the frames of the user's files; the frames above them belong to this command."""
     assert error is not None
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and "site-packages" not in frame.filename]
-    shown_frames = own[-MOST_FRAMES:] or [frame for frame in frames[-1:] if frame.line]
-    lines = [f"  {frame.filename}:{frame.lineno}\n    {frame.line}" for frame in shown_frames]
+    shown = own[-MAX_FRAMES:] or [frame for frame in frames[-1:] if frame.line]
+    lines = [f"  {frame.filename}:{frame.lineno}\n    {frame.line}" for frame in shown]
     return "\n".join([*lines, *(line.rstrip() for line in traceback.format_exception_only(error))])
 
 
@@ -195,5 +207,5 @@ def _table(document: dict[str, Any]) -> str:
     lines += [f"host nodes: {', '.join(document['host_nodes'])}"] if document["host_nodes"] else []
     lines += [f"{document['intermediate_bytes']:,} bytes of intermediates, {document['buffer_bytes']:,} of buffers"]
     if document["replay_equals_eager"] is not None:
-        lines += ["a replay equals the step, bit for bit" if document["replay_equals_eager"] else "A REPLAY DIFFERS FROM THE STEP"]
+        lines += ["replay and step have equal bits" if document["replay_equals_eager"] else "REPLAY AND STEP DIFFER"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What `stepgraph doctor` asks of a process of its own, which may crash: one line of JSON per answer, as soon as there is one."""
+"""The checks of `stepgraph doctor` that could crash, as a separate process. Prints one JSON line per probe, at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 def torch_build() -> dict[str, Any]:
     import torch
 
-    names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads(), "threads_told": told}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return {"cuda": torch.version.cuda or "", "devices": names, "threads": torch.get_num_threads(), "omp_num_threads": variable}
 
 
 def native_link() -> str:
-    """Why grammars are not driven from C; empty where they are."""
+    """Why grammars are not driven from C; empty if they are."""
     from stepgraph.sampling.grammar.link.library import Unavailable, load
 
     try:
@@ -36,7 +36,7 @@ def native_library() -> str:
 
 
 def triton_launch() -> str:
-    """Why Triton programs cannot run on the first GPU; empty where they can, or without a GPU."""
+    """Why Triton programs cannot run on the first GPU; empty if they can, and without a GPU."""
     import torch
 
     from stepgraph.sampling.kernels.operation import why_no_triton
@@ -45,7 +45,7 @@ def triton_launch() -> str:
 
 
 def attention() -> dict[str, str]:
-    """Of a usual model in bfloat16. On a GPU flashinfer is built and tried out with the first capture, which takes minutes: not here."""
+    """The kernels for a typical bfloat16 model, or why they do not fit. On a GPU flashinfer is not built, which takes minutes."""
     import torch
 
     from stepgraph.graphs.attention.choose import choose_attention, unfit
@@ -58,7 +58,7 @@ def attention() -> dict[str, str]:
 
 
 def filters() -> dict[str, str]:
-    """The same for top-k, top-p and their like."""
+    """The kernels for top-k, top-p and min-p, or why they do not fit."""
     import importlib.util
 
     import torch
@@ -72,7 +72,7 @@ def filters() -> dict[str, str]:
 
 
 def self_test() -> dict[str, Any]:
-    """One text under a schema, by recorded rounds on the tape."""
+    """Decode one text under a schema, in recorded rounds on the tape."""
     from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
     from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 
@@ -83,12 +83,12 @@ def self_test() -> dict[str, Any]:
     with Engine(target, ToyDraft(target, agreement=0.8), vocabulary=vocabulary, config=config) as engine:
         report = engine.capture()
         job = engine.generate([1, 2], constraint=Constraint.json_schema(schema), max_new_tokens=32)
-        counted = engine.stats()
+        stats = engine.stats()
     text = vocabulary.decode(job.tokens).decode()
     legal = job.finish_reason == "constraint_complete" and isinstance(json.loads(text)["ok"], bool)
-    one_each = counted.rounds == counted.replays > 0 and counted.host_syncs == 0
-    told = f"{text} in {counted.rounds} rounds, each one replay of a graph, {len(report.keys)} graphs captured"
-    return {"passed": legal and one_each, "told": told if legal and one_each else job.error or f"{text!r}, {job.finish_reason}"}
+    passed = legal and stats.rounds == stats.replays > 0 and stats.host_syncs == 0
+    result = f"{text} in {stats.rounds} rounds, each one replay of a graph, {len(report.keys)} graphs captured"
+    return {"passed": passed, "result": result if passed else job.error or f"{text!r}, {job.finish_reason}"}
 
 
 PROBES: tuple[Callable[[], object], ...] = (
@@ -103,7 +103,7 @@ PROBES: tuple[Callable[[], object], ...] = (
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")  # what would be warned of is what is told
+    warnings.simplefilter("ignore")  # the answers contain what the warnings report
     for probe in PROBES:
         try:
             answer = {"name": probe.__name__, "answer": probe()}

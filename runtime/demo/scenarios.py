@@ -1,4 +1,4 @@
-"""What the demonstration asks: a record to extract, a tool to call, a question. None of it was trained on."""
+"""The prompts of the demonstration: extract a record, call a tool, answer a question. The head was not trained on them."""
 
 from __future__ import annotations
 

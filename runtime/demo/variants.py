@@ -1,4 +1,4 @@
-"""Ways to decode the same requests with one pair of models, each an engine of its own, so that they can take turns."""
+"""Variants of decoding the same requests with one pair of models. Each has its own engine, so that runs can be interleaved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stepgraph.runtime.request import Job, StepEvent
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Constraint, Vocabulary
 
-LOOK_UP = 2  # equal tokens that count as a find: a single one is found by chance
+LOOK_UP = 2  # minimum match in tokens; single tokens match by chance
 
 
 class Pair(NamedTuple):
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
 
 def open_pair(drafts: int, progress: bool = False) -> Pair:
-    """The demonstration's own, in bfloat16 on the CPU. ValueError names the command that brings what is missing."""
+    """The demonstration's models in bfloat16. Raises ValueError with the command that installs a missing part."""
     path = target_path()
     config = EngineConfig(max_rows=1, num_speculative_tokens=drafts)
     loaded = load_models(path, head_path(), config, dtype=torch.bfloat16, progress=progress)
@@ -43,7 +43,7 @@ def open_pair(drafts: int, progress: bool = False) -> Pair:
 
 
 def toy_pair() -> Pair:
-    """Seeded noise with a grammar in front of it, and a draft that mostly agrees: legal texts without sense, in a second."""
+    """The toy models with a draft that agrees on 80% of prefixes: legal texts without meaning, without any files."""
     vocabulary = Vocabulary.printable()
     target = ToyTarget(vocabulary.logits_width, seed=7)
     return Pair("the toy pair", target, ToyDraft(target, 0.8), TextCodec.of_bytes(vocabulary))
@@ -54,10 +54,7 @@ class Variant:
     name: str
     drafts: int
     constrained: bool
-    options: Mapping[str, Any] = field(default_factory=dict)  # of EngineConfig
-
-    def constraint(self, wanted: Constraint | None) -> Constraint | None:
-        return wanted if self.constrained else None
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for EngineConfig
 
 
 def variants(drafts: int) -> tuple[Variant, ...]:
@@ -71,7 +68,7 @@ def variants(drafts: int) -> tuple[Variant, ...]:
 
 
 class Case:
-    """One variant's engine, with one row. Tokens a second count from a request's first token on: prompts cost every variant the same."""
+    """One variant's engine, with one row. Tokens per second exclude the prompt: they count from a request's first token."""
 
     def __init__(self, variant: Variant, pair: Pair, max_length: int) -> None:
         self.variant = variant
@@ -81,17 +78,22 @@ class Case:
             num_speculative_tokens=variant.drafts,
             max_length=max_length,
             greedy_only=True,
-            prefix_reuse=False,  # the same prompt again is computed again
+            prefix_reuse=False,  # repeated prompts are computed again
             **variant.options,
         )
         self.engine = Engine(pair.target, pair.draft if variant.drafts else None, vocabulary=pair.vocabulary, config=config)
 
     def run(
-        self, prompt: Sequence[int], wanted: Constraint | None, new_tokens: int, show: Callable[[StepEvent], object] = lambda event: None
+        self,
+        prompt: Sequence[int],
+        constraint: Constraint | None,
+        new_tokens: int,
+        show: Callable[[StepEvent], object] = lambda event: None,
     ) -> Job:
-        constraint = self.variant.constraint(wanted)
+        """constraint: ignored if the variant is unconstrained. show: called with every event."""
+        constraint = constraint if self.variant.constrained else None
         if constraint is not None:
-            self.engine.compile(constraint)  # outside the clock
+            self.engine.compile(constraint)  # not part of the measured time
         job = self.engine.submit(prompt, constraint=constraint, max_new_tokens=new_tokens)
         first, seen = 0.0, 0
         for event in self.engine.stream():
@@ -109,7 +111,7 @@ class Case:
         return self.tokens / self.seconds if self.tokens else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Counts are the engine's since it was made."""
+        """Counts over the lifetime of the engine."""
         stats = self.engine.stats()
         return {
             "variant": self.variant.name,

@@ -1,4 +1,4 @@
-"""A whole model of the Llama family that drafts, and how its vocabulary meets the target's."""
+"""A complete model of the Llama family as a draft, and the mapping between its vocabulary and the target's."""
 
 from __future__ import annotations
 
@@ -14,68 +14,70 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
-class Translation(NamedTuple):
-    """Between a target's tokens and a draft's."""
+class TokenMap(NamedTuple):
+    """A mapping between the token ids of a target and a draft. N: tokens that the draft can propose."""
 
-    own_ids: Tensor  # [target's logits_width] int64, the draft's id of each of the target's tokens
-    kept: Tensor  # int64, the draft's ids that it may propose
-    d2t: Tensor  # int64, the target's id of each of those
+    draft_ids: Tensor  # [target's logits_width] int64, the draft's id of each target token
+    proposable: Tensor  # [N] int64, the draft ids that have a target token
+    d2t: Tensor  # [N] int64, the target ids of `proposable`
 
 
 class DraftLlama(Llama):
-    """A model that reads the text itself: it has no use for the target's states. Without a translation it has the target's ids."""
+    """Reads the tokens only and ignores the target's features. Without a token map it has the target's vocabulary."""
 
-    def __init__(self, config: LlamaConfig, translation: Translation | None = None, *, device: str | torch.device = "cpu") -> None:
+    def __init__(self, config: LlamaConfig, token_map: TokenMap | None = None, *, device: str | torch.device = "cpu") -> None:
         super().__init__(config, name="draft", device=device)
-        own_ids, kept, d2t = (None, None, None) if translation is None else (each.to(device) for each in translation)
-        for name, ids in (("own_ids", own_ids), ("kept", kept), ("d2t", d2t)):
+        draft_ids, proposable, d2t = (None, None, None) if token_map is None else (ids.to(device) for ids in token_map)
+        for name, ids in (("draft_ids", draft_ids), ("proposable", proposable), ("d2t", d2t)):
             self.register_buffer(name, ids, persistent=False)
-        self.own_ids: Tensor | None
-        self.kept: Tensor | None
+        self.draft_ids: Tensor | None
+        self.proposable: Tensor | None
         self.d2t: Tensor | None
-        if kept is not None:
-            self.vocab_size = len(kept)
+        if proposable is not None:
+            self.vocab_size = len(proposable)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
-        shared = "the target's vocabulary" if self.d2t is None else f"{self.vocab_size} tokens whose bytes are a target's token's"
-        return (f"draft: a model of {self.config.num_layers} layers with {shared}",)
+        tokens = "the target's vocabulary" if self.d2t is None else f"{self.vocab_size} tokens with the bytes of a target token"
+        return (f"draft: a model of {self.config.num_layers} layers with {tokens}",)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        tokens = inputs.tokens if self.own_ids is None else self.own_ids[inputs.tokens]
+        tokens = inputs.tokens if self.draft_ids is None else self.draft_ids[inputs.tokens]
         return super().forward(inputs._replace(tokens=tokens), buffers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
-        return logits if self.kept is None else logits[..., self.kept]
+        return logits if self.proposable is None else logits[..., self.proposable]
 
 
-def translate(draft: Vocabulary, target: Vocabulary) -> Translation | None:
-    """Tokens of the same bytes stand for each other; None where all ids already do. ValueError where a token of the target has no equal.
+def map_tokens(draft: Vocabulary, target: Vocabulary) -> TokenMap | None:
+    """Map tokens with equal bytes onto each other; text tokens and control tokens are kept apart.
 
-    Text and markers are kept apart. A token of no bytes is never part of a text: it stands for its own id, or for id 0.
+    Returns None if the vocabularies are equal. A target token without bytes is never part of a text: it maps to the same id,
+    or to id 0. Raises ValueError if the draft lacks another token of the target.
     """
     if draft.tokens == target.tokens and draft.logits_width == target.logits_width:
         return None
-    known: dict[tuple[bytes, bool], int] = {}
-    for own, spelled in enumerate(draft.tokens):
-        known.setdefault((spelled, own in draft.non_text_ids), own)
-    own_ids, missing = [0] * target.logits_width, []
-    meanings: dict[int, int] = {}
-    for token, spelled in enumerate(target.tokens):
-        key = (spelled, token in target.non_text_ids)
-        same = token < len(draft.tokens) and (draft.tokens[token], token in draft.non_text_ids) == key
-        found = token if same else known.get(key)
-        if spelled and found is None:
+    draft_id_of: dict[tuple[bytes, bool], int] = {}
+    for draft_id, content in enumerate(draft.tokens):
+        draft_id_of.setdefault((content, draft_id in draft.non_text_ids), draft_id)
+    draft_ids, missing = [0] * target.logits_width, list[int]()
+    target_id_of: dict[int, int] = {}  # by draft id
+    for token, content in enumerate(target.tokens):
+        key = (content, token in target.non_text_ids)
+        same_id = token < len(draft.tokens) and (draft.tokens[token], token in draft.non_text_ids) == key
+        found = token if same_id else draft_id_of.get(key)
+        if content and found is None:
             missing.append(token)
-        elif spelled and found is not None:
-            own_ids[token] = found
-            meanings.setdefault(found, token)
-        elif same:
-            own_ids[token] = token
+        elif content and found is not None:
+            draft_ids[token] = found
+            target_id_of.setdefault(found, token)
+        elif same_id:
+            draft_ids[token] = token
     if missing:
         first = f"{missing[0]} {target.tokens[missing[0]]!r:.60}"
-        raise ValueError(f"got a vocabulary that lacks {len(missing)} of the target's {len(target.tokens)} tokens, such as {first}")
-    kept = sorted(meanings)
-    return Translation(*(torch.tensor(ids, dtype=torch.int64) for ids in (own_ids, kept, [meanings[own] for own in kept])))
+        raise ValueError(f"vocabulary: lacks {len(missing)} of the target's {len(target.tokens)} tokens, such as {first}")
+    proposable = sorted(target_id_of)
+    d2t = [target_id_of[draft_id] for draft_id in proposable]
+    return TokenMap(*(torch.tensor(ids, dtype=torch.int64) for ids in (draft_ids, proposable, d2t)))

@@ -1,7 +1,8 @@
-"""EAGLE-3: one layer that guesses from the target's own states, with the public checkpoints' layout.
+"""EAGLE-3: a draft head of one layer over hidden states of the target, in the layout of the public checkpoints.
 
-Three states of the target, from near its input, its middle and its end, are fused into one. The layer takes it side by side
-with the token behind it. From the second draft on, what leaves the layer, before its last norm, stands in for the fused state.
+Hidden states from three layers of the target (low, middle, high) are fused into one. The layer's input is the fused state of
+a position and the embedding of the next token. From the second draft on, the layer's own output, before its last norm,
+replaces the fused state.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.shifted import shifted
+from stepgraph.runtime.models.mtp import shift_inputs
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Sizes and choices of one head. `layer.vocab_size` is the target's: its tokens are what goes in."""
+    """Sizes and options of one head. `layer.vocab_size` is the target's, since the head reads the target's tokens."""
 
     layer: LlamaConfig
-    feature_layers: tuple[int, ...]  # of the target: the states that enter these layers are fused
+    feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
     target_hidden_size: int
-    draft_vocab_size: int  # tokens that it proposes
-    norm_before_residual: bool = False  # the shortcut around attention takes the normalised state
+    draft_vocab_size: int  # tokens that the head can propose
+    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
 
 
 class Eagle3(nn.Module):
-    """A head, with weights yet to be filled in: by a loader, by training, or by `randomise`.
+    """A head. Its weights are uninitialised until a loader, training or `randomise` fills them.
 
-    d2t: the target's id of each token that it proposes; None where it proposes all. embedding, head: the target's, where the
-    head has none of its own. A query sees no entry for the first token of a history, which has no state before it.
+    d2t: [draft_vocab_size] target ids of the head's tokens; None if the head has the target's vocabulary. embedding, head:
+    the target's, if the head has none of its own. The first token of a history has no cache entry, as no state precedes it.
     """
 
-    lookahead = 1  # an entry is made of the token behind its position
+    lookahead = 1  # the cache entry of a position depends on the token after it
 
     def __init__(
         self,
@@ -57,11 +58,11 @@ class Eagle3(nn.Module):
         layer = config.layer
         self.config, self.vocab_size = config, config.draft_vocab_size
         like = torch.empty(0, dtype=layer.dtype, device=device)
-        fused = len(config.feature_layers) * config.target_hidden_size
+        feature_size = len(config.feature_layers) * config.target_hidden_size
         self.embedding = empty_weight(like, layer.vocab_size, layer.hidden_size) if embedding is None else embedding
-        self.fuse = empty_weight(like, layer.hidden_size, fused)
+        self.fuse = empty_weight(like, layer.hidden_size, feature_size)
         self.state_norm = empty_weight(like, layer.hidden_size)
-        self.layer = LlamaLayer(layer, 0, like, entering=2 * layer.hidden_size)
+        self.layer = LlamaLayer(layer, 0, like, input_size=2 * layer.hidden_size)
         self.norm = empty_weight(like, layer.hidden_size)
         self.head = empty_weight(like, config.draft_vocab_size, layer.hidden_size) if head is None else head
         self.register_buffer("d2t", None if d2t is None else d2t.to(device=device, dtype=torch.int64))
@@ -73,10 +74,9 @@ class Eagle3(nn.Module):
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
         config = self.config
-        *most, last = map(str, config.feature_layers)
-        states = f"{', '.join(most)} and {last}" if most else last
+        layers = ", ".join(map(str, config.feature_layers))
         proposed = f"{config.draft_vocab_size} of {config.layer.vocab_size} tokens"
-        return (f"draft: EAGLE-3, fed with the states that enter layers {states}; proposes {proposed}",)
+        return (f"draft: EAGLE-3 over the inputs of layers {layers}; proposes {proposed}",)
 
     @property
     def attends(self) -> tuple[AttentionShape, ...]:
@@ -84,23 +84,22 @@ class Eagle3(nn.Module):
         return (AttentionShape(layer.dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, layer.windows[:1]),)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        # Positions beyond those that it was trained for cost acceptance, never law: they are not refused.
-        layer = self.config.layer
+        layer = self.config.layer  # positions beyond max_positions lower acceptance only, so they are accepted
         return cache_specs("draft", 1, limits, layer.num_kv_heads, layer.head_size, layer.dtype)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         config, layer, epsilon = self.config, self.layer, self.config.layer.norm_epsilon
-        entries, shape = shifted(inputs, 1), inputs.tokens.shape
+        entries, shape = shift_inputs(inputs, 1), inputs.tokens.shape
         states = inputs.features.flatten(0, 1)
         if inputs.step == 1:
             states = product(states, self.fuse)
         embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
-        turns = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+        rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
-        entering = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
-        shortcut = normed if config.norm_before_residual else states
-        attended = layer.attend(shortcut, entering, turns, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
+        layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
+        residual = normed if config.norm_before_residual else states
+        attended = layer.attend(residual, layer_input, rotation, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
         states = layer.feed_forward(attended)
         return ModelOutput(rms_norm(states, self.norm, epsilon).view(*shape, -1), states.view(*shape, -1))
 

@@ -1,4 +1,4 @@
-"""A drafter without weights that has nothing to say itself: all that is drafted is what the requests' grammars force."""
+"""A drafter without weights that proposes nothing: the only drafts are tokens that a request's grammar forces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stepgraph.graphs.shapes import Limits
 
 
 class ForcedDrafts(nn.Module):
-    """Knows one token, and never wants it: where no grammar forces a draft, the chain ends."""
+    """A draft model with one token of logit -inf: a chain ends where the grammar forces no token."""
 
     vocab_size = 1
-    notes = ("drafter: what grammars force",)
+    notes = ("draft: tokens forced by grammars",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class ForcedDrafts(nn.Module):
         return ()
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        nothing = torch.zeros(*inputs.tokens.shape, 1, device=inputs.tokens.device)
-        return ModelOutput(nothing, nothing)
+        hidden = torch.zeros(*inputs.tokens.shape, 1, device=inputs.tokens.device)
+        return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.full_like(hidden, float("-inf"))

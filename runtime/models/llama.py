@@ -1,7 +1,7 @@
-"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and what else has their layers.
+"""The Llama family over static buffers: Llama, Mistral, Qwen2, Qwen3, SmolLM2 and other models with the same layers.
 
-One module for all: grouped queries, rotary positions, sliding windows, biases and norms of heads where the config says so.
-Queries, keys and values are one product, gate and up another.
+One module for all of them; the config selects grouped queries, sliding windows, biases and head norms. Queries, keys and
+values are one matrix product, gate and up another.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from stepgraph.graphs.layers.slot_mapping import rope_angles
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.sampling.fields import is_int
 
 
 class Llama(nn.Module):
-    """A target of the family, with weights yet to be filled in: by a loader, or by `randomise`.
+    """A target of the family. Its weights are uninitialised until a loader or `randomise` fills them.
 
-    feature_layers: the draft is fed with the states that enter these layers, side by side (num_layers: what leaves the last
-    one); none: with the normalised state that the logits are taken from. `name` is that of its cache, `origin` of the files
-    that its weights are from.
+    feature_layers: the features are the inputs of these layers, concatenated (num_layers: the output of the last one); if
+    empty, the normalised hidden state. name: prefix of the cache buffers. origin: name of the file or folder of the weights.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         for layer in feature_layers:
-            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= config.num_layers:
-                raise ValueError(f"Llama.feature_layers: got {layer!r}, want whole numbers from 0 to {config.num_layers}")
+            if not is_int(layer) or not 0 <= layer <= config.num_layers:
+                raise ValueError(f"Llama.feature_layers: got {layer!r}, expected whole numbers from 0 to {config.num_layers}")
         self.config, self.name, self.feature_layers = config, name, tuple(feature_layers)
         self.vocab_size = config.vocab_size
         self.hidden_size, self.embedding_size, self.origin = config.hidden_size, config.hidden_size, ""
@@ -53,7 +53,7 @@ class Llama(nn.Module):
         self.norm = empty_weight(like, config.hidden_size)
         self.head = None if config.tied else empty_weight(like, config.vocab_size, config.hidden_size)
         frequencies = config.rope.frequencies(config.head_size).to(device)
-        # As bits: a later .to(bfloat16) rounds every floating point buffer, and positions with it.
+        # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
         self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
         self.frequency_bits: Tensor
 
@@ -65,30 +65,31 @@ class Llama(nn.Module):
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         config = self.config
         if limits.max_length > config.max_positions:
-            raise ValueError(f"Limits.max_length: got {limits.max_length}, want at most the {self.name}'s {config.max_positions} positions")
+            accepted = f"at most the {config.max_positions} positions of the {self.name}"
+            raise ValueError(f"Limits.max_length: got {limits.max_length}, expected {accepted}")
         return cache_specs(self.name, config.num_layers, limits, config.num_kv_heads, config.head_size, config.dtype)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         keys, values = buffers[f"{self.name}_keys"], buffers[f"{self.name}_values"]
         states = functional.embedding(inputs.tokens.flatten(), self.embedding)
         if inputs.embeddings is not None:
-            given = inputs.embeddings
-            states = torch.where(given.given.flatten()[:, None], given.values.flatten(0, 1), states)
-        turns = rope_angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
-        entering: dict[int, Tensor] = {}
+            embeddings = inputs.embeddings
+            states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
+        rotation = rope_angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
+        layer_inputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
-                entering[index] = states
-            states = layer(states, turns, inputs, keys[index], values[index])
-        entering[len(self.layers)] = states
+                layer_inputs[index] = states
+            states = layer(states, rotation, inputs, keys[index], values[index])
+        layer_inputs[len(self.layers)] = states
         shape = inputs.tokens.shape
         hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
-        features = [entering[layer] for layer in self.feature_layers]
+        features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
 
     @property
     def unembedding(self) -> nn.Parameter:
-        """What the logits are taken with."""
+        """[vocab_size, hidden_size], the matrix of the logits."""
         return self.embedding if self.head is None else self.head
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,14 +101,14 @@ class Llama(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a gated perceptron, each around a shortcut. `entering`: width of what attention takes, if another than the states'."""
+    """Attention and a gated MLP, each with a residual connection. input_size: width of attention's input if not hidden_size."""
 
-    def __init__(self, config: LlamaConfig, index: int, like: Tensor, entering: int | None = None) -> None:
+    def __init__(self, config: LlamaConfig, index: int, like: Tensor, input_size: int | None = None) -> None:
         super().__init__()
         self.config, self.window = config, config.windows[index]
         hidden, attended, middle = config.hidden_size, config.num_heads * config.head_size, config.intermediate_size
         self.attention_norm = empty_weight(like, hidden)
-        self.qkv = empty_weight(like, config.qkv_size, entering or hidden)
+        self.qkv = empty_weight(like, config.qkv_size, input_size or hidden)
         self.qkv_bias = empty_weight(like, config.qkv_size) if config.qkv_bias else None
         self.query_norm = empty_weight(like, config.head_size) if config.head_norms else None
         self.key_norm = empty_weight(like, config.head_size) if config.head_norms else None
@@ -117,38 +118,38 @@ class LlamaLayer(nn.Module):
         self.gate_up = empty_weight(like, 2 * middle, hidden)
         self.down = empty_weight(like, hidden, middle)
 
-    def forward(self, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
+    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor) -> Tensor:
         normed = rms_norm(states, self.attention_norm, self.config.norm_epsilon)
-        return self.feed_forward(self.attend(states, normed, turns, inputs, keys, values))
+        return self.feed_forward(self.attend(states, normed, rotation, inputs, keys, values))
 
     def feed_forward(self, states: Tensor) -> Tensor:
         middle = silu_and_mul(product(rms_norm(states, self.mlp_norm, self.config.norm_epsilon), self.gate_up))
         return product(middle, self.down, onto=states)
 
     def attend(
-        self, shortcut: Tensor, states: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
+        self, residual: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """What the states attend to, added to the shortcut."""
+        """The attention output of the states, plus the residual."""
         heads, kv_heads, size = self.config.num_heads, self.config.num_kv_heads, self.config.head_size
         mixed = product(states, self.qkv, self.qkv_bias).view(len(states), -1, size)
         query, key, value = mixed.split([heads, kv_heads, kv_heads], 1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = (rms_norm(part, norm, self.config.norm_epsilon) for part, norm in ((query, self.query_norm), (key, self.key_norm)))
-        query = rope_and_write_kv(query, key, value, *turns, inputs.slots.flatten(), keys, values)
+        query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
-        return product(attended.view(len(states), -1), self.output, self.output_bias, onto=shortcut)
+        return product(attended.view(len(states), -1), self.output, self.output_bias, onto=residual)
 
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int = 0, scale: float = 1.0) -> None:
-    """Weights of a model that was never trained: products keep the size of what goes in, times `scale`."""
-    made = torch.Generator().manual_seed(seed)
+    """Random weights. A matrix product keeps the magnitude of its input, times `scale`."""
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         spread = scale * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-        values = torch.randn(parameter.shape, generator=made) * spread + float(parameter.dim() == 1)
+        values = torch.randn(parameter.shape, generator=generator) * spread + float(parameter.dim() == 1)
         parameter.copy_(values)
 
 
 def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
-    """To be filled in."""
+    """An uninitialised parameter with the dtype and device of `like`."""
     return nn.Parameter(like.new_empty(shape), requires_grad=False)

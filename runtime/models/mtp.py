@@ -1,11 +1,11 @@
-"""Multi-token prediction as DeepSeek-V3 has it: modules that guess from a state and the token behind it, each with a layer of its own.
+"""Multi-token prediction as in DeepSeek-V3: modules of one layer each that predict from a hidden state and a later token.
 
-Module k makes of the state that module k - 1 left at position i (the target's, for the first) and the token at i + k the state
-that token i + k + 1 is guessed from. One module alone is run over its own guesses again and again. Of several, module k makes
-draft k only: whenever a token arrives it is also run over by every later module, with the state kept from the one before, so
-that the entries of all modules are those that a reading of the whole text would leave; a guess that did not hold is overwritten
-by the next round's tokens. Serving engines differ here: some leave later modules without entries for most of a text, or give
-them the target's states. What is handed on is normalised, by `shared_head.norm`, as the target's own state is.
+Module k combines the state of module k - 1 at position i (for k = 1 the target's) with the token at i + k. Its output state
+predicts token i + k + 1. A single module runs repeatedly, over its own drafts. With several modules, module k makes draft k
+only. Each module also processes every new token of the text, with the kept state of the module before it, so that its cache
+is the same as after processing the whole text at once; entries of rejected drafts are overwritten in the next round. Some
+serving engines differ: they leave later modules without cache entries for most of a text, or give them the target's states.
+The state that is passed on is normalised by `shared_head.norm`, like the target's.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
+from stepgraph.graphs.attention.paged import AttentionShape, by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.layers.slot_mapping import rope_angles, shift_entries
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.shifted import shifted
 
 
 class Mtp(nn.Module):
-    """The modules, one per layer of `config`, with weights yet to be filled in; embedding and head are the target's."""
+    """One module per layer of `config`. Their weights are uninitialised; embedding and head are the target's."""
 
     d2t: Tensor | None = None
 
@@ -54,45 +53,46 @@ class Mtp(nn.Module):
 
     @property
     def lookahead(self) -> int:
-        """The last module's entries lie as far in front of their tokens as there are modules: no page is shared before they are there."""
+        """The last module's cache entry of a position depends on this many tokens after it."""
         return len(self.depths)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
-        """Of the modules in use: with fewer drafts than modules, the last ones rest."""
+        """Buffers of the modules in use: the first num_speculative_tokens ones."""
         config, count, drafts = self.config, len(self.depths), limits.num_speculative_tokens
         if 1 < count < drafts:
-            raise ValueError(f"EngineConfig.num_speculative_tokens: got {drafts}, want at most {count}, one per MTP module")
+            raise ValueError(f"EngineConfig.num_speculative_tokens: got {drafts}, expected at most {count}, one per MTP module")
         count = min(count, drafts)
-        kept = BufferSpec("draft_states", (count - 1, limits.cache_slots, config.hidden_size), config.dtype)
-        return (*cache_specs("draft", count, limits, config.num_kv_heads, config.head_size, config.dtype), kept)
+        states = BufferSpec("draft_states", (count - 1, limits.cache_slots, config.hidden_size), config.dtype)
+        return (*cache_specs("draft", count, limits, config.num_kv_heads, config.head_size, config.dtype), states)
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         keys, values, kept = buffers["draft_keys"], buffers["draft_values"], buffers["draft_states"]
-        shape, alone = inputs.tokens.shape, len(self.depths) == 1
+        shape, single = inputs.tokens.shape, len(self.depths) == 1
         embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
-        found: list[Tensor] = []
-        for index in (0,) if alone else range(inputs.step - 1, len(keys)):
-            entries = shifted(inputs, index + 1)
-            before = inputs.features if index == 0 else kept[index - 1][entries.slots]
-            turns = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
-            states = self.depths[index](before.flatten(0, 1), embedded, turns, entries, keys[index], values[index]).view(*shape, -1)
+        outputs: list[Tensor] = []
+        for index in (0,) if single else range(inputs.step - 1, len(keys)):
+            entries = shift_inputs(inputs, index + 1)
+            previous = inputs.features if index == 0 else kept[index - 1][entries.slots]
+            rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+            module = self.depths[index]
+            states = module(previous.flatten(0, 1), embedded, rotation, entries, keys[index], values[index]).view(*shape, -1)
             if index < len(kept):
                 kept[index].index_put_((entries.slots,), states)
-            found.append(states)
-        return ModelOutput(found[0], found[0])
+            outputs.append(states)
+        return ModelOutput(outputs[0], outputs[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return product(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
 
     def randomise(self, seed: int = 0, scale: float = 1.0) -> Mtp:
-        """The target's embedding and head, which are shared, stay as they are."""
+        """Does not change the target's embedding and head."""
         randomise(self.depths, seed, scale)
         return self
 
 
 class MtpModule(nn.Module):
-    """A state and a token become one, one layer is run over it, and the last norm."""
+    """Joins a state and a token embedding, then applies one layer and the last norm."""
 
     def __init__(self, config: LlamaConfig, index: int, like: Tensor) -> None:
         super().__init__()
@@ -105,8 +105,18 @@ class MtpModule(nn.Module):
         self.norm = empty_weight(like, hidden)
 
     def forward(
-        self, states: Tensor, embedded: Tensor, turns: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
+        self, states: Tensor, embedded: Tensor, rotation: tuple[Tensor, Tensor], inputs: ModelInput, keys: Tensor, values: Tensor
     ) -> Tensor:
         pair = [rms_norm(embedded, self.token_norm, self.epsilon), rms_norm(states, self.state_norm, self.epsilon)]
-        states = self.layer(product(torch.cat(pair, -1), self.join), turns, inputs, keys, values)
+        states = self.layer(product(torch.cat(pair, -1), self.join), rotation, inputs, keys, values)
         return rms_norm(states, self.norm, self.epsilon)
+
+
+def shift_inputs(inputs: ModelInput, count: int) -> ModelInput:
+    """The same tokens with their cache entries `count` positions earlier, the position of the state that they follow.
+
+    The first `count` tokens of a history follow no state, and entries in shared pages exist already: both become inert.
+    """
+    positions, slots = shift_entries(inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, count, inputs.shared)
+    attend = inputs.attend if inputs.attend is by_reference else None  # an attention plan is valid for unshifted positions only
+    return inputs._replace(positions=positions, slots=slots, attend=attend)

@@ -1,7 +1,7 @@
-"""A toy target and draft: seeded, deterministic, exact. Logits are an integer hash of the whole prefix.
+"""A seeded toy target and draft for tests and examples. Logits are an integer hash of the whole prefix.
 
-For tests and examples: the prefix is read back from the paged cache, so a wrong slot, position or length changes the
-tokens at once, and integer sums make every result the same at any batch size, chunking or device.
+The prefix is read back from the paged cache, so a wrong slot, position or length changes the tokens at once. Integer sums
+make results independent of batch size, chunking and device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GATE = 0x5851F42D
 
 
 class ToyTarget(nn.Module):
-    """A target whose logits depend on every token before. `biases` lifts chosen tokens, say a stop token."""
+    """A target whose logits depend on all previous tokens. biases: added to the logits of some tokens, by id."""
 
     def __init__(self, vocab_size: int, seed: int = 0, biases: Mapping[int, float] | None = None) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class ToyTarget(nn.Module):
 
 
 class ToyDraft(nn.Module):
-    """A draft that agrees with its target on a share of all prefixes, and only where its cache and its features are right.
+    """A draft that agrees with its target on a share of all prefixes, if its cache and features are right.
 
-    `style` is what it proposes elsewhere: "random" another hash, "adversarial" the target's least likely token.
-    `favourite` is proposed everywhere it may be: an illegal token, or a stop token at every place. `d2t` gives the draft a
-    vocabulary of its own: the target's ids that it knows.
+    agreement: that share. style: what it proposes for other prefixes: "random" uses another hash, "adversarial" the target's
+    least likely token. favourite: a token that it always prefers, such as an illegal one or a stop token. d2t: the target
+    ids of the draft's tokens; None for the target's vocabulary.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ToyDraft(nn.Module):
     ) -> None:
         super().__init__()
         if not 0.0 <= agreement <= 1.0:
-            raise ValueError(f"ToyDraft.agreement: got {agreement}, want 0 to 1")
+            raise ValueError(f"ToyDraft.agreement: got {agreement}, expected a number from 0 to 1")
         self.target, self.agreement, self.style, self.seed = target, agreement, style, seed
         self.vocab_size = target.vocab_size if d2t is None else len(d2t)
         self.register_buffer("d2t", None if d2t is None else torch.tensor(d2t, dtype=torch.int64))
@@ -81,8 +81,8 @@ class ToyDraft(nn.Module):
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         assert inputs.features is not None
         own = _prefix_hash(inputs, buffers.toy_draft_cache)
-        told = _fold(_from_limbs(inputs.features) + _mix(inputs.tokens, inputs.positions))
-        hidden = _to_limbs(torch.where(own == told, own, own ^ 1))  # a wrong feature or cache entry ends all agreement
+        expected = _fold(_from_limbs(inputs.features) + _mix(inputs.tokens, inputs.positions))
+        hidden = _to_limbs(torch.where(own == expected, own, own ^ 1))  # a wrong feature or cache entry ends all agreement
         return ModelOutput(hidden, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,17 +95,17 @@ class ToyDraft(nn.Module):
 
 
 def _prefix_hash(inputs: ModelInput, cache: Tensor) -> Tensor:
-    """[B, Q] hash of every token up to and including each position, as the cache holds them."""
+    """[B, Q] hash of the cached tokens up to and including each position."""
     cache.index_put_((inputs.slots,), inputs.tokens)
     pages, page_size = inputs.block_tables.shape[1], inputs.page_size
     offsets = torch.arange(page_size, device=cache.device)
     entries = cache[(inputs.block_tables[:, :, None] * page_size + offsets).flatten(1)]
-    places = torch.arange(pages * page_size, device=cache.device)
-    return _fold(_mix(entries, places).cumsum(1).gather(1, inputs.positions))
+    positions = torch.arange(pages * page_size, device=cache.device)
+    return _fold(_mix(entries, positions).cumsum(1).gather(1, inputs.positions))
 
 
 def _mix(values: Tensor, salt: Tensor) -> Tensor:
-    """Integer hash of a pair; wraps around, which is the same on every device."""
+    """Integer hash of a pair. Overflow wraps around on every device."""
     mixed = values * 0x2545F4914F6CDD1D + salt * 0x1B873593CC9E2D51 + 0x165667B19E3779F9
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
     return (mixed ^ (mixed >> 32)) & ((1 << _HASH_BITS) - 1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xgrammar
 
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.tokenizers.gguf_fields import read_gguf
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf
 from stepgraph.sampling.grammar.tokenizers.objects import read_object
 from stepgraph.sampling.grammar.tokenizers.ranks import table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable

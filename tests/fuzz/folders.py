@@ -160,7 +160,7 @@ class DraftDoor(FolderDoor):
         target = self._targets[self._kind]
         opened = open_draft(self.folder / self._kind, target)
         limits = LIMITS.limits(target.config.vocab_size, len(target.vocabulary.tokens), 0)
-        assert len(opened.memory(limits)) < 500 and opened.most_drafts >= 1
+        assert len(opened.memory(limits)) < 500 and opened.max_drafts >= 1
         if chosen(given, self.share):
             opened.check()
             opened.load(target.load("cpu", opened.feature_layers), "cpu")

@@ -23,7 +23,7 @@ from tests.graphs.test_proposing import asks_with_texts
 from tests.helpers.draft_engines import DRAFTERS as FOLDERS
 from tests.helpers.law import TOKENS, Setting
 from tests.helpers.oracles import greedy
-from tests.helpers.proposers import Proposes, noise, told
+from tests.helpers.proposers import Proposes, draft_ids_then_noise, noise
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, Setup, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import run_schedule
 from tests.laws.test_sampling_law_forced import RARE, ROUNDS, SETTINGS, ForcedLaw
@@ -276,7 +276,7 @@ def test_invalid_look_up_raises_value_error(fields: dict[str, Any], message: str
 def test_look_up_requires_a_draft_model_and_is_in_the_report() -> None:
     config = EngineConfig(max_rows=1, look_up=3, max_length=32, backend="tape", eager=True, rounds_in_flight=1)
     drafters: list[tuple[Any, str]] = [("ngram", "NgramLookup"), ("auto", "NgramLookup"), ("forced", "ForcedDrafts")]
-    for draft, name in (*drafters, (noise(9), "Proposes"), (told, "FunctionProposer")):
+    for draft, name in (*drafters, (noise(9), "Proposes"), (draft_ids_then_noise, "FunctionProposer")):
         with pytest.raises(ValueError, match=rf"EngineConfig\.look_up: got 3 with the drafter {name}, expected 0: .*draft='ngram'"):
             Engine(TARGET, draft, vocabulary=VOCABULARY, config=config)
     with pytest.raises(ValueError, match=r"EngineConfig\.look_up: got 3 with num_speculative_tokens=0, expected 0"):

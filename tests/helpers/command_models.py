@@ -1,4 +1,4 @@
-"""A folder as users have it, for commands: a tiny random model with a tokenizer of its own and a chat template."""
+"""A model folder for command tests: a tiny random model with a tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.runtime.commands.doctor import ask_a_process
+from stepgraph.runtime.commands.doctor import run_probes
 from stepgraph.runtime.demo.variants import toy_pair
 from tests.helpers.families import BASE, random_model
 from tests.helpers.made_tokenizers import byte_level
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 @functools.cache
 def model_folder() -> Path:
-    """Written once; its name is `model`, as in the examples of --help, and nothing but recordings lies beside it."""
+    """Written once per process. It is called `model`, as in the examples of --help; only recordings are next to it."""
     folder = Path(tempfile.mkdtemp(prefix="command-")) / "model"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     tokenizer = byte_level()
@@ -32,14 +32,14 @@ def model_folder() -> Path:
     sizes["max_position_embeddings"] = 4096
     random_model("Llama", BASE | sizes, seed=5).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    told = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    config = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
 @functools.cache
 def recordings() -> Path:
-    """A folder with what two engines were asked: `run.jsonl` of the model above, `toy.jsonl` of the toy pair."""
+    """A folder with two recordings: `run.jsonl` of the model above, `toy.jsonl` of the toy pair."""
     folder = model_folder().parent
     config, pair = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=64, greedy_only=True, eager=True), toy_pair()
     for engine in (
@@ -54,5 +54,5 @@ def recordings() -> Path:
 
 @functools.cache
 def doctor_answers() -> dict[str, dict[str, Any]]:
-    """Of the process that `stepgraph doctor` asks for seconds: once will do."""
-    return ask_a_process()
+    """The probes of `stepgraph doctor`, which take seconds, run once per process."""
+    return run_probes()

@@ -1,4 +1,4 @@
-"""Drafts in folders beside the tiny models of tests/helpers/families.py, engines that load them, and what the papers say they draft."""
+"""Draft folders for the tiny models of tests/helpers/families.py, engines that load them, and reference logits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft_names import save_eagle3, save_mtp
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.rope import RopeConfig
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
 from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer
 
 CONFIG = EngineConfig(
     max_rows=2, max_length=48, page_size=4, prefill_chunk=5, backend="tape", buckets=(2,), greedy_only=True, eager=True, rounds_in_flight=1
 )
-LETTERS = 106  # of the families' tokenizer, behind four markers
+LETTERS = 106  # of the families' tokenizer, after four markers
 OWN_IDS = [*range(LETTERS, LETTERS + 4), *range(LETTERS - 1, -1, -1)]  # of the smaller model, for each of the target's tokens
 D2T = torch.arange(2, 110, 2)  # every other token, the stop token among them
 EAGLE_LAYERS = (3, 0, 2)
@@ -39,15 +38,15 @@ EAGLE_LAYERS = (3, 0, 2)
 
 @dataclass(frozen=True)
 class Drafter:
-    """What drafts, beside a target of which family."""
+    """A drafter and its target's family."""
 
     name: str
     family: str
-    most: int = 6  # drafts
+    most: int = 6  # maximum drafts
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Of the draft."""
+        """The draft's folder."""
         target, folder = open_checkpoint(folder_of(self.family)).load("cpu"), _temporary() / self.name
         if self.name == "eagle3":
             layer = LlamaConfig(VOCABULARY, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=target.config.dtype)
@@ -60,7 +59,7 @@ class Drafter:
 
     @functools.cached_property
     def target(self) -> Path:
-        """Its folder. With "mtp" it holds the module itself, and what that shares with it once more, as public checkpoints do."""
+        """The target's folder. For "mtp" it contains the module and copies of the shared tensors, as public checkpoints do."""
         folder = folder_of(self.family)
         if self.name != "mtp":
             return folder
@@ -81,7 +80,7 @@ class Drafter:
         return load_models(self.target, self.draft, replace(CONFIG, num_speculative_tokens=1))
 
     def engine(self, k: int, **changes: Any) -> Engine:
-        """Captured. All run in the caller's thread, and have the same models."""
+        """A captured, synchronous engine. All share the same models."""
         target, draft, vocabulary, _ = self.loaded
         config = replace(CONFIG, num_speculative_tokens=k, **changes)
         engine = Engine(target, draft, vocabulary=vocabulary, config=config, backend=TapeBackend())
@@ -89,7 +88,7 @@ class Drafter:
         return engine
 
     def said(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
-        """Logits over the target's tokens that follow a history, and each of `drafts` behind it, without a cache."""
+        """Reference logits after a history, and after each of `drafts`, without a cache."""
         text = torch.tensor([history])
         with torch.no_grad():
             told = judge(self.family)(text[:, :-1], output_hidden_states=True).hidden_states
@@ -123,12 +122,12 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @functools.cache
 def smaller() -> Any:
-    """Another family, fewer layers, and more tokens than the target has."""
+    """A smaller model: another family, fewer layers, and a larger vocabulary than the target."""
     return random_model("Qwen2", BASE | {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCABULARY + 16}, seed=9)
 
 
 def save_smaller(folder: Path) -> Path:
-    """Its tokens are the target's in another order, and some of its own."""
+    """Save it. Its tokens are the target's in another order, and some others."""
     smaller().save_pretrained(folder)
     save_tokenizer(folder, VOCABULARY)
     path = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Tiny random models of each family, made and saved by `transformers`, which is also the judge of their logits."""
+"""Tiny random models of each family, made and saved by `transformers`, the reference for their logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def judge(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) -
 
 
 def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
-    """Of `transformers`; its products keep the size of what goes in."""
+    """A `transformers` model. Its matrix products keep the magnitude of their input."""
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**fields)).eval()
     with torch.no_grad():
@@ -78,10 +78,10 @@ def random_model(kind: str, fields: dict[str, Any], seed: int) -> Any:
 
 
 def save_tokenizer(folder: Path, size: int) -> None:
-    """A tokenizer of single bytes, three markers in front, in the byte-level spelling."""
+    """A byte-level tokenizer: three control tokens, then single bytes."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD))][: size - 4]
-    vocabulary = {letter: 4 + place for place, letter in enumerate(letters)}
-    added = [{"id": place, "content": text, "special": place < 3} for place, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
+    vocabulary = {letter: 4 + index for index, letter in enumerate(letters)}
+    added = [{"id": index, "content": text, "special": index < 3} for index, text in enumerate(["<s>", "<|im_start|>", "</s>", "<call>"])]
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     written = {"model": model, "added_tokens": added, "pre_tokenizer": {"type": "ByteLevel"}}
     (folder / "tokenizer.json").write_text(json.dumps(written), encoding="utf-8")
@@ -107,7 +107,7 @@ def load(family: str, dtype: torch.dtype = torch.float32, lean: bool = False) ->
 
 
 def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, cases: int = 60) -> int:
-    """How often some changed bytes among the first `head` of a file are refused. Any error but a ValueError is raised."""
+    """How many of `cases` random changes in the first `head` bytes raise ValueError. Other errors propagate."""
     drawn, refused = random.Random(len(whole)), 0
     for _ in range(cases):
         damaged = bytearray(whole)
@@ -122,7 +122,7 @@ def refused_when_damaged(file: Path, whole: bytes, head: int, opened: Path, case
 
 
 class Cached:
-    """A model with a cache of its own for two rows whose pages lie in any order."""
+    """A model with a cache for two rows, whose pages are in random order."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model

@@ -14,12 +14,12 @@ from tests.helpers.families import folder_of, judge
 
 CONSTRAINTS = (None, Constraint.regex("[a-f]{3,9}[0-9]+[A-Z]?"), Constraint.choice(["yes", "no", "never"]), Constraint.json_object())
 CONFIG = EngineConfig(max_rows=3, num_speculative_tokens=0, max_length=64, page_size=4, prefill_chunk=5, backend="tape", buckets=(1, 3))
-PROMPTS = [[7, 30, 5], [9], [40 + place for place in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
+PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
 
 
 @functools.cache
 def plain(family: str, prompt: tuple[int, ...], constraint: Constraint | None, count: int) -> tuple[list[int], str]:
-    """One token at a time over the whole text so far."""
+    """Greedy tokens, each from a pass over the whole text so far."""
     model, vocabulary = judge(family), open_checkpoint(folder_of(family)).vocabulary
     matcher = None if constraint is None else GrammarCompiler(vocabulary).compile(constraint).matcher()
     masks = torch.zeros(1, vocabulary.mask_words, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Small engines whose requests share pages, a draft whose entries lie in front of their tokens, and a watch over every write."""
+"""Small engines with prefix sharing, a draft with lookahead entries, and a check of every cache write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYSTEM = [(place * 5 + 3) % 90 for place in range(17)]
 
 
 class AheadDraft(ToyDraft):
-    """Keeps a token's entry `lookahead` positions in front of it, as trained heads do; one wrong entry ends all agreement."""
+    """Keeps a token's entry `lookahead` positions before it, as trained heads do. One wrong entry makes all later drafts wrong."""
 
     def __init__(self, lookahead: int) -> None:
         super().__init__(TARGET)
@@ -72,7 +72,7 @@ def make_engine(draft: str, asynchronous: bool = True, **changes: Any) -> Engine
 
 
 class NoSharedWrites(TorchDispatchMode):
-    """Fails on any write to a page that a request could find, whatever it writes. For an engine that runs eagerly and at once."""
+    """Fails on any write to a published page. For an eager, synchronous engine."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class NoSharedWrites(TorchDispatchMode):
         if any(storage_key(taken[name]) in self.caches for name in changed if isinstance(taken[name], Tensor)):
             self.writes += 1
             slots = taken["indices"][-1] if func is torch.ops.aten.index_put_.default else taken["slots"]
-            written, known = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._published.values()}
-            assert not written & known, f"pages {written & known} are known, and written"
+            written, published = set((slots // PAGE).flatten().tolist()), {page.page for page in self.prefixes._published.values()}
+            assert not written & published, f"pages {written & published} are published, and written"
         return func(*args, **kwargs or {})
 
 
@@ -108,7 +108,7 @@ def ask(engine: Engine, prompt: Sequence[int], count: int = 9, **options: Any) -
 
 
 def rounds_of(job: Job, drafts: int) -> int:
-    """Of a perfect draft: the first round has no drafts, all others take them all."""
+    """Rounds with a perfect draft: the first has no drafts, all others accept all."""
     return 1 + -(-(len(job.tokens) - 1) // (drafts + 1))
 
 

@@ -1,4 +1,4 @@
-"""Proposers for tests: each a formula over what it is shown of a row."""
+"""Proposers for tests, each a formula over a row's history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepgraph import Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.model import History
 
-Formula = Callable[[History, Tensor], Tensor]  # and the number of each draft, from 0: [B, K] drafts
+Formula = Callable[[History, Tensor], Tensor]  # (history, draft index [K]) -> drafts [B, K]
 
 
 class Proposes:
@@ -26,7 +26,7 @@ class Proposes:
 
 
 def always(*tokens: int) -> Proposes:
-    """The same chain, from its beginning again where it is too short."""
+    """Always the same chain, repeated if it is too short."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         chain = torch.zeros_like(index)
@@ -38,7 +38,7 @@ def always(*tokens: int) -> Proposes:
 
 
 def noise(num_tokens: int) -> Proposes:
-    """Any token, and sometimes none, or an id just outside the vocabulary."""
+    """Pseudo-random tokens, sometimes -1 or an id just outside the vocabulary."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         last = history.tokens.gather(1, history.length[:, None] - 1).to(torch.int64)
@@ -48,7 +48,7 @@ def noise(num_tokens: int) -> Proposes:
 
 
 def parrot() -> Proposes:
-    """The given text, token for token, whatever was said."""
+    """draft_ids, token for token, regardless of the output."""
 
     def formula(history: History, index: Tensor) -> Tensor:
         place = history.given_from + history.generated[:, None] + index
@@ -57,7 +57,7 @@ def parrot() -> Proposes:
     return Proposes(formula)
 
 
-def told(job: Job) -> list[int]:
-    """On the host: the given text, and where there is none, any tokens, none, or ids of no token."""
+def draft_ids_then_noise(job: Job) -> list[int]:
+    """A host function: draft_ids, then pseudo-random tokens and invalid ids."""
     place = len(job.tokens)
     return [*job.draft_ids[place:], *[(place * 31 + index * 17 + job.prompt_ids[0]) % 120 - 3 for index in range(3)]]

@@ -1,4 +1,4 @@
-"""Toy engines for tests: one vocabulary, a shelf of drafters, and engines that are captured once and used by many cases."""
+"""Toy engines for tests: one vocabulary, a table of drafters, and engines that are captured once and shared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepgraph.sampling.grammar.compile.compiler import Isolation
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.params import GREEDY
 from tests.helpers.oracles import Answer, greedy
-from tests.helpers.proposers import always, noise, parrot, told
+from tests.helpers.proposers import always, draft_ids_then_noise, noise, parrot
 
 try:
     load()
@@ -42,10 +42,10 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "adversarial": lambda: ToyDraft(TARGET, 0.0, style="adversarial"),
     "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
     "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
-    "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in an order of its own
+    "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in reverse order
     "ngram": NgramLookup,
     "parrot": parrot,
-    "function": lambda: told,
+    "function": lambda: draft_ids_then_noise,
     "noise": lambda: noise(CONTROL + 1),
     "control": lambda: always(CONTROL),  # never legal under a grammar
     "stops": lambda: always(STOP),
@@ -76,13 +76,13 @@ CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The engines that tests share; everything but the batch of requests."""
+    """Configuration of a shared test engine."""
 
     k: int
     draft_masks: bool = True
     drafter: str = "fair"
     max_rows: int = 4
-    buckets: tuple[int, ...] | None = None  # None: powers of two and all rows; a capture each
+    buckets: tuple[int, ...] | None = None  # None: powers of two and max_rows
     num_pages: int = 36
     rounds_in_flight: int = 2
     asynchronous: bool = True
@@ -93,11 +93,11 @@ class Setup:
     host_link: str = "auto"
     forced_drafts: bool = False
     look_up: int = 0
-    compile_isolation: Isolation = "none"  # a worker for each of these many engines would take its time to start
+    compile_isolation: Isolation = "none"  # starting a worker process for each engine would be slow
 
 
 def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any) -> Engine:
-    """`others` are fields of the config that no setup has."""
+    """others: further fields of EngineConfig."""
     config = EngineConfig(
         max_rows=setup.max_rows,
         num_speculative_tokens=setup.k,
@@ -122,13 +122,13 @@ def make_engine(setup: Setup, backend: TapeBackend | None = None, **others: Any)
     engine = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config, backend=backend or TapeBackend(asynchronous=setup.asynchronous))
     engine.capture()
     for constraint in filter(None, CONSTRAINTS):
-        engine.compile(constraint)  # so that a job is seated by the step behind its submit
+        engine.compile(constraint)  # so that a job is admitted by the next step
     return engine
 
 
 @functools.cache
 def shared_engine(setup: Setup) -> Engine:
-    """One captured engine per setup, for cases that leave it idle."""
+    """One captured engine per setup, for tests that leave it idle."""
     return make_engine(setup)
 
 
@@ -143,6 +143,6 @@ def plain(
     stop_ids: Sequence[int] = (),
     sampling: SamplingParams = GREEDY,
 ) -> Answer:
-    """What plain decoding with TARGET gives."""
+    """The result of plain decoding with TARGET."""
     stops = (*(() if sampling.ignore_eos else (STOP,)), *stop_ids, *sampling.stop_token_ids)
     return greedy(TARGET, prompt, max_new_tokens, stops, compiled(constraint), len(VOCABULARY.tokens), sampling)

@@ -1,6 +1,6 @@
-"""What users' code raises, what becomes of a killed worker, and pages that run out: who is not touched does not notice.
+"""Exceptions in user code, killed compile workers and exhausted pages: requests that are not affected keep their output.
 
-Models and proposers run while a round is captured, in prompts, and in rounds that are run eagerly; a replay calls nobody's Python.
+Models and proposers run during capture, in prompts and in eager rounds; a replay runs no Python.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.helpers.call_points import call_raises, worker_dies
 from tests.helpers.fault_points import CAUSE, Fault, Point
 from tests.helpers.proposers import parrot
 from tests.helpers.toy_engines import VOCABULARY
-from tests.laws.test_fault_sweep import ASKS, DRAWN, Ending, _check_nothing_is_held, close_by, ending, run, submit, sweep
+from tests.laws.test_fault_sweep import REQUESTS, SAMPLED, Ending, _check_nothing_is_held, close_by, ending, run, submit, sweep
 from tests.laws.test_fault_sweep import make as make_faulty
 
-CALLS: dict[str, tuple[Point, bool]] = {  # and whether it is a proposer that drafts
+CALLS: dict[str, tuple[Point, bool]] = {  # the fault point, and whether the drafter is a proposer
     "target forward": (call_raises("target", "forward"), False),
     "target logits": (call_raises("target", "logits"), False),
     "draft forward": (call_raises("draft", "forward"), False),
@@ -36,23 +36,23 @@ CALLS: dict[str, tuple[Point, bool]] = {  # and whether it is a proposer that dr
     "proposer": (call_raises("proposer", "propose"), True),
 }
 SAMPLE = {"target forward": 7, "draft forward": 4, "proposer": 3}
-ALL = list(range(len(ASKS)))
-GREEDY = [place for place in ALL if place not in DRAWN]
+ALL = list(range(len(REQUESTS)))
+GREEDY = [index for index in ALL if index not in SAMPLED]
 
 
-def make(**others: Any) -> Engine:
-    return make_faulty(eager=True, **others)
+def make(**overrides: Any) -> Engine:
+    return make_faulty(eager=True, **overrides)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with make() as made:
-        yield made
+    with make() as created:
+        yield created
 
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[Ending]:
-    """What each says without a fault."""
+    """The result of each request without a fault."""
     return run(engine)
 
 
@@ -63,9 +63,9 @@ def drafter(proposes: bool) -> Any:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.soak) for name in CALLS])
 def test_capture_succeeds_after_a_model_raised_in_it(name: str, expected: list[Ending]) -> None:
     point, proposes = CALLS[name]
-    made = make(greedy_only=True, draft=drafter(proposes))
+    template = make(greedy_only=True, draft=drafter(proposes))
     with Engine(
-        made._parts.models.target, made._parts.models.drafter, vocabulary=VOCABULARY, config=replace(made.config, eager=False)
+        template._parts.models.target, template._parts.models.drafter, vocabulary=VOCABULARY, config=replace(template.config, eager=False)
     ) as fresh:
 
         def strike_at(number: int) -> Fault:
@@ -76,8 +76,8 @@ def test_capture_succeeds_after_a_model_raised_in_it(name: str, expected: list[E
             return fault
 
         assert sweep(strike_at) >= 2
-        assert run(fresh, GREEDY) == [expected[place] for place in GREEDY]
-    made.close()
+        assert run(fresh, GREEDY) == [expected[index] for index in GREEDY]
+    template.close()
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -92,41 +92,41 @@ def test_model_error_closes_the_engine_and_is_raised(name: str) -> None:
 def test_every_call_of_a_model(name: str, eager: bool) -> None:
     point, proposes = CALLS[name]
     struck = sweep(lambda number: close_by("python", point, number, eager=eager, draft=drafter(proposes)))
-    assert struck > 0 or (not eager and name in ("proposer", "draft logits", "target logits")), "these are in no prompt"
+    assert struck > 0 or (not eager and name in ("proposer", "draft logits", "target logits")), "these are not called in prompts"
 
 
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Engine]:
-    with make(compile_isolation="process") as made:
-        yield made
+    with make(compile_isolation="process") as created:
+        yield created
 
 
-def kill(isolated: Engine, expected: list[Ending], behind: bool, number: int) -> Fault:
-    """One run in which the worker dies once: it is one request's error, or nobody's where the worker had nothing to do."""
+def kill(isolated: Engine, expected: list[Ending], after_exchange: bool, number: int) -> Fault:
+    """Run once with the worker killed once: at most one request fails, none if the worker was idle (after an exchange)."""
     fault = Fault(number)
-    with worker_dies(behind)(isolated, fault):
+    with worker_dies(after_exchange)(isolated, fault):
         found = run(isolated)
-    changed = [place for place in ALL if found[place] != expected[place]]
-    assert len(changed) == (fault.struck and not behind)
-    for place in changed:
-        tokens, reason, error = found[place]
+    changed = [index for index in ALL if found[index] != expected[index]]
+    assert len(changed) == (fault.struck and not after_exchange)
+    for index in changed:
+        tokens, reason, error = found[index]
         assert (tokens, reason) == ((), FinishReason.ERROR) and f"the compile worker died of {signal.SIGKILL.name}" in error
     _check_nothing_is_held(isolated)
     return fault
 
 
-@pytest.mark.parametrize(("behind", "number"), [(False, 3), (True, 2)])
-def test_killed_worker_fails_at_most_one_request(isolated: Engine, expected: list[Ending], behind: bool, number: int) -> None:
-    assert kill(isolated, expected, behind, number).struck
+@pytest.mark.parametrize(("after_exchange", "number"), [(False, 3), (True, 2)])
+def test_killed_worker_fails_at_most_one_request(isolated: Engine, expected: list[Ending], after_exchange: bool, number: int) -> None:
+    assert kill(isolated, expected, after_exchange, number).struck
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("behind", [False, True])
-def test_worker_killed_at_every_point(isolated: Engine, expected: list[Ending], behind: bool) -> None:
-    assert sweep(lambda number: kill(isolated, expected, behind, number)) >= 8
+@pytest.mark.parametrize("after_exchange", [False, True])
+def test_worker_killed_at_every_point(isolated: Engine, expected: list[Ending], after_exchange: bool) -> None:
+    assert sweep(lambda number: kill(isolated, expected, after_exchange, number)) >= 8
 
 
-def read_by_one_who_raises(engine: Engine, expected: list[Ending], number: int) -> Fault:
+def consume_with_error(engine: Engine, expected: list[Ending], number: int) -> Fault:
     fault, jobs = Fault(number), submit(engine)
     with pytest.raises(RuntimeError, match=CAUSE) if number < 1000 else warnings.catch_warnings():
         for _ in engine.stream():
@@ -141,42 +141,42 @@ def read_by_one_who_raises(engine: Engine, expected: list[Ending], number: int) 
 
 def test_exception_in_an_event_consumer_does_not_affect_other_jobs(engine: Engine, expected: list[Ending]) -> None:
     for number in (1, 9):
-        assert read_by_one_who_raises(engine, expected, number).struck
+        assert consume_with_error(engine, expected, number).struck
     _check_nothing_is_held(engine)
 
 
 def test_failing_task_cancels_only_its_own_stream(engine: Engine, expected: list[Ending]) -> None:
-    async def read(serving: AsyncEngine, place: int, fault: Fault) -> Job:
-        prompt, constraint, sampling = ASKS[place]
+    async def read(serving: AsyncEngine, index: int, fault: Fault) -> Job:
+        prompt, constraint, sampling = REQUESTS[index]
         async with serving.generate(prompt, constraint=constraint, sampling=sampling, max_new_tokens=14) as stream:
             events = []
             async for event in stream:
                 events.append(event)
-                if place == 3:
+                if index == 3:
                     fault.strike()
             check_events(events, stream.job)
         return stream.job
 
-    async def scene() -> None:
+    async def serve_all() -> None:
         async with AsyncEngine(engine) as serving:
-            readers = [read(serving, place, Fault(1)) for place in ALL]
-            told = await asyncio.gather(*readers, return_exceptions=True)
-        for place, job in enumerate(told):
-            if place == 3:
+            readers = [read(serving, index, Fault(1)) for index in ALL]
+            results = await asyncio.gather(*readers, return_exceptions=True)
+        for index, job in enumerate(results):
+            if index == 3:
                 assert isinstance(job, RuntimeError) and CAUSE in str(job)
             else:
-                assert isinstance(job, Job) and ending(job) == expected[place]
+                assert isinstance(job, Job) and ending(job) == expected[index]
         ended = dict(engine.stats().finished)
         assert ended.get(FinishReason.CANCELLED, 0) - before.get(FinishReason.CANCELLED, 0) <= 1
 
     before = dict(engine.stats().finished)
-    asyncio.run(scene())
-    engine.step()  # the last round, in which nobody is left
+    asyncio.run(serve_all())
+    engine.step()  # completes the last round, which has no active request
     _check_nothing_is_held(engine)
 
 
 def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Ending]) -> None:
-    """An answer has the pages of its longest end from its beginning on."""
+    """A request holds the pages of its maximum length from admission on."""
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
@@ -187,10 +187,10 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     while not all(job.finished for job in first):
         engine.step()
     assert [ending(job) for job in first] == [expected[0], expected[4]]
-    given = prefixes.allocate(prefixes.num_free) or ()  # of those who have ended
+    released = prefixes.allocate(prefixes.num_free) or ()  # pages of the finished requests
     for _ in range(3):
         assert engine.step() == [] and not late.tokens
-    prefixes.free([*taken, *given])
+    prefixes.free([*taken, *released])
     for _ in engine.stream():
         pass
     assert engine.step() == [] and ending(late) == expected[3]
@@ -210,8 +210,8 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
     with make(save_hidden_states=tmp_path, states_shard_bytes=1) as engine, warnings.catch_warnings():
         warnings.simplefilter("error")
         jobs = []
-        for place in (0, 2, 4):  # one by one: each is refused, or written, before the next one ends
-            jobs += submit(engine, [place])
+        for index in (0, 2, 4):  # one at a time: each text is dropped or written before the next one ends
+            jobs += submit(engine, [index])
             for _ in engine.stream():
                 pass
             while engine._parts.hidden_states._writer._held:  # type: ignore[union-attr]
@@ -223,24 +223,24 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
 
 @pytest.mark.parametrize("name", ["step", "close", "capture"])
 def test_reentrant_call_from_a_draft_function_is_refused(name: str) -> None:
-    kept: list[Engine] = []
+    engines: list[Engine] = []
 
     def draft(job: Job) -> list[int]:
-        getattr(kept[0], name)()
+        getattr(engines[0], name)()
         return []
 
     with make_faulty(draft=draft, rounds_in_flight=1, greedy_only=True, eager=True) as engine:
-        kept.append(engine)
+        engines.append(engine)
         job, other = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=5, num_speculative_tokens=0)
         for _ in engine.stream():
             pass
-        told = "RuntimeError: Engine: re-entrant step(), capture() or close(); call it after the current one returns"
-        assert (job.finish_reason, job.error) == (FinishReason.ERROR, f"the draft function failed: {told}")
+        message = "RuntimeError: Engine: re-entrant step(), capture() or close(); call it after the current one returns"
+        assert (job.finish_reason, job.error) == (FinishReason.ERROR, f"the draft function failed: {message}")
         assert len(other.tokens) > 0 and not other.error
 
 
 def test_cancel_ignores_a_job_of_another_engine(engine: Engine, expected: list[Ending]) -> None:
-    """Every engine counts its jobs from one."""
+    """Job ids start at one in every engine, so two engines have jobs of equal id."""
     (job,) = submit(engine, [0])
     other = Job(**{**{field.name: getattr(job, field.name) for field in fields(job) if field.init}, "max_new_tokens": 1})
     assert other.id == job.id and not engine.cancel(other)

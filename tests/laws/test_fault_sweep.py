@@ -1,6 +1,6 @@
-"""Single faults: the n-th operation of a point fails, for every n until a run is clean. Who is not touched does not notice.
+"""Single faults: the n-th operation at a fault point fails, for every n until a run has no fault. Unaffected requests keep their output.
 
-A fixed sample of them runs always, all of them with `make soak`.
+`make test` runs a fixed sample, `make soak` all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.helpers.fault_points import (
 from tests.helpers.toy_engines import SCHEMA, STOP, VOCABULARY, needs_native
 
 Ending = tuple[tuple[int, ...], FinishReason | None, str]
-ASKS: tuple[tuple[list[int], Constraint | None, SamplingParams | None], ...] = (
+REQUESTS: tuple[tuple[list[int], Constraint | None, SamplingParams | None], ...] = (
     ([1, 2], None, None),
     ([3], Constraint.json_schema(SCHEMA, backend="xgrammar"), None),
     ([4, 5], Constraint.regex(r"\d{3}-\d{4}", backend="llguidance"), None),
@@ -48,16 +48,16 @@ ASKS: tuple[tuple[list[int], Constraint | None, SamplingParams | None], ...] = (
     ([8], Constraint.regex("[a-c]{2,9}x?", backend="xgrammar"), None),
     ([9, 9], Constraint.json_schema(SCHEMA, backend="llguidance"), SamplingParams(temperature=0.7, seed=11)),
 )
-DRAWN = [place for place, (_, _, sampling) in enumerate(ASKS) if sampling]
+SAMPLED = [index for index, (_, _, sampling) in enumerate(REQUESTS) if sampling]
 LINKS = ["python", pytest.param("native", marks=needs_native)]
-MOST_STEPS = 20_000  # of a run; one that waits for a grammar makes one a millisecond
+MOST_STEPS = 20_000  # limit of a run; an engine that waits for a grammar makes one step per millisecond
 
-TOUCHES_ONE: dict[str, Point] = {
+AFFECTS_ONE: dict[str, Point] = {
     **{f"{library} {operation}": matcher_call(library, operation) for library, calls in CALLS.items() for operation in calls},
     "compile": compile_fails,
     "target": target_not_finite,
 }
-TOUCHES_NOBODY: dict[str, Point] = {
+AFFECTS_NONE: dict[str, Point] = {
     "ring": ring_full,
     "pages": pages_empty,
     **{f"draft {value}": draft_not_finite(value) for value in DRAFT_NONSENSE},
@@ -68,14 +68,15 @@ CLOSES: dict[str, Point] = {
     "between rounds": between_rounds_raises,
     "push_batch": announcements_full,
 }
-ENGINES: list[Engine] = []  # that the cases share
-SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llguidance fill": 3, "target": 9}  # the others' first
+ENGINES: list[Engine] = []  # shared by the test cases, closed by `closed`
+# The operation number that fails in the sample, by fault point; 1 for the others
+SAMPLE = {"xgrammar accept": 2, "xgrammar fill": 8, "llguidance accept": 5, "llguidance fill": 3, "target": 9}
 
 
-def make(host_link: str = "python", draft: Any = None, **others: Any) -> Engine:
+def make(host_link: str = "python", draft: Any = None, **overrides: Any) -> Engine:
     target = FaultyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
     sizes = {"max_rows": 3, "buckets": (3,), "num_speculative_tokens": 2}
-    options: dict[str, Any] = {**sizes, "compile_isolation": "none", **others}
+    options: dict[str, Any] = {**sizes, "compile_isolation": "none", **overrides}
     config = EngineConfig(
         max_length=48,
         page_size=8,
@@ -93,25 +94,25 @@ def make(host_link: str = "python", draft: Any = None, **others: Any) -> Engine:
 
 
 def compile_all(engine: Engine) -> None:
-    """So that a job is seated in the order of its submit, and its matcher is made there."""
-    for _, constraint, _ in ASKS:
+    """Compile all grammars first, so that requests are admitted in submission order and matchers are created at admission."""
+    for _, constraint, _ in REQUESTS:
         if constraint is not None:
             engine.compile(constraint)
 
 
-def submit(engine: Engine, places: Sequence[int] = range(len(ASKS))) -> list[Job]:
-    asked = [ASKS[place] for place in places]
-    return [engine.submit(ids, constraint=grammar, sampling=sampling, max_new_tokens=14) for ids, grammar, sampling in asked]
+def submit(engine: Engine, indices: Sequence[int] = range(len(REQUESTS))) -> list[Job]:
+    requests = [REQUESTS[index] for index in indices]
+    return [engine.submit(ids, constraint=grammar, sampling=sampling, max_new_tokens=14) for ids, grammar, sampling in requests]
 
 
-def run(engine: Engine, places: Sequence[int] = range(len(ASKS))) -> list[Ending]:
-    jobs = submit(engine, places)
+def run(engine: Engine, indices: Sequence[int] = range(len(REQUESTS))) -> list[Ending]:
+    jobs = submit(engine, indices)
     for _ in range(MOST_STEPS):
         if not engine.has_work:
-            assert engine.step() == [], "the last round, in which nobody is left"
+            assert engine.step() == [], "the last round has no active request"
             return [ending(job) for job in jobs]
         engine.step()
-    raise AssertionError(f"{[job.id for job in jobs if not job.finished]} never end")
+    raise AssertionError(f"{[job.id for job in jobs if not job.finished]} did not finish")
 
 
 def ending(job: Job) -> Ending:
@@ -120,7 +121,7 @@ def ending(job: Job) -> Ending:
 
 @functools.cache
 def shared(host_link: str) -> tuple[Engine, list[Ending]]:
-    """An engine, and what it says without a fault."""
+    """A shared engine, and the result of each request without a fault."""
     engine = make(host_link)
     ENGINES.append(engine)
     found = run(engine)
@@ -135,37 +136,37 @@ def closed() -> Iterator[None]:
         engine.close()
 
 
-def strike(host_link: str, point: Point, number: int, touches: int) -> Fault:
-    """One run with one fault: who it touches ends with its cause, the others as ever; nothing leaks, and the engine goes on."""
+def run_with_fault(host_link: str, point: Point, number: int, affected: int) -> Fault:
+    """Run once with one fault: at most `affected` requests end with its cause, the others as usual; nothing leaks."""
     engine, expected = shared(host_link)
     rows, fault = list[weakref.ref[Any]](), Fault(number)
     with point(engine, fault), pytest.MonkeyPatch.context() as patch:
-        planted = engine._parts.host_link.row
-        patch.setattr(engine._parts.host_link, "row", lambda *arguments: _noted(rows, planted(*arguments)))
+        create = engine._parts.host_link.row
+        patch.setattr(engine._parts.host_link, "row", lambda *arguments: _recorded(rows, create(*arguments)))
         found = run(engine)
     if point is compile_fails:
         compile_all(engine)
-    _check_touched(point, fault, found, expected, touches)
+    _check_affected(point, fault, found, expected, affected)
     _check_nothing_is_held(engine, rows)
-    assert run(engine, [2, 4]) == [expected[2], expected[4]], "of requests that came behind the fault"
+    assert run(engine, [2, 4]) == [expected[2], expected[4]], "requests after the fault"
     return fault
 
 
-def _noted(rows: list[weakref.ref[Any]], row: Any) -> Any:
+def _recorded(rows: list[weakref.ref[Any]], row: Any) -> Any:
     rows.append(weakref.ref(row))
     return row
 
 
-def _check_touched(point: Point, fault: Fault, found: list[Ending], expected: list[Ending], touches: int) -> None:
-    changed = [place for place, ended in enumerate(found) if ended != expected[place]]
-    if touches == 0:  # what a draft proposes is no law, but which coins a draw takes follows from it
-        assert set(changed) <= (set(DRAWN) if point not in (ring_full, pages_empty) else set())
+def _check_affected(point: Point, fault: Fault, found: list[Ending], expected: list[Ending], affected: int) -> None:
+    changed = [index for index, ended in enumerate(found) if ended != expected[index]]
+    if affected == 0:  # other drafts may change a sampled text, whose random numbers depend on them, but no greedy text
+        assert set(changed) <= (set(SAMPLED) if point not in (ring_full, pages_empty) else set())
         assert not any(error for _, _, error in found)
         return
-    assert len(changed) <= (touches if fault.struck else 0), f"{changed} of {found}"
-    for place in changed:
-        tokens, reason, error = found[place]
-        assert (reason, tokens) == (FinishReason.ERROR, expected[place][0][: len(tokens)])
+    assert len(changed) <= (affected if fault.struck else 0), f"{changed} of {found}"
+    for index in changed:
+        tokens, reason, error = found[index]
+        assert (reason, tokens) == (FinishReason.ERROR, expected[index][0][: len(tokens)])
         assert CAUSE in error or "not finite" in error
 
 
@@ -176,59 +177,59 @@ def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()
     assert engine._scheduler.rows.free_pages == engine._scheduler.rows.num_pages
     assert not any(entry.claims for entry in compiler._cache._entries.values())
     if any(row() for row in rows):
-        gc.collect()  # an error's traceback knows itself
-    assert not any(row() for row in rows), "matchers of requests that have ended"
+        gc.collect()  # tracebacks form reference cycles
+    assert not any(row() for row in rows), "matchers of finished requests are still alive"
 
 
 def sweep(strike_at: Callable[[int], Fault]) -> int:
-    """Every n until a run is clean; returns how many faults there were."""
+    """Call `strike_at` with 1, 2, ... until a run has no fault; return the number of faults."""
     for number in range(1, 2000):
         if not strike_at(number).struck:
             return number - 1
-    raise AssertionError("no run is clean")
+    raise AssertionError("every run had a fault")
 
 
 @pytest.mark.parametrize("host_link", LINKS)
 def test_a_sample_of_single_faults(host_link: str) -> None:
     struck = 0
-    for name, point in TOUCHES_ONE.items():
-        struck += strike(host_link, point, SAMPLE.get(name, 1), 1).struck
-    assert struck == len(TOUCHES_ONE)
+    for name, point in AFFECTS_ONE.items():
+        struck += run_with_fault(host_link, point, SAMPLE.get(name, 1), 1).struck
+    assert struck == len(AFFECTS_ONE)
     for name in ("ring", "pages", "draft nan"):
-        assert strike(host_link, TOUCHES_NOBODY[name], 3, 0).struck, name
+        assert run_with_fault(host_link, AFFECTS_NONE[name], 3, 0).struck, name
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("host_link", LINKS)
-@pytest.mark.parametrize("name", [*TOUCHES_ONE, *TOUCHES_NOBODY])
+@pytest.mark.parametrize("name", [*AFFECTS_ONE, *AFFECTS_NONE])
 def test_every_single_fault(name: str, host_link: str) -> None:
-    point = (TOUCHES_ONE | TOUCHES_NOBODY)[name]
-    assert sweep(lambda number: strike(host_link, point, number, int(name in TOUCHES_ONE))) > 0
+    point = (AFFECTS_ONE | AFFECTS_NONE)[name]
+    assert sweep(lambda number: run_with_fault(host_link, point, number, int(name in AFFECTS_ONE))) > 0
 
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("stepgraph")}
 
 
-def close_by(host_link: str, point: Point, number: int, **others: Any) -> Fault:
-    """What is nobody's fault ends every job with its cause and closes the engine; who had ended before stays as it was."""
+def close_by(host_link: str, point: Point, number: int, **overrides: Any) -> Fault:
+    """Run until an engine-wide fault: it closes the engine and ends every active job with its cause; finished jobs keep their result."""
     expected, before, fault = shared(host_link)[1], threads(), Fault(number)
-    engine = make(host_link, greedy_only=True, **others)
-    greedy = [place for place in range(len(ASKS)) if place not in DRAWN]
+    engine = make(host_link, greedy_only=True, **overrides)
+    greedy = [index for index in range(len(REQUESTS)) if index not in SAMPLED]
     with point(engine, fault):
         jobs = submit(engine, greedy)
         raised = ""
         try:
             for _ in engine.stream():
                 pass
-            engine.step()  # the last round, in which nobody is left, may be the one that fails
+            engine.step()  # the last round, which has no active request, may be the one that fails
         except Exception as error:
             raised = str(error)
-    for job, place in zip(jobs, greedy, strict=True):
+    for job, index in zip(jobs, greedy, strict=True):
         if not fault.struck or job.finish_reason != FinishReason.ERROR:
-            assert ending(job) == expected[place]
+            assert ending(job) == expected[index]
         else:
-            assert CAUSE in job.error and tuple(job.tokens) == expected[place][0][: len(job.tokens)]
+            assert CAUSE in job.error and tuple(job.tokens) == expected[index][0][: len(job.tokens)]
     assert (CAUSE in raised) == fault.struck
     if fault.struck:
         with pytest.raises(EngineClosedError, match=CAUSE):
@@ -253,14 +254,14 @@ def test_every_engine_fault(name: str, host_link: str) -> None:
     assert sweep(lambda number: close_by(host_link, CLOSES[name], number)) > 0
 
 
-def check_function(engine: Engine, fault: Fault, expected: list[Ending]) -> Fault:
-    greedy = [place for place in range(len(ASKS)) if place not in DRAWN]
+def check_draft_function(engine: Engine, fault: Fault, expected: list[Ending]) -> Fault:
+    greedy = [index for index in range(len(REQUESTS)) if index not in SAMPLED]
     found = run(engine, greedy)
-    changed = [place for place, ended in zip(greedy, found, strict=True) if ended != expected[place]]
+    changed = [index for index, ended in zip(greedy, found, strict=True) if ended != expected[index]]
     assert len(changed) == fault.struck
-    for place, (tokens, reason, error) in zip(greedy, found, strict=True):
-        if place in changed:
-            assert (reason, tokens) == (FinishReason.ERROR, expected[place][0][: len(tokens)])
+    for index, (tokens, reason, error) in zip(greedy, found, strict=True):
+        if index in changed:
+            assert (reason, tokens) == (FinishReason.ERROR, expected[index][0][: len(tokens)])
             assert error == f"the draft function failed: RuntimeError: {CAUSE} {fault.number}"
     _check_nothing_is_held(engine)
     return fault
@@ -273,7 +274,7 @@ def test_failing_draft_function_ends_only_its_request(most: int) -> None:
 
         def strike_at(number: int) -> Fault:
             fault.number, fault.seen = number, 0
-            return check_function(engine, fault, expected)
+            return check_draft_function(engine, fault, expected)
 
         if most == 1000:
             assert sweep(strike_at) > 20

@@ -1,6 +1,6 @@
-"""What comes from anywhere is refused by name or works: a fixed sample of changed inputs, and every one that once did otherwise.
+"""Untrusted inputs either work or are refused with an error that names the field: a fixed sample of mutated inputs, and every past failure.
 
-python -m tests.fuzz --inputs 50000      # all doors
+python -m tests.fuzz --inputs 50000      # all entry points
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.fuzz.watch import Watch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = sorted((ROOT / "tests" / "data" / "fuzz").glob("*.json"))
-# How many inputs of each door `make test` tries, the seeds among them. Those with an engine or a worker behind them cost more.
+# Inputs per entry point in `make test`, including the seeds. Entry points that need an engine or a worker process cost more per input.
 SAMPLE = {
     "sampling": 400,
     "constraint": 300,
@@ -45,7 +45,7 @@ SAMPLE = {
 
 @pytest.fixture(scope="module")
 def doors() -> Iterator[Callable[[str], Door]]:
-    """Each is opened once."""
+    """A function that opens each entry point once and returns it."""
     opened: dict[str, Door] = {}
 
     def door(name: str) -> Door:
@@ -67,13 +67,13 @@ def test_sample_of_inputs_is_refused_or_works(doors: Callable[[str], Door], name
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_kept_inputs_are_refused_or_work(doors: Callable[[str], Door], case: Path) -> None:
-    told = json.loads(case.read_text(encoding="utf-8"))
-    door = doors(told["door"])
-    found = attempt(door, told["input"], Watch(door.allowed), Reached())
-    assert not isinstance(found, Find), f"{told['was']}\n{found}"
+    kept = json.loads(case.read_text(encoding="utf-8"))
+    door = doors(kept["door"])
+    found = attempt(door, kept["input"], Watch(door.allowed), Reached())
+    assert not isinstance(found, Find), f"{kept['was']}\n{found}"
 
 
-# Guards taken away, and the input that needed each.
+# Negative controls: a check that is patched out, by the kept input that must then fail.
 PLANTED: dict[str, tuple[Any, str, Any]] = {
     "sampling_long_value": (params, "shown", repr),
     "constraint_ebnf_payload": (backends, "_grammar_of", lambda payload: json.loads(payload)[1]),
@@ -84,9 +84,9 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("case", PLANTED)
 def test_input_detects_its_removed_guard(doors: Callable[[str], Door], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTED[case])
-    told = json.loads((ROOT / "tests" / "data" / "fuzz" / f"{case}.json").read_text(encoding="utf-8"))
-    door = doors(told["door"])
-    assert isinstance(attempt(door, told["input"], Watch(door.allowed), Reached()), Find)
+    kept = json.loads((ROOT / "tests" / "data" / "fuzz" / f"{case}.json").read_text(encoding="utf-8"))
+    door = doors(kept["door"])
+    assert isinstance(attempt(door, kept["input"], Watch(door.allowed), Reached()), Find)
 
 
 def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_search_finds_a_removed_guard(doors: Callable[[str], Door], monkeypatch:
 
 
 class Careless(Door):
-    """Does what no door may, one thing for each input."""
+    """An entry point with one forbidden effect per input."""
 
     name, words, named = "careless", ("a",), re.compile("field: ")
     seeds = ("a sentence without a name", "write", "start", "random", "another error", "bytes", "long")
@@ -121,10 +121,10 @@ def test_forbidden_effects_are_detected(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("FUZZ_LEFT_BEHIND")
     door, watch, reached = Careless(), Watch(), Reached()
     found = {given: attempt(door, given, watch, reached) for given in Careless.seeds}
-    wanted = ("names nothing", "it did: open ", "it did: subprocess.Popen", "variables: ", "KeyError", "own words", "of 7000 characters")
-    for given, sign in zip(Careless.seeds, wanted, strict=True):
-        told = found[given]
-        assert isinstance(told, Find) and sign in told.what, told
+    expected = ("names nothing", "it did: open ", "it did: subprocess.Popen", "variables: ", "KeyError", "own words", "of 7000 characters")
+    for given, sign in zip(Careless.seeds, expected, strict=True):
+        find = found[given]
+        assert isinstance(find, Find) and sign in find.what, find
 
 
 def test_inputs_survive_serialisation() -> None:
@@ -136,7 +136,7 @@ def test_inputs_survive_serialisation() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", DOORS)
 def test_fifty_thousand_inputs_are_refused_or_work(name: str, tmp_path: Path) -> None:
-    """In a process of its own, where a crash and a hang are finds too."""
+    """Runs in a separate process, so that crashes and hangs are reported as failures."""
     result = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.fuzz", "--door", name, "--inputs", "50000", "--json", str(result)]
     assert subprocess.run(command, cwd=ROOT).returncode == 0, result.read_text(encoding="utf-8")[:5000]

@@ -1,4 +1,4 @@
-"""Every bomb ends with an error that names what was too much, or is served; another request goes on token for token."""
+"""Expensive grammars ("bombs") are served or end with an error that names the exceeded limit; other requests keep their tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.runtime.test_grammar_queue import SETUP, check_undisturbed, submitted
 SMALL = GrammarLimits(max_nesting=50, compile_seconds=5.0, compile_bytes=128 * MIB, result_bytes=8 * MIB, compile_fuel=50_000)
 NAMED = re.compile(r"(constraint \w+|Constraint\.\w+.*): (cannot be compiled: |got ).*[\w)]", re.DOTALL)
 SERVED = "stop|length|constraint_complete"
-# What is to come of some of them under small limits; the rest is a matter of seconds each, and for `make soak`.
-FATES = {
+# Expected error (regular expression) or "" for served, under small limits. The other bombs take seconds each and run in `make soak`.
+OUTCOMES = {
     "schema: 10,000 levels": "not JSON",
     "schema: 100 levels": "nesting: got more than 64 levels",
     "schema: references without progress": "refers to itself and to nothing else",
@@ -64,29 +64,29 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def fate(engine: Engine, name: str) -> str:
-    """What becomes of a bomb: the words it is refused with, or its finish reason. Three others go on beside it."""
+def outcome(engine: Engine, name: str) -> str:
+    """Submit a bomb beside three other requests; return its error message, or its finish reason if it was served."""
     jobs = submitted(engine)
     try:
         bomb = engine.submit([3], constraint=BOMBS[name](), max_new_tokens=8)
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     else:
         while not bomb.finished:
             engine.step()
-        told = bomb.error or str(bomb.finish_reason)
+        message = bomb.error or str(bomb.finish_reason)
     while engine.has_work:
         engine.step()
     check_undisturbed(jobs)
-    in_its_steps = told.startswith("no valid grammar mask: ") and "(GrammarLimits." in told
-    assert re.fullmatch(SERVED, told) or in_its_steps or (NAMED.fullmatch(told) and len(told) < 2000), told
-    return told
+    failed_in_a_step = message.startswith("no valid grammar mask: ") and "(GrammarLimits." in message
+    assert re.fullmatch(SERVED, message) or failed_in_a_step or (NAMED.fullmatch(message) and len(message) < 2000), message
+    return message
 
 
-@pytest.mark.parametrize("name", FATES)
+@pytest.mark.parametrize("name", OUTCOMES)
 def test_expensive_grammar_is_refused_or_served_without_affecting_others(engine: Engine, name: str) -> None:
-    told = fate(engine, name)
-    assert re.search(FATES[name] or SERVED, told), told
+    message = outcome(engine, name)
+    assert re.search(OUTCOMES[name] or SERVED, message), message
 
 
 @pytest.mark.soak
@@ -94,5 +94,5 @@ def test_expensive_grammar_is_refused_or_served_without_affecting_others(engine:
 def test_every_expensive_grammar_is_refused_or_served(limits: GrammarLimits) -> None:
     with make_engine(SETUP, grammar_limits=limits) as engine:
         for name in BOMBS:
-            fate(engine, name)
+            outcome(engine, name)
         assert engine.generate([3], constraint=CONSTRAINTS[1], max_new_tokens=8).error == ""

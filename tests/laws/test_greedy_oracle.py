@@ -1,4 +1,4 @@
-"""Speculation changes speed, never law: whatever the drafter, the grammar and the company, tokens equal plain greedy decoding."""
+"""Speculation changes speed, never output: for every drafter, grammar and batch composition, tokens equal plain greedy decoding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ask:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     drafts: int | None
-    cancel_after: int | None  # steps
+    cancel_after: int | None  # steps after submission
     draft_ids: tuple[int, ...] | None = None
 
 
@@ -89,27 +89,27 @@ asks = st.builds(
 @pytest.mark.parametrize("draft_masks", [True, False])
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_stop_token_at_every_draft_position(k: int, draft_masks: bool) -> None:
-    """With a perfect drafter round r emits 1, then K + 1 tokens each: a text of n tokens stops at place (n - 2) mod (K + 1)."""
+    """A perfect drafter gives 1 token in the first round, then K + 1 per round: n tokens stop at position (n - 2) mod (K + 1)."""
     engine = shared_engine(Setup(k=k, draft_masks=draft_masks, drafter="perfect", max_rows=1))
-    places: set[int] = set()
+    positions: set[int] = set()
     for seed in range(200):
         ask = Ask((seed % 90, seed), None, 40, (), None, None)
         expected = answer(ask)
-        place = (len(expected.tokens) - 2) % (k + 1)
-        if expected.reason == "stop" and len(expected.tokens) > 1 and place not in places:
+        position = (len(expected.tokens) - 2) % (k + 1)
+        if expected.reason == "stop" and len(expected.tokens) > 1 and position not in positions:
             job = submit(engine, ask)
             while engine.has_work:
                 engine.step()
             check(ask, job)
-            assert job.rounds == 1 + -(-(len(job.tokens) - 1) // (k + 1)), "the drafter was perfect"
-            places.add(place)
-        if len(places) == k + 1:
+            assert job.rounds == 1 + -(-(len(job.tokens) - 1) // (k + 1)), "the drafter is perfect"
+            positions.add(position)
+        if len(positions) == k + 1:
             return
-    raise AssertionError(f"stops were seen at the places {sorted(places)} of {k + 1} only")
+    raise AssertionError(f"stops occurred only at positions {sorted(positions)} of {k + 1}")
 
 
 def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
-    """Submit with pauses between, cancel on the way, step until nothing is left; then hold every job against the oracle."""
+    """Submit each request, then step `pause` times; cancel as requested; step until idle; compare every job with the oracle."""
     engine = shared_engine(setup)
     jobs: list[tuple[Ask, Job, int]] = []
     events: dict[int, list[int]] = {}
@@ -117,8 +117,8 @@ def run_schedule(setup: Setup, batch: list[tuple[Ask, int]]) -> None:
 
     def advance() -> None:
         nonlocal step
-        for ask, job, born in jobs:
-            if ask.cancel_after == step - born:
+        for ask, job, submitted_at in jobs:
+            if ask.cancel_after == step - submitted_at:
                 engine.cancel(job)
         step += 1
         for event in engine.step():

@@ -1,4 +1,4 @@
-"""INVARIANTS.md names tests that are there, at least one for each law, and the README has the same laws."""
+"""INVARIANTS.md names only existing tests, at least one for each invariant, and the README lists the same invariants."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.helpers.documents import ROOT
 
 NODE = re.compile(r"((?:\w+/)*test_\w+\.py)((?:::\w+)+)")
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.+) \|$", re.MULTILINE)
-LAWS = range(1, 11)
+NUMBERS = range(1, 11)
 
 
 def table(text: str) -> dict[int, tuple[str, list[str]]]:
-    """By number: the law, and what stands between the back quotes of its row's last column."""
-    return {int(number): (law, re.findall(r"`([^`]+)`", tests)) for number, law, tests in ROW.findall(text)}
+    """The invariant and the test names (in back quotes in the last column) by row number."""
+    return {int(number): (invariant, re.findall(r"`([^`]+)`", tests)) for number, invariant, tests in ROW.findall(text)}
 
 
 @functools.cache
 def defined_in(file: str) -> frozenset[str]:
-    """As pytest names them: functions of the module, and methods of its classes, that begin with `test_`."""
+    """Test functions and methods of a file, as named in pytest node ids."""
     found = set[str]()
     for node in ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -32,10 +32,10 @@ def defined_in(file: str) -> frozenset[str]:
     return frozenset(name for name in found if name.rsplit("::")[-1].startswith("test_"))
 
 
-def wrong(laws: dict[int, tuple[str, list[str]]]) -> list[str]:
-    """One line for each law that is missing, has no test, or names one that is not there."""
-    found = [f"{number}: no test" for number in LAWS if not laws.get(number, ("", []))[1]]
-    for number, (_, names) in laws.items():
+def wrong(invariants: dict[int, tuple[str, list[str]]]) -> list[str]:
+    """One line for each invariant that is missing, has no test, or names a test that does not exist."""
+    found = [f"{number}: no test" for number in NUMBERS if not invariants.get(number, ("", []))[1]]
+    for number, (_, names) in invariants.items():
         for name in names:
             node = NODE.fullmatch(name)
             if node is None or not (ROOT / "tests" / node[1]).exists() or node[2].removeprefix("::") not in defined_in(node[1]):
@@ -47,16 +47,16 @@ TABLE = table((ROOT / "tests" / "INVARIANTS.md").read_text(encoding="utf-8"))
 
 
 def test_every_invariant_names_existing_tests() -> None:
-    assert list(TABLE) == list(LAWS) and wrong(TABLE) == []
+    assert list(TABLE) == list(NUMBERS) and wrong(TABLE) == []
 
 
 def test_readme_links_the_table() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "](tests/INVARIANTS.md)" in readme and list(table(readme)) in ([], list(LAWS))
+    assert "](tests/INVARIANTS.md)" in readme and list(table(readme)) in ([], list(NUMBERS))
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         ([], "3: no test"),
         (["laws/test_sampling_law.py::test_that_is_gone"], "3: laws/test_sampling_law.py::test_that_is_gone"),
@@ -66,5 +66,5 @@ def test_readme_links_the_table() -> None:
         (["laws/test_sampling_law.py::part"], "3: laws/test_sampling_law.py::part"),
     ],
 )
-def test_missing_test_name_is_reported(names: list[str], told: str) -> None:
-    assert wrong({**TABLE, 3: ("a law", names)}) == [told]
+def test_missing_test_name_is_reported(names: list[str], expected: str) -> None:
+    assert wrong({**TABLE, 3: ("an invariant", names)}) == [expected]

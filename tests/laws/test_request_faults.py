@@ -1,4 +1,4 @@
-"""One request's fault is one request's error; and the oracles find bugs that are planted."""
+"""A fault of one request ends only that request with an error; the oracles detect planted bugs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETUP = Setup(k=3)
 HOST_LINKS = ["python", pytest.param("native", marks=needs_native)]
 
 
-def seat_of(engine: Engine, job: Job) -> ActiveRequest:
+def active_request(engine: Engine, job: Job) -> ActiveRequest:
     engine._scheduler.admit()
     return next(request for request in engine._scheduler.active if request.job is job)
 
@@ -32,29 +32,29 @@ def seat_of(engine: Engine, job: Job) -> ActiveRequest:
 @pytest.mark.parametrize("host_link", HOST_LINKS)
 def test_matcher_fault_is_one_requests_error(host_link: str) -> None:
     engine = make_engine(Setup(k=3, drafter="perfect", host_link=host_link))
-    asks = [([place], CONSTRAINTS[1]) for place in range(3)]
-    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in asks]
+    requests = [([token], CONSTRAINTS[1]) for token in range(3)]
+    jobs = [engine.submit(prompt, constraint=constraint, max_new_tokens=50) for prompt, constraint in requests]
     engine.step()
-    victim = seat_of(engine, jobs[1])
-    assert victim.matcher is not None
-    break_fill(victim.matcher, "out of fuel")
+    faulty = active_request(engine, jobs[1])
+    assert faulty.matcher is not None
+    break_fill(faulty.matcher, "out of fuel")
     for _ in engine.stream():
         pass
     assert jobs[1].finish_reason == FinishReason.ERROR
     assert "out of fuel" in jobs[1].error
-    for place in (0, 2):
-        assert jobs[place].tokens == plain([place], 50, CONSTRAINTS[1]).tokens
+    for index in (0, 2):
+        assert jobs[index].tokens == plain([index], 50, CONSTRAINTS[1]).tokens
     engine.close()
 
 
 @pytest.mark.parametrize("field", [0, 1, 2, 3])
 def test_wrong_mask_tag_ends_only_that_request(field: int) -> None:
-    """Spoil one field of a row's tags on the device between two rounds: nothing is sampled under that mask."""
+    """Change one field of a row's mask tag on the device between two rounds: no token is sampled under that mask."""
     engine = make_engine(Setup(k=2, drafter="perfect", rounds_in_flight=1))
-    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=50) for place in range(2)]
+    jobs = [engine.submit([token], constraint=CONSTRAINTS[1], max_new_tokens=50) for token in range(2)]
     engine.step()
     engine.step()
-    row = seat_of(engine, jobs[0]).row
+    row = active_request(engine, jobs[0]).row
     engine.backend.run(lambda: engine.buffers.row_tags[row, :, field].add_(77))
     length = len(jobs[0].tokens)
     for _ in engine.stream():
@@ -70,7 +70,7 @@ def test_wrong_mask_tag_ends_only_that_request(field: int) -> None:
 def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
     engine = make_engine(Setup(k=k, host_link=host_link))
     job, other = engine.submit([1], constraint=CONSTRAINTS[1], max_new_tokens=50), engine.submit([2], max_new_tokens=20)
-    row = seat_of(engine, job).matcher
+    row = active_request(engine, job).matcher
     assert row is not None
     take_fuel(row)
     for _ in engine.stream():
@@ -82,7 +82,7 @@ def test_exhausted_grammar_fuel_is_reported(k: int, host_link: str) -> None:
 
 
 class PoisonedTarget(ToyTarget):
-    """Not-a-number after a prefix that ends in the token 13."""
+    """Logits are NaN after token 13."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
         output = super().forward(inputs, buffers)
@@ -106,7 +106,7 @@ def test_non_finite_logits_are_one_requests_error() -> None:
 
 
 def test_a_dead_end_is_one_requests_finish_reason() -> None:
-    """A grammar whose only way on needs bytes that no token has."""
+    """A grammar whose only continuation needs a byte that occurs in no token."""
     tokens = [b"a", b"b", b"<eos>"]
     vocabulary = Vocabulary(tokens, [2], logits_width=4)
     target = ToyTarget(4, seed=1)
@@ -122,27 +122,27 @@ def test_a_dead_end_is_one_requests_finish_reason() -> None:
 
 
 def test_device_fault_ends_every_job_and_closes_the_engine() -> None:
-    def explode(name: str) -> None:
+    def fail_at_commit(name: str) -> None:
         if armed.is_set() and name == "commit":
-            raise OSError("the host is on fire")
+            raise OSError("injected host failure")
 
     armed = threading.Event()
-    engine = make_engine(SETUP, TapeBackend(asynchronous=True, delay=explode))
-    jobs = [engine.submit([place], constraint=CONSTRAINTS[1], max_new_tokens=30) for place in range(6)]
+    engine = make_engine(SETUP, TapeBackend(asynchronous=True, delay=fail_at_commit))
+    jobs = [engine.submit([token], constraint=CONSTRAINTS[1], max_new_tokens=30) for token in range(6)]
     engine.step()
     armed.set()
-    with pytest.raises((HostNodeError, OSError), match="the host is on fire"):  # noqa: PT012
+    with pytest.raises((HostNodeError, OSError), match="injected host failure"):  # noqa: PT012
         while True:
             engine.step()
     assert {job.finish_reason for job in jobs} == {FinishReason.ERROR}
-    assert all("the host is on fire" in job.error for job in jobs)
-    with pytest.raises(RuntimeError, match="the host is on fire"):
+    assert all("injected host failure" in job.error for job in jobs)
+    with pytest.raises(RuntimeError, match="injected host failure"):
         engine.submit([1])
 
 
-def planted(find: Callable[[], None]) -> bool:
+def raises_assertion(check: Callable[[], None]) -> bool:
     try:
-        find()
+        check()
     except AssertionError:
         return True
     return False
@@ -159,7 +159,7 @@ def planted(find: Callable[[], None]) -> bool:
     ],
 )
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: the oracles must fail on each of these."""
+    """Negative controls: the oracle must detect each of these bugs."""
     from stepgraph.runtime.page_cache import PageCache
     from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 
@@ -183,17 +183,17 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
             XGrammarMatcher, "fill_next_token_bitmask", lambda self, masks, index: real_fill(self, masks, (index + 1) % len(masks))
         )
     else:
-        real_give = PageCache.free
-        monkeypatch.setattr(PageCache, "free", lambda self, pages: (real_give(self, pages), self._free.extend(pages))[0])
+        real_free = PageCache.free
+        monkeypatch.setattr(PageCache, "free", lambda self, pages: (real_free(self, pages), self._free.extend(pages))[0])
 
-    def hunt() -> None:
+    def compare_with_oracle() -> None:
         engine = make_engine(Setup(k=3, drafter="fair", host_link="native" if bug.startswith("native") else "python"))
-        jobs = [engine.submit([place, 3], constraint=CONSTRAINTS[1 + place % 4], max_new_tokens=40) for place in range(12)]
+        jobs = [engine.submit([token, 3], constraint=CONSTRAINTS[1 + token % 4], max_new_tokens=40) for token in range(12)]
         for _ in engine.stream():
             pass
         monkeypatch.undo()
-        for place, job in enumerate(jobs):
-            answer = plain([place, 3], 40, CONSTRAINTS[1 + place % 4])
+        for token, job in enumerate(jobs):
+            answer = plain([token, 3], 40, CONSTRAINTS[1 + token % 4])
             assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
 
-    assert planted(hunt)
+    assert raises_assertion(compare_with_oracle)

@@ -1,9 +1,9 @@
-"""Sampled rounds emit what the target's own masked, penalised and filtered distribution says, whatever a request asks for.
+"""Sampled rounds emit tokens from the target's own masked, penalised and filtered distribution, for all sampling parameters.
 
-Every place of every setting is held against the float64 oracle over 20,000 rounds, given the drafts in front of it, by the
-likelihood-ratio chi-square. A right sampler fails one such check with a probability of at most RARE, whatever the counts: any
-of the 3,584 of `make soak` with at most 4e-10, any of the 493 of `make test` with 5e-11. The controls are wrong in ways that
-are in use elsewhere; the same check must find each of them.
+Each position of each setting is compared with the float64 oracle over 20,000 rounds, conditioned on the preceding drafts, by a
+likelihood-ratio chi-square test. A correct sampler fails one such test with a probability of at most RARE, for any counts: at
+least one of the 3,584 tests of `make soak` with at most 4e-10, of the 493 tests of `make test` with at most 5e-11. The negative
+controls are incorrect samplers that occur in other implementations; the same test must detect each of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.helpers.law import EVERY_SETTING, OWN_VOCABULARY, Law, Setting, setti
 
 ROUNDS = 20_000
 RARE = 1e-13
-SHAPES = list(itertools.product((1, 2, 3, 4), (False, True)))  # drafts, and whether the draft has a vocabulary of its own
+SHAPES = list(itertools.product((1, 2, 3, 4), (False, True)))  # number of drafts, and whether the draft model has its own vocabulary
 BITS = list(itertools.product((False, True), repeat=7))
 
 
 def fraction(part: int) -> list[int]:
-    """Sixteen of the 128 settings, in which any three values occur together; the eight parts make up all."""
-    wanted = [bool(part >> bit & 1) for bit in range(3)]
-    return [place for place, (a, b, c, d, e, f, g) in enumerate(BITS) if [a ^ b ^ c ^ e, b ^ c ^ d ^ f, a ^ c ^ d ^ g] == wanted]
+    """Indices of 16 of the 128 settings that contain every combination of any three values; the eight parts are a partition."""
+    parity = [bool(part >> bit & 1) for bit in range(3)]
+    return [index for index, (a, b, c, d, e, f, g) in enumerate(BITS) if [a ^ b ^ c ^ e, b ^ c ^ d ^ f, a ^ c ^ d ^ g] == parity]
 
 
 def least_chance(law: Law) -> Tensor:
-    """[S]: of each setting, at its worst place."""
+    """[S]: the smallest p-value of each setting over its positions."""
     return law.chances(law.tally(ROUNDS)).amin(0)
 
 
@@ -47,7 +47,7 @@ def check(law: Law) -> None:
     tally = law.tally(ROUNDS)
     assert float(law.chances(tally).min()) > RARE
     good = torch.tensor([each.good for each in law.settings])
-    assert int(tally.accepted[good].sum()) > 1.5 * int(tally.accepted[~good].sum()), "drafters differ in what is accepted"
+    assert int(tally.accepted[good].sum()) > 1.5 * int(tally.accepted[~good].sum()), "good drafters have a higher acceptance rate"
 
 
 def test_parts_cover_all_triples_and_all_combinations() -> None:
@@ -55,14 +55,14 @@ def test_parts_cover_all_triples_and_all_combinations() -> None:
     assert sorted(itertools.chain(*parts)) == list(range(128))
     for part in parts:
         for columns in itertools.combinations(range(7), 3):
-            assert len({tuple(BITS[place][column] for column in columns) for place in part}) == 8
+            assert len({tuple(BITS[index][column] for column in columns) for index in part}) == 8
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_emitted_tokens_follow_the_target_distribution(part: int) -> None:
-    """Each setting once, and with each number of drafts and kind of vocabulary any three values together."""
+    """Every setting once; for each number of drafts and kind of vocabulary, every combination of any three values."""
     k, d2t = SHAPES[part]
-    check(Law(k, d2t, [EVERY_SETTING[place] for place in fraction(part)], seed=part))
+    check(Law(k, d2t, [EVERY_SETTING[index] for index in fraction(part)], seed=part))
 
 
 @pytest.mark.soak
@@ -95,7 +95,7 @@ def test_rows_with_fewer_drafts_than_positions_keep_the_distribution() -> None:
 @pytest.mark.parametrize("size", [1, 3, 10, 40, 200])
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
 def test_tail_bound_is_an_upper_bound(size: int, share: float) -> None:
-    """Against every outcome of a coin, exactly; where Pearson's tail is off by orders of magnitude too."""
+    """Compared with the exact tail of every binomial outcome, also where Pearson's approximation is wrong by orders of magnitude."""
     heads = torch.arange(size + 1, dtype=torch.float64)
     chance = [math.comb(size, head) * share**head * (1 - share) ** (size - head) for head in range(size + 1)]
     statistic = likelihood_ratio(torch.stack([heads, size - heads], 1), torch.tensor([[share, 1 - share]]))
@@ -105,33 +105,33 @@ def test_tail_bound_is_an_upper_bound(size: int, share: float) -> None:
     assert likelihood_ratio_bound(math.inf, 1) == 0
 
 
-def of(temperature: float = 1.5, good: bool = True, masked: bool = False, **asked: Any) -> Setting:
-    return Setting(SamplingParams(temperature=temperature, **asked), masked, good)
+def of(temperature: float = 1.5, good: bool = True, masked: bool = False, **params: Any) -> Setting:
+    return Setting(SamplingParams(temperature=temperature, **params), masked, good)
 
 
 class TestControls:
-    """Each is wrong for some of its settings, and only there."""
+    """Negative controls: each incorrect sampler is detected in the settings it affects, and only there."""
 
-    def finds(self, law: Law, wrong: list[bool]) -> None:
-        assert (least_chance(law) < RARE).tolist() == wrong
+    def check_detected(self, law: Law, expected: list[bool]) -> None:
+        assert (least_chance(law) < RARE).tolist() == expected
 
     @pytest.mark.parametrize("shared", ["all", "replacement", "coin", "a position later"])
     def test_shared_noise_of_draft_and_target(self, monkeypatch: pytest.MonkeyPatch, shared: str) -> None:
-        """The number that chose a draft also says whether it holds, or what replaces it, or what follows it."""
+        """The random number that chose a draft also decides its acceptance, its replacement or the next token."""
         real, draft, target = rng.uniform, rng.Purpose.DRAFT, rng.Purpose.TARGET
 
         def uniform(seed: Tensor, position: Tensor, purpose: rng.Purpose, index: Tensor | None = None) -> Tensor:
             if shared == "a position later":
                 return real(seed, position + 1, target, index) if purpose == draft else real(seed, position, purpose, index)
             if purpose == rng.Purpose.ACCEPT and shared in ("all", "coin"):
-                return real(seed, position, draft, torch.zeros_like(position))  # what token 0 raced with
+                return real(seed, position, draft, torch.zeros_like(position))  # the random number of token 0
             return real(seed, position, draft if shared in ("all", "replacement") else purpose, index)
 
         monkeypatch.setattr(rng, "uniform", uniform)
-        self.finds(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
+        self.check_detected(Law(2, False, [of(good=False), of(good=False, top_k=4), of(good=False, masked=True)]), [True] * 3)
 
     def test_draft_probabilities_without_the_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Drafts are drawn under the mask, and judged as if they had not been."""
+        """Drafts are sampled under the mask, but verified with their unmasked probabilities."""
         real = drafting.choose_draft
 
         def choose_draft(*arguments: Any, **named: Any) -> Tensor:
@@ -141,10 +141,10 @@ class TestControls:
             return tokens
 
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)
-        self.finds(Law(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
+        self.check_detected(Law(2, False, [of(), of(masked=True), of(masked=True, top_p=0.8)]), [False, True, True])
 
     def test_filters_on_the_last_row_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Top-k, top-p and min-p for the token behind the last draft, none for those that judge drafts."""
+        """Top-k, top-p and min-p apply to the token after the last draft, not to the rows that verify drafts."""
         real = sampler.distribution
 
         def distribution(logits: Tensor, params: Tensor) -> Tensor:
@@ -155,21 +155,21 @@ class TestControls:
             return torch.cat([real(logits[:, :-1], plain), real(logits[:, -1:], params)], 1)
 
         monkeypatch.setattr(sampler, "distribution", distribution)
-        self.finds(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
+        self.check_detected(Law(2, False, [of(), of(top_k=3), of(top_p=0.8), of(min_p=0.1)]), [False, True, True, True])
 
     def test_penalties_that_ignore_previous_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = processors.process
 
-        def forgetful(logits: Tensor, rows: processors.RowSettings, before: Tensor, *others: Any) -> Tensor:
+        def without_drafts(logits: Tensor, rows: processors.RowSettings, before: Tensor, *others: Any) -> Tensor:
             return real(logits, rows, torch.full_like(before, -1), *others)
 
-        monkeypatch.setattr(processors, "process", forgetful)
-        asked = [of(min_p=0.1, logit_bias={1: 1.0}), of(presence_penalty=1.0), of(frequency_penalty=2.0), of(0.7, repetition_penalty=3.0)]
-        self.finds(Law(2, False, asked), [False, True, True, True])
+        monkeypatch.setattr(processors, "process", without_drafts)
+        cases = [of(min_p=0.1, logit_bias={1: 1.0}), of(presence_penalty=1.0), of(frequency_penalty=2.0), of(0.7, repetition_penalty=3.0)]
+        self.check_detected(Law(2, False, cases), [False, True, True, True])
 
-    @pytest.mark.parametrize("places", ["first", "none"])
-    def test_draft_probabilities_without_d2t(self, monkeypatch: pytest.MonkeyPatch, places: str) -> None:
-        """What the draft's own tokens were drawn with is taken for that of the target's first ones, or is not kept."""
+    @pytest.mark.parametrize("columns", ["first", "none"])
+    def test_draft_probabilities_without_d2t(self, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+        """Draft probabilities are stored at the target's first token ids instead of the mapped ones, or not stored."""
         real = drafting.choose_draft
 
         def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
@@ -177,20 +177,20 @@ class TestControls:
             kept = buffers.row_draft_probs[:, step - 1]
             own = kept[:, list(OWN_VOCABULARY)]
             kept.zero_()
-            if places == "first":
+            if columns == "first":
                 kept[:, : len(OWN_VOCABULARY)] = own
             return tokens
 
         monkeypatch.setattr(drafting, "choose_draft", choose_draft)
-        self.finds(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
+        self.check_detected(Law(2, True, [of(), of(masked=True, top_k=3), of(temperature=0.7, good=False)]), [True] * 3)
 
     def test_replacement_drawn_from_the_full_target_distribution(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where a draft does not hold, what it offered is not taken away from what replaces it."""
+        """After a rejection, the draft's probabilities are not subtracted from the distribution of the replacement."""
         real: Callable[..., tuple[Tensor, Tensor]] = acceptance.reject_sample
 
         def reject_sample(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Tensor) -> Any:
             _, held = real(probs, draft_probs, finite, drafts, count, *others)
-            return real(probs, draft_probs, finite, drafts, held, *others)  # as if no more drafts had been on offer
+            return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
         monkeypatch.setattr(acceptance, "reject_sample", reject_sample)
-        self.finds(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)
+        self.check_detected(Law(2, False, [of(), of(good=False), of(top_k=3, masked=True), of(presence_penalty=1.0)]), [True] * 4)

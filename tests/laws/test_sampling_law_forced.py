@@ -1,4 +1,4 @@
-"""Rounds in which a grammar forces drafts keep the law: a forced draft is a certainty, and is judged as one."""
+"""Rounds with drafts forced by a grammar keep the target distribution: a forced draft is verified with draft probability 1."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SETTINGS = [
 
 
 class ForcedLaw(Law):
-    """At most places, a token that follows from the text alone is proposed in the draft's stead, whatever the target thinks."""
+    """At about 80% of the positions a token that depends only on the text replaces the sampled draft, independently of the target."""
 
     def __init__(self, k: int, d2t: bool, settings: Sequence[Setting]) -> None:
         super().__init__(k, d2t, settings)
-        made = torch.Generator().manual_seed(11)
-        legal = self.masks.float() * torch.rand(self.masks.shape, generator=made)
-        self.forced = torch.where(torch.rand(legal.shape[:2], generator=made) < 0.8, legal.argmax(-1), -1)
+        generator = torch.Generator().manual_seed(11)
+        legal = self.masks.float() * torch.rand(self.masks.shape, generator=generator)
+        self.forced = torch.where(torch.rand(legal.shape[:2], generator=generator) < 0.8, legal.argmax(-1), -1)
 
     def _specs(self) -> Iterable[BufferSpec]:
         return [*super()._specs(), *forced_specs(self.limits)]
 
     def _fill_masks(self, batch: Batch, index: int, previous: Tensor, legal: Tensor) -> None:
         super()._fill_masks(batch, index, previous, legal)
-        if index < self.k:  # rows without a grammar are shown one as well, which must not matter
+        if index < self.k:  # rows without a grammar get a forced token as well, which must have no effect
             position = batch.column(Column.LENGTH) - 1 + index
             self.buffers.batch_forced[index].copy_(self.forced[position, previous.clamp(min=0)])
 
@@ -50,13 +50,13 @@ def test_forced_drafts_keep_the_distribution(k: int, d2t: bool) -> None:
     law = ForcedLaw(k, d2t, SETTINGS)
     tally = law.tally(ROUNDS)
     assert float(law.chances(tally).min()) > RARE
-    masked = torch.tensor([asked.masked for asked in law.settings])[law.kind]
-    assert bool(law.buffers.row_forced[law.buffers.batch_rows[masked]].any(0).all()), "at every place"
+    masked = torch.tensor([each.masked for each in law.settings])[law.kind]
+    assert bool(law.buffers.row_forced[law.buffers.batch_rows[masked]].any(0).all()), "every draft position was forced at least once"
     assert not bool(law.buffers.row_forced[law.buffers.batch_rows[~masked]].any())
 
 
 def test_forced_draft_judged_as_sampled_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the draft's own distribution says of it is no matter."""
+    """Negative control: forced drafts are verified with the draft model's probabilities."""
     real = drafting.choose_draft
 
     def choose_draft(buffers: Any, after: Batch, step: int, *arguments: Any, **named: Any) -> Tensor:
@@ -67,11 +67,11 @@ def test_forced_draft_judged_as_sampled_is_detected(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(drafting, "choose_draft", choose_draft)
     law = ForcedLaw(2, False, SETTINGS)
     found = law.chances(law.tally(ROUNDS)).amin(0) < RARE
-    assert found.tolist() == [True, True, True, False], "and where nothing is forced, nothing is wrong"
+    assert found.tolist() == [True, True, True, False], "only settings with forced drafts are affected"
 
 
 def test_forced_token_with_a_wrong_tag_is_not_drafted() -> None:
-    """Its mask is another request's, history's or place's, and so is what it forces."""
+    """The tag shows that the mask and its forced token belong to another request, history or position."""
     law = ForcedLaw(1, False, SETTINGS[:1])
     buffers, rows = law.buffers, law.limits.max_rows
     law.forced.fill_(6)

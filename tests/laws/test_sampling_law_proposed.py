@@ -1,7 +1,7 @@
-"""Sampled rounds whose drafts were proposed, not drawn, follow the target's own law like any other.
+"""Sampled rounds whose drafts are proposed, not sampled, follow the target's own distribution.
 
-The check and its bounds are those of test_sampling_law.py. Drafts are tokens with high target probability, or any tokens: illegal
-ones, none, ids of no token. The controls judge them as if they had been drawn.
+Test and bounds are those of test_sampling_law.py. Drafts are tokens with high target probability or arbitrary ids: illegal tokens,
+-1 (no draft), ids outside the vocabulary. The negative controls verify proposed drafts as if they were sampled.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class ProposedLaw(Law):
     def _specs(self) -> Iterable[BufferSpec]:
         return (*round_specs(self.limits, drawn=False), *proposing.text_specs(self.limits))
 
-    def _chains(self, made: torch.Generator) -> Tensor:
-        """[positions, K]: where a row of each setting begins, the likeliest chain, or any."""
-        chains = torch.randint(-1, TOKENS + 1, (self.limits.max_length, self.k), generator=made)
-        chains[:, 0].clamp_(0, TOKENS - 1)  # else a chain of none would be too frequent
+    def _chains(self, generator: torch.Generator) -> Tensor:
+        """[positions, K]: at the first position of a good setting the most likely chain, elsewhere a random one."""
+        chains = torch.randint(-1, TOKENS + 1, (self.limits.max_length, self.k), generator=generator)
+        chains[:, 0].clamp_(0, TOKENS - 1)  # otherwise empty chains would be too frequent
         for number, (_, masked, good) in enumerate(self.settings):
-            place, last = number * (self.k + 1), SAID[-1]
+            position, last = number * (self.k + 1), SAID[-1]
             for step in range(self.k if good else 0):
-                logits = self.target.table[place + step, last, :TOKENS]
-                legal = self.masks[place + step, last, :TOKENS] | (not masked)
+                logits = self.target.table[position + step, last, :TOKENS]
+                legal = self.masks[position + step, last, :TOKENS] | (not masked)
                 last = int(logits.masked_fill(~legal, -torch.inf).argmax())
-                chains[place, step] = last
+                chains[position, step] = last
         return chains
 
     def _drafts(self, batch: Batch) -> list[Tensor]:
@@ -75,7 +75,7 @@ def test_emitted_tokens_follow_the_target_distribution(k: int) -> None:
     law = ProposedLaw(k, MIXED, seed=k)
     tally = law.tally(20_000)
     assert float(law.chances(tally).min()) > RARE
-    assert int(tally.accepted[:1].sum()) > 2_000, "the likeliest token of a place is often said"
+    assert int(tally.accepted[:1].sum()) > 2_000, "the most likely token is often accepted"
 
 
 def test_rows_with_different_draft_limits_keep_the_distribution() -> None:
@@ -88,11 +88,11 @@ Judge = Callable[..., tuple[Tensor, Tensor]]
 
 
 class TestControls:
-    """Each is wrong wherever a draft is not certain to hold."""
+    """Negative controls: each is detected wherever a draft may be rejected."""
 
     SETTINGS = (of(), of(good=False), of(masked=True, top_k=3), of(temperature=0.0))
 
-    def finds(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
+    def check_detected(self, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Judge], Judge]) -> None:
         monkeypatch.setattr(acceptance, "reject_sample", wrong(acceptance.reject_sample))
         assert (least_chance(ProposedLaw(2, self.SETTINGS)) < RARE).tolist() == [True, True, True, False]
 
@@ -100,20 +100,20 @@ class TestControls:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, torch.full_like(draft_probs, 1 / TOKENS), *others)
 
-        self.finds(monkeypatch, wrong)
+        self.check_detected(monkeypatch, wrong)
 
     def test_draft_judged_as_sampled_from_the_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             return lambda probs, draft_probs, *others: real(probs, probs[:, :-1].contiguous(), *others)
 
-        self.finds(monkeypatch, wrong)
+        self.check_detected(monkeypatch, wrong)
 
     def test_replacement_that_may_equal_the_rejected_draft(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(real: Judge) -> Judge:
             def judge(probs: Tensor, draft_probs: Tensor, finite: Tensor, drafts: Tensor, count: Tensor, *others: Any) -> Any:
                 _, held = real(probs, draft_probs, finite, drafts, count, *others)
-                return real(probs, draft_probs, finite, drafts, held, *others)  # as if no more drafts had been on offer
+                return real(probs, draft_probs, finite, drafts, held, *others)  # as if there were no further drafts
 
             return judge
 
-        self.finds(monkeypatch, wrong)
+        self.check_detected(monkeypatch, wrong)

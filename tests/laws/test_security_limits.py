@@ -1,4 +1,4 @@
-"""SECURITY.md, line by line: every limit has the default that stands there, and is refused by its name. The promises are next door."""
+"""Limits in SECURITY.md: each default equals the table, and an exceeded limit is named. Promises: test_security_promises.py."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, Sampling
 from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.gguf_front import MOST_VALUES
-from stepgraph.runtime.models.llama_config import _MOST_PARAMETERS, read_config
+from stepgraph.runtime.models.llama_config import _MAX_PARAMETERS, read_config
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
+from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
@@ -34,9 +34,9 @@ from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.serve.http import Bounds, HttpError, read_json
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TOLD = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", TOLD, re.MULTILINE)
-PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", TOLD, re.MULTILINE)]
+DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|]+?) \| (`\w+\.\w+`|\*fixed\*) \| ([^|]+?) \|$", DOCUMENT, re.MULTILINE)
+PROMISES = [int(number) for number in re.findall(r"^(\d+)\. ", DOCUMENT, re.MULTILINE)]
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 FIXED = {
     "JSON text of a schema as given, including whitespace": MAX_GIVEN_CHARS,
@@ -45,9 +45,9 @@ FIXED = {
     "characters or ids of a marker": MAX_MARKER,
     "blanks in a row under `any_whitespace`": MAX_WHITESPACE,
     "bytes of a JSON file of a model": MAX_JSON_BYTES,
-    "parameters that a config may claim": float(f"{_MOST_PARAMETERS:.1e}"),
+    "parameters that a config may claim": float(f"{_MAX_PARAMETERS:.1e}"),
     "ids of a tokenizer": MAX_IDS,
-    "tensors, fields and values of arrays of a GGUF file": MOST_VALUES,
+    "tensors, fields and values of arrays of a GGUF file": MAX_GGUF_ENTRIES,
     "bytes of an index of hidden states": MOST_INDEX_BYTES,
 }
 OWNERS: dict[str, Any] = {"GrammarLimits": GrammarLimits(), "EngineConfig": EngineConfig(), "Recording": Recording("x"), "Bounds": Bounds()}
@@ -69,10 +69,10 @@ def test_table_lists_every_limit() -> None:
     held = re.findall(
         r"^def test_promise_(\d+)_", (ROOT / "tests" / "laws" / "test_security_promises.py").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "a promise without a check, or the other way round"
+    assert sorted({int(number) for number in held}) == PROMISES == [*range(1, 11)], "promises and promise tests differ"
 
 
-# Limits that are refused by their names
+# An exceeded limit is named in the error
 
 
 def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> None:
@@ -87,7 +87,7 @@ def compiled(constraint: Constraint, isolation: Any = "none", **limits: Any) -> 
 
 
 LETTERS = Constraint.regex("[a-z]{1,9}", "llguidance")
-TWICE = {
+EXCEEDED = {
     "max_chars": lambda: compiled(Constraint.regex("a" * 11), max_chars=10),
     "max_nesting": lambda: compiled(Constraint.regex("((a))"), max_nesting=1),
     "compile_seconds": lambda: compiled(Constraint.regex("(a{1,90}b){1,90}"), "process", compile_seconds=1e-4),
@@ -107,7 +107,7 @@ TWICE = {
 @pytest.mark.parametrize("field", [field.name for field in fields(GrammarLimits)])
 def test_exceeded_grammar_limit_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=rf"GrammarLimits\.{field}\b") as caught:
-        TWICE[field]()
+        EXCEEDED[field]()
     assert len(str(caught.value)) < 1000
 
 
@@ -118,8 +118,8 @@ def large(path: Path, size: int) -> Path:
 
 
 def full_gguf(path: Path) -> None:
-    """Says at once that it has more tensors than may be."""
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MOST_VALUES + 1, 0))
+    """The header claims more tensors than allowed."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, MAX_GGUF_ENTRIES + 1, 0))
     open_checkpoint(path)
 
 
@@ -138,17 +138,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: Vocabulary.from_tokenizer_json(large(folder / "t.json", MAX_JSON_BYTES + 1)),
         f"at most {MAX_JSON_BYTES}",
     ),
-    "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, want at most"),
+    "parameters": (lambda folder: read_config({"architectures": ["LlamaForCausalLM"], **HUGE}), "parameters, expected at most"),
     "ids": (lambda folder: wide_tokenizer(folder / "t.json"), f"expected one from 0 to {MAX_IDS - 1}"),
-    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"want at most {MOST_VALUES}"),
-    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"want at most {MOST_INDEX_BYTES}"),
+    "GGUF": (lambda folder: full_gguf(folder / "model.gguf"), f"expected at most {MAX_GGUF_ENTRIES}"),
+    "index": (lambda folder: SavedStates(large(folder / "states.json", MOST_INDEX_BYTES + 1).parent), f"most {MOST_INDEX_BYTES}"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_exceeded_fixed_limit_is_refused(tmp_path: Path, name: str) -> None:
-    call, wanted = REFUSED[name]
-    with pytest.raises(ValueError, match=wanted):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
         call(tmp_path)
 
 
@@ -160,33 +160,33 @@ def test_whitespace_runs_are_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=2, num_speculative_tokens=0, eager=True, **SMALL)) as made:
-        made.capture()
-        yield made
+    with Engine(TARGET, vocabulary=VOCABULARY, config=EngineConfig(max_rows=2, num_speculative_tokens=0, eager=True, **SMALL)) as created:
+        created.capture()
+        yield created
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"),
+    ("arguments", "message"),
     [
         ({"prompt_ids": [1] * 24}, "prompt_ids: got 24 tokens, expected fewer than max_length=24"),
         ({"prompt_ids": [1], "sampling": SamplingParams(stop_token_ids=(5, 6))}, "stop_token_ids: got 3 .*, expected at most 2"),
         ({"prompt_ids": [1], "sampling": SamplingParams(logit_bias={5: 1, 6: 1})}, "logit_bias: got 2 tokens, expected at most max_bias"),
     ],
 )  # fmt: skip
-def test_engine_sizes_are_enforced(engine: Engine, asked: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ValueError, match=wanted):
-        engine.submit(**{"max_new_tokens": 2, **asked})
+def test_engine_sizes_are_enforced(engine: Engine, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"max_new_tokens": 2, **arguments})
 
 
 def test_rows_and_queue_are_bounded(engine: Engine) -> None:
-    ask: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
+    request: dict[str, Any] = {"max_new_tokens": 20, "sampling": SamplingParams(temperature=0, ignore_eos=True)}
     jobs = []
     for _ in range(3):
-        jobs.append(engine.submit([1], **ask))
+        jobs.append(engine.submit([1], **request))
         engine.step()
         assert engine.stats().running <= 2 and engine.stats().waiting <= 1
     with pytest.raises(QueueFullError, match=r"EngineConfig\.max_queued"):
-        engine.submit([1], **ask)
+        engine.submit([1], **request)
     for job in jobs:
         engine.cancel(job)
     engine.step()
@@ -198,7 +198,7 @@ def test_compilations_and_cache_are_bounded() -> None:
     claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
         assert compiler.stats.running <= 1 and len(compiler._threads) <= 1
-    assert compiler.stats.grammars == 4, "live jobs' are kept beyond it"
+    assert compiler.stats.grammars == 4, "grammars in use are kept beyond the cache limit"
     for claim in claims:
         claim.release()
     assert compiler.stats.grammars <= 1

@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md by number, each held once in small; what sweeps them is named beside."""
+"""One small test for each promise of SECURITY.md, by number; docstrings name the tests that cover it at large."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PLAIN = EngineConfig(max_rows=2, num_speculative_tokens=0, max_length=64, page_s
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with make_engine(SETUP) as made:
-        yield made
+    with make_engine(SETUP) as created:
+        yield created
 
 
 def test_promise_1_a_fault_is_one_requests_error(engine: Engine) -> None:
-    """Swept by test_grammar_bombs.py, test_fault_sweep.py and test_simulation.py."""
+    """Covered by test_grammar_bombs.py, test_fault_sweep.py and test_simulation.py."""
     jobs = submitted(engine)
     bomb = engine.submit([3], constraint=BOMBS["ebnf: each other"](), max_new_tokens=8)
     while engine.has_work:
@@ -50,21 +50,21 @@ def test_promise_1_a_fault_is_one_requests_error(engine: Engine) -> None:
 
 
 def test_promise_2_refusal_is_one_sentence_and_changes_nothing(engine: Engine) -> None:
-    """Swept by test_fuzz.py and test_validate.py."""
+    """Covered by test_fuzz.py and test_validate.py."""
     before = engine.stats()
-    for asked in (
+    for arguments in (
         {"prompt_ids": ["x" * 10**6]},
         {"prompt_ids": [1], "max_new_tokens": 10**5000},
         {"prompt_ids": [1], "draft_ids": [[1] * 10**5]},
     ):
-        with pytest.raises(ValueError, match=r"^\w+(\[0\])?: got .*, want ") as caught:
-            engine.submit(**asked)
+        with pytest.raises(ValueError, match=r"^\w+(\[0\])?: got .*, expected ") as caught:
+            engine.submit(**arguments)
         assert len(str(caught.value)) < 300
     assert engine.stats() == before and not engine.has_work
 
 
 def test_promise_3_what_is_not_enforced_is_refused_by_name() -> None:
-    """Swept by test_schema_suite.py and test_schema_fuzz.py."""
+    """Covered by test_schema_suite.py and test_schema_fuzz.py."""
     for refused, named in (
         (lambda: COMPILER.check(Constraint.json_schema({"not": {}})), "not: is not enforced"),
         (lambda: Constraint.response_format({"type": "json_object", "strict": True}), r"response_format\.strict: got a field"),
@@ -77,7 +77,7 @@ def test_promise_3_what_is_not_enforced_is_refused_by_name() -> None:
 
 
 def test_promise_4_a_worker_that_dies_is_replaced() -> None:
-    """Swept by test_compiler.py and test_grammar_queue.py."""
+    """Covered by test_compiler.py and test_grammar_queue.py."""
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, isolation="process", max_compiles=1)
     compiler.compile(Constraint.regex("a"))
     (worker,) = compiler._workers
@@ -91,14 +91,14 @@ def test_promise_4_a_worker_that_dies_is_replaced() -> None:
 
 
 def test_promise_5_a_text_obeys_its_grammar(engine: Engine) -> None:
-    """Swept by test_greedy_oracle.py and test_round.py."""
+    """Covered by test_greedy_oracle.py and test_round.py."""
     for constraint in filter(None, CONSTRAINTS):
         job, matcher = engine.generate([7, 8], constraint=constraint, max_new_tokens=20), COMPILER.compile(constraint).matcher()
         assert all(matcher.accept_token(token) for token in job.tokens), job
 
 
 def test_promise_6_no_control_token_is_legal_under_a_grammar() -> None:
-    """Swept by test_library_bugs.py."""
+    """Covered by test_library_bugs.py."""
     random, masks = Random(0), torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     for constraint in (
         Constraint.json_object(),
@@ -116,25 +116,25 @@ def test_promise_6_no_control_token_is_legal_under_a_grammar() -> None:
 
 
 def test_promise_7_a_folder_is_data(tmp_path: Path) -> None:
-    """Swept by test_checkpoint.py, test_draft.py and test_fuzz.py."""
+    """Covered by test_checkpoint.py, test_draft.py and test_fuzz.py."""
     folder = Path(shutil.copytree(folder_of("smollm2"), tmp_path / "model"))
-    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(told | {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}), encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}), encoding="utf-8")
     (folder / "modeling_evil.py").write_text("raise SystemExit", encoding="utf-8")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    open_checkpoint(folder_of("smollm2")).load("cpu")  # what is imported at the first use is nobody's doing
+    open_checkpoint(folder_of("smollm2")).load("cpu")  # the first load imports modules, which is no effect of the folder
     watch = Watch()
     with watch.around():
         open_checkpoint(folder).load("cpu")
     assert watch.faults() == [] and "modeling_evil" not in sys.modules
-    for way_out in ("../model/model.safetensors", "/etc/passwd", "pytorch_model.bin"):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": way_out}}), encoding="utf-8")
-        with pytest.raises(ValueError, match=r"want the plain name of a \.safetensors file"):
+    for target in ("../model/model.safetensors", "/etc/passwd", "pytorch_model.bin"):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"expected the name of a \.safetensors file"):
             open_checkpoint(folder)
 
 
 def test_promise_8_non_finite_numbers_are_refused_or_end_the_request(tmp_path: Path) -> None:
-    """Swept by test_checkpoint.py, test_request_faults.py and test_fault_sweep.py."""
+    """Covered by test_checkpoint.py, test_request_faults.py and test_fault_sweep.py."""
     folder = Path(shutil.copytree(folder_of("smollm2"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = torch.nan
@@ -152,7 +152,7 @@ def test_promise_8_non_finite_numbers_are_refused_or_end_the_request(tmp_path: P
 
 
 def test_promise_9_salts_share_nothing() -> None:
-    """Swept by test_page_cache.py."""
+    """Covered by test_page_cache.py."""
     with Engine(TARGET, vocabulary=VOCABULARY, config=PLAIN) as engine:
         prompt = [*range(20)]
         found = [engine.generate(prompt, max_new_tokens=2, cache_salt=salt).num_cached_tokens for salt in ("a", "b", "a", "")]
@@ -160,7 +160,7 @@ def test_promise_9_salts_share_nothing() -> None:
 
 
 def test_promise_10_a_recording_is_its_owners(tmp_path: Path) -> None:
-    """Swept by test_replay.py."""
+    """Covered by test_replay.py."""
     path = tmp_path / "run.jsonl"
     with Engine(TARGET, vocabulary=VOCABULARY, config=PLAIN, record=Recording(path, max_bytes=5000)) as engine:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Schedules fixed by a seed: see simulation.py. A few here, ten thousand in `make soak`; and they find bugs that are planted."""
+"""Schedules determined by a seed (see tests/helpers/simulation.py): a few in `make test`, 10,000 in `make soak`, and negative controls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
 
-SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long ones, of two worlds: a capture takes longer than a schedule
-FOUND = (2219, 3167, 3608)  # a matcher that fails behind a draft, whose refusal would be drawn from another law
+SAMPLE = (38, 206, 434, 590, 904, 940, 1036, 1336)  # long schedules of two worlds only, because a capture takes longer than a schedule
+FOUND = (2219, 3167, 3608)  # a matcher that fails after a draft; a rejection there would sample from another distribution
 SCHEDULES, PART = 10_000, 500
-SEEDS_TO_FIND = 60  # of a planted bug; each is found within the first few
+SEEDS_TO_FIND = 60  # limit for a planted bug; each is detected within the first few
 
 
 def test_a_sample_of_schedules() -> None:
@@ -43,11 +43,11 @@ def test_seed_determines_the_schedule() -> None:
 
 
 def test_seed_is_independent_of_previous_runs() -> None:
-    def told(seed: int) -> list[list[tuple[tuple[int, ...], FinishReason | None]]]:
+    def events_of(seed: int) -> list[list[tuple[tuple[int, ...], FinishReason | None]]]:
         return [[(event.tokens, event.finish_reason) for event in entry.events] for entry in run_seed(seed)]
 
     seeds = SAMPLE[0], 50
-    assert [told(seed) for seed in seeds] == [told(seed) for seed in seeds]
+    assert [events_of(seed) for seed in seeds] == [events_of(seed) for seed in seeds]
 
 
 def mask_one_row_off(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def page_freed_twice(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bug", [mask_one_row_off, rollback_one_short, page_freed_twice])
 def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Negative controls. The answers that schedules are held against are had without the bug."""
+    """Negative controls. The reference answers are computed without the bug."""
     simulation = Simulation(World(3, host_link="python", eager=True))
     for seed in range(SEEDS_TO_FIND):
         try:
@@ -82,7 +82,7 @@ def test_planted_bugs_are_found(bug: Callable[[pytest.MonkeyPatch], None]) -> No
             simulation.check(entries)
         except AssertionError:
             return
-    raise AssertionError(f"{SEEDS_TO_FIND} schedules do not tell of it")
+    raise AssertionError(f"{SEEDS_TO_FIND} schedules do not detect {bug.__name__}")
 
 
 def test_failure_message_contains_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:

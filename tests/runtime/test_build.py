@@ -1,4 +1,4 @@
-"""Who drafts: words for it, a user's proposer or function, and what of these is refused."""
+"""Drafters of an engine: names, proposers, functions, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def wrong_type(history: History, index: Tensor) -> Tensor:
         (wrong_type, "drafts of the proposer: got torch.int32, expected torch.int64"),
     ],
 )
-def test_a_proposer_that_breaks_its_promise_is_named_at_capture(formula: Any, message: str) -> None:
+def test_proposer_with_wrong_output_raises_at_capture(formula: Any, message: str) -> None:
     with Engine(TARGET, Proposes(formula), config=CONFIG) as engine, pytest.raises(ValueError, match=message):
         engine.capture()
 
 
-def test_words_for_drafters() -> None:
+def test_drafter_names() -> None:
     for word, told in (
         ("ngram", "draft: n-gram look-up, 1 to 8 tokens"),
         ("auto", "draft: n-gram look-up, 1 to 8 tokens (auto)"),
@@ -63,7 +63,7 @@ def test_words_for_drafters() -> None:
 
 
 class Counting:
-    """A state of its own, one entry per row: drafts follow from how often the row was asked."""
+    """Has its own state per row: the number of calls, which determines the drafts."""
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         return (BufferSpec("asked", (limits.rows,), torch.int64),)
@@ -74,7 +74,7 @@ class Counting:
         return buffers.asked[rows, None] + torch.arange(history.num_drafts, device=rows.device)
 
 
-def test_a_proposer_may_keep_a_state_of_its_own() -> None:
+def test_proposer_with_device_state() -> None:
     config = replace(CONFIG, max_rows=2)
     with Engine(TARGET, Counting(), vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
@@ -85,7 +85,7 @@ def test_a_proposer_may_keep_a_state_of_its_own() -> None:
         assert all(asked >= job.rounds for asked, job in zip(engine.buffers.asked.tolist(), jobs, strict=False)) and jobs[0].rounds > 5
 
 
-def test_a_folder_with_mtp_modules_of_its_own_drafts_with_them() -> None:
+def test_auto_uses_the_mtp_modules_of_the_target_folder() -> None:
     (folder,) = (each.target for each in FOLDERS if each.name == "mtp")
     with Engine.from_pretrained(folder, "auto", config=EngineConfig(max_rows=1, max_length=48, eager=True)) as engine:
         (told,) = (note for note in engine.capture().notes if note.startswith("draft: "))
@@ -100,7 +100,7 @@ def test_a_folder_with_mtp_modules_of_its_own_drafts_with_them() -> None:
         ("none", 0, ""),
     ],
 )
-def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None:
+def test_drafter_names_for_a_folder(word: str, drafts: int, told: str) -> None:
     folder = folder_of("llama-2")
     with Engine.from_pretrained(folder, word, config=EngineConfig(max_rows=1, max_length=64, eager=True)) as engine:
         assert engine.limits.num_speculative_tokens == drafts
@@ -111,7 +111,7 @@ def test_words_for_a_folder_s_drafter(word: str, drafts: int, told: str) -> None
         assert engine.generate([5, 6, 7], max_new_tokens=20).tokens == found.tokens
 
 
-def test_what_a_function_says_is_cut_where_it_ends() -> None:
+def test_function_drafts_end_at_an_invalid_id() -> None:
     expected = plain([1, 2], 20).tokens
 
     def parts(job: Job) -> Any:
@@ -124,10 +124,10 @@ def test_what_a_function_says_is_cut_where_it_ends() -> None:
         for event in engine.stream():
             accepted.append(event.num_accepted_drafts)
     assert job.tokens == expected
-    assert set(accepted) == {0, 1}, "what stands behind an id of no token would hold as well"
+    assert set(accepted) == {0, 1}, "drafts after an invalid id would be accepted as well"
 
 
-def test_a_function_that_cannot_know_all_is_refused_and_one_that_fails_ends_the_job_it_was_asked_for() -> None:
+def test_function_needs_one_round_in_flight_and_its_error_ends_its_job() -> None:
     def broken(job: Job) -> list[int]:
         raise KeyError("no such text")
 

@@ -1,4 +1,4 @@
-"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C. What it answers is in test_commands.py."""
+"""The `stepgraph` command as a process: help, bad flags, pipes, Ctrl-C, terminals. test_commands.py tests its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """In a process group of its own, as a shell would: Ctrl-C goes to all of it."""
+    """In its own process group, like a shell: Ctrl-C signals the whole group."""
     command = [*COMMAND, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
 
@@ -46,55 +46,58 @@ def start(*arguments: str, stderr: int | IO[bytes] = subprocess.PIPE) -> subproc
         ((), "COMMAND"),
     ],
 )
-def test_bad_flags_exit_with_2_and_say_why(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_flags_exit_with_2_and_a_reason(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_help_and_version_do_not_wait_for_torch(tmp_path: Path) -> None:
+def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
-    words = run("--help", PYTHONPATH=str(tmp_path)).stdout
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = run("--help", PYTHONPATH=path).stdout
     for word, command in cli.COMMANDS.items():
         assert word in words and command.SUMMARY.split(",")[0] in " ".join(words.split())
-    result = run("generate", "--help", PYTHONPATH=str(tmp_path))
+    result = run("generate", "--help", PYTHONPATH=path)
     assert (result.returncode, result.stderr) == (0, "") and "examples:" in result.stdout
-    assert "torch was imported" in run("demo", PYTHONPATH=str(tmp_path)).stderr, "else nothing was tried"
+    assert "torch was imported" in run("demo", PYTHONPATH=path).stderr, "the planted module is found"
     assert run("--version").stdout == f"stepgraph {stepgraph.__version__}\n"
 
 
-def test_a_closed_pipe_ends_any_work_quietly() -> None:
-    script = (
-        "import sys; from stepgraph.runtime.commands.terminal import leave; sys.exit(leave('x', lambda: [print(1) for _ in iter(int, 1)]))"
-    )
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
+    script = """
+import sys
+from stepgraph.runtime.commands.terminal import run_command
+sys.exit(run_command('x', lambda: [print(1) for _ in iter(int, 1)]))
+"""
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.read(2) == b"1\n"
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
 @pytest.mark.soak
-def test_a_reader_that_goes_away_ends_it_quietly() -> None:
-    """What is left of an answer is not computed, and nobody is told of a broken pipe."""
+def test_closing_the_output_ends_generate_quietly() -> None:
+    """The rest of the answer is not computed, and there is no broken-pipe message."""
     process = start("generate", str(model_folder()), "abc", "-k", "0", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
     assert process.stdout is not None
     assert len(process.stdout.read(10)) == 10
     process.stdout.close()
     _, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (terminal.UNREAD, b"")
+    assert (process.returncode, errors) == (terminal.OUTPUT_CLOSED, b"")
 
 
-def test_a_reader_of_help_that_goes_away_is_no_error() -> None:
+def test_closing_the_output_of_help_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([*COMMAND, "--help"], stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
     os.close(writer)
-    assert done.stderr == b"" and done.returncode in (0, terminal.UNREAD), "some versions of argparse swallow it"
+    assert done.stderr == b"" and done.returncode in (0, terminal.OUTPUT_CLOSED), "some versions of argparse swallow it"
 
 
-def test_ctrl_c_leaves_cleanly() -> None:
+def test_ctrl_c_exits_cleanly() -> None:
     """With the code that shells know, one line, and no process left behind, the worker that compiles grammars among them.
 
     Its output has room for a hundred letters: it is in the midst of its answer, however fast it is.
@@ -102,9 +105,9 @@ def test_ctrl_c_leaves_cleanly() -> None:
     reader, writer = os.pipe()
     room = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * (room - 100))
-    asked = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
-    command = [*COMMAND, "generate", str(model_folder()), "abc", *asked]
-    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heeds_ctrl_c)
+    flags = ("-k", "0", "--regex", "[a-z]{2,4000}", "--max-new-tokens", "3000", "--min-new-tokens", "3000")
+    command = [*COMMAND, "generate", str(model_folder()), "abc", *flags]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=handle_sigint)
     os.close(writer)
     while waiting_bytes(reader) < room:
         assert process.poll() is None, process.communicate()
@@ -118,22 +121,22 @@ def test_ctrl_c_leaves_cleanly() -> None:
         os.killpg(process.pid, 0)
 
 
-def heeds_ctrl_c() -> None:
-    """What a shell starts in the background ignores it, and so do its children, these tests among them."""
+def handle_sigint() -> None:
+    """A shell's background processes ignore SIGINT, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def waiting_bytes(reader: int) -> int:
-    """In a pipe, to be read."""
+    """Bytes in a pipe that were not read yet."""
     return int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_internal_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> int:
         raise AssertionError("a bug")
 
     with pytest.raises(AssertionError, match="a bug"):
-        terminal.leave("stepgraph x", work)
+        terminal.run_command("stepgraph x", work)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_errors_of_a_program_keep_their_traceback(capsys: pytest.CaptureFixture[
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_colours_are_for_terminals_that_want_them(
+def test_colours_need_a_terminal_and_no_no_color(
     monkeypatch: pytest.MonkeyPatch, terminal_like: bool, environment: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -154,10 +157,52 @@ def test_colours_are_for_terminals_that_want_them(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal_like, raising=False)
-    assert terminal.wants_colour(sys.stdout) == expected
+    assert terminal.colour_enabled(sys.stdout) == expected
 
 
-def test_what_json_has_no_word_for_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+CLEAR_AND_RETITLE = "\x1b[2J\x1b]0;title\x07 \x9b2J caf\u00e9\tb\n"
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_control_characters_are_escaped_on_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], isatty: bool
+) -> None:
+    """Model output, errors that quote input, and arguments that argparse quotes."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: isatty, raising=False)
+
+    def work() -> int:
+        terminal.print_text(CLEAR_AND_RETITLE, end="")
+        raise ValueError(CLEAR_AND_RETITLE)
+
+    assert terminal.run_command("x", work) == terminal.BAD_INPUT
+    expected = "\\x1b[2J\\x1b]0;title\\x07 \\x9b2J caf\u00e9\tb\n" if isatty else CLEAR_AND_RETITLE
+    assert capsys.readouterr() == (expected, f"x: {expected}\n")
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", CLEAR_AND_RETITLE])
+    assert expected in capsys.readouterr().err
+
+
+def test_generate_escapes_model_output_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(model_folder()), "hi", "--choice", "a\x1b]0;title\x07b", "--max-new-tokens", "32"]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "a\x1b]0;title\x07b\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07b\n"
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "a\x1b]0;title\x07b"
+
+
+def test_json_output_has_no_raw_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.print_json({"text": "\x9b2J\x7f"})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"text": "\x9b2J\x7f"} and "\x9b" not in printed and "\x7f" not in printed
+
+
+def test_values_without_a_json_type_become_strings(capsys: pytest.CaptureFixture[str]) -> None:
     terminal.print_json({("a", 1): [Path("x"), None, True, 1.5, "\u00e9"]})
     printed = capsys.readouterr().out
     assert json.loads(printed) == {"('a', 1)": ["x", None, True, 1.5, "\u00e9"]} and "\u00e9" in printed

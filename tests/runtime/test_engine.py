@@ -1,4 +1,4 @@
-"""The engine: what it counts, its rows and pages, and what one request may not do to another."""
+"""Engine: counters, rows, pages, cancellation, and independence of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETUP = Setup(k=3)
 
 
 class NoSyncs(TorchFunctionMode):
-    """Fails on what would make the launching thread wait for a device: reading the values of a device buffer."""
+    """Fails if the launching thread reads the values of a device buffer, which would wait for the device."""
 
     def __init__(self, buffers: StaticBuffers) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def test_one_replay_per_round_and_no_sync_on_the_launching_thread() -> None:
     engine.close()
 
 
-def test_the_next_round_is_launched_before_the_last_one_is_read() -> None:
-    """With a device that lags behind, a step returns while the newest rounds are still on their way."""
+def test_next_round_is_launched_before_the_previous_is_read() -> None:
+    """With a slow device, a step returns while the newest rounds are in flight."""
     hold = threading.Event()
     backend = TapeBackend(asynchronous=True, delay=lambda name: (hold.wait(), None)[1])
     engine = make_engine(Setup(k=2, rounds_in_flight=3), backend)
@@ -83,7 +83,7 @@ def test_a_burst_of_arrivals_does_not_wait_for_the_device() -> None:
     engine.close()
 
 
-def test_matchers_are_let_go_when_their_requests_end() -> None:
+def test_matchers_are_freed_when_their_requests_end() -> None:
     engine = shared_engine(SETUP)
     jobs = [engine.submit([place], constraint=CONSTRAINTS[1 + place % 3], max_new_tokens=20) for place in range(8)]
     engine.step()
@@ -96,7 +96,7 @@ def test_matchers_are_let_go_when_their_requests_end() -> None:
     assert [matcher() for matcher in matchers] == [None] * 4
 
 
-def test_a_submit_during_close_is_refused_or_ends_with_a_reason() -> None:
+def test_submit_during_close_raises_or_is_cancelled() -> None:
     engine = make_engine(SETUP)
     entered, closing = threading.Event(), threading.Event()
     real = engine._require_open
@@ -105,7 +105,7 @@ def test_a_submit_during_close_is_refused_or_ends_with_a_reason() -> None:
         real(call)
         if threading.current_thread() is client and call == "submit":
             entered.set()
-            closing.wait(0.2)  # the second of two looks happens under the lock, where close() has to wait for it
+            closing.wait(0.2)  # the second check is made under the lock, which close() waits for
 
     outcome: list[object] = []
 
@@ -126,8 +126,8 @@ def test_a_submit_during_close_is_refused_or_ends_with_a_reason() -> None:
     assert not engine.has_work
 
 
-def test_rings_survive_a_device_that_lags_in_every_way() -> None:
-    """Delays at random places of the device: host memory that is still to be copied is never written."""
+def test_pinned_rings_with_random_device_delays() -> None:
+    """Host memory is never overwritten before its copy has finished."""
     pauses = iter([0.0, 0.002, 0.0, 0.004, 0.001] * 100_000)
     engine = make_engine(Setup(k=3, rounds_in_flight=4), TapeBackend(asynchronous=True, delay=lambda name: time.sleep(next(pauses))))
     asks = [([7, place], CONSTRAINTS[place % len(CONSTRAINTS)], 12) for place in range(14)]
@@ -141,7 +141,7 @@ def test_rings_survive_a_device_that_lags_in_every_way() -> None:
 
 @pytest.mark.parametrize(("k", "draft_masks"), [(0, True), (1, True), (4, True), (8, True), (1, False), (4, False)])
 def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: bool) -> None:
-    """A perfect drafter and an endless grammar: every round walks the whole chain, and fills each of its rows once."""
+    """A perfect drafter and an endless grammar: every round accepts all drafts, and fills each mask row once."""
     target = ToyTarget(
         VOCABULARY.logits_width, seed=5, biases={STOP: -100.0, **dict.fromkeys(range(STOP + 1, VOCABULARY.logits_width), -100.0)}
     )
@@ -152,38 +152,38 @@ def test_k_plus_one_fills_per_constrained_row_and_round(k: int, draft_masks: boo
         engine.capture()
         endless = Constraint.regex(r"[ -~\n\t]*")
         jobs = [engine.submit([5, place], constraint=endless, max_new_tokens=41) for place in range(3)]
-        engine.submit([9], max_new_tokens=40)  # an unconstrained neighbour costs no fills
+        engine.submit([9], max_new_tokens=40)  # an unconstrained request costs no fills
         for _ in engine.stream():
             pass
-        rounds = 1 + -(-40 // (k + 1))  # the first round has no drafts yet, every other one takes them all
+        rounds = 1 + -(-40 // (k + 1))  # the first round has no drafts, every other accepts all
         assert [job.rounds for job in jobs] == [rounds] * 3
         # Row 0 of the first round, and K + 1 rows of every chain: rows 0..K-1 in the round that begins it, row K in the next.
         assert engine.stats().mask_fills == 3 * (1 + (rounds - 1) * (k + 1))
 
 
-def test_outputs_do_not_depend_on_neighbours_rows_or_buckets() -> None:
+def test_output_is_independent_of_batch_row_and_bucket() -> None:
     engine = make_engine(Setup(k=3, drafter="fair", buckets=(1, 2, 4)))
     prompt, constraint = [11, 12, 13], CONSTRAINTS[1]
     alone = engine.generate(prompt, constraint=constraint, max_new_tokens=60).tokens
     seen = set()
-    for neighbours in range(4):
-        before = [engine.submit([place, 1], max_new_tokens=50, constraint=CONSTRAINTS[place + 2]) for place in range(neighbours)]
+    for others in range(4):
+        before = [engine.submit([place, 1], max_new_tokens=50, constraint=CONSTRAINTS[place + 2]) for place in range(others)]
         engine.step()
         job = engine.submit(prompt, constraint=constraint, max_new_tokens=60)
-        after = [engine.submit([place, 2], max_new_tokens=9) for place in range(3 - neighbours)]
+        after = [engine.submit([place, 2], max_new_tokens=9) for place in range(3 - others)]
         engine.step()
         seen.add(next(request.row for request in engine._scheduler.active if request.job is job))
         for _ in engine.stream():
             pass
         assert job.tokens == alone
-        assert all(other.finished for other in before + after)
-    assert len(seen) > 1, "the job sat in different rows"
+        assert all(each.finished for each in before + after)
+    assert len(seen) > 1, "the job had different rows"
     engine.close()
 
 
 @pytest.mark.parametrize("k", [0, 3, 8])
-def test_a_row_may_fill_its_last_position(k: int) -> None:
-    """Drafts that reach beyond the longest history are inert: they write to the scratch page and change nothing."""
+def test_request_may_reach_max_length(k: int) -> None:
+    """Drafts beyond max_length are inert: they write to the scratch page."""
     engine = make_engine(Setup(k=k, drafter="perfect", max_rows=2, buckets=(2,)))
     for length in range(engine.limits.max_length - 10, engine.limits.max_length):
         prompt = [(place * 7 + length) % 90 for place in range(length)]
@@ -197,7 +197,7 @@ def test_a_row_may_fill_its_last_position(k: int) -> None:
     engine.close()
 
 
-def test_outputs_are_bit_identical_captured_and_eager_along_a_whole_schedule() -> None:
+def test_captured_and_eager_engines_have_equal_buffers_after_every_step() -> None:
     engines = [make_engine(Setup(k=3, eager=eager, asynchronous=False)) for eager in (False, True)]
     jobs = [[engine.submit([place, 4], constraint=CONSTRAINTS[place], max_new_tokens=25) for place in range(6)] for engine in engines]
     while any(engine.has_work for engine in engines):
@@ -211,7 +211,7 @@ def test_outputs_are_bit_identical_captured_and_eager_along_a_whole_schedule() -
         engine.close()
 
 
-def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
+def test_cancel_is_idempotent_and_frees_the_row() -> None:
     engine = shared_engine(SETUP)
     jobs = [engine.submit([place], max_new_tokens=60, constraint=CONSTRAINTS[place % 3]) for place in range(6)]
     queued = jobs[5]
@@ -224,7 +224,7 @@ def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
     events = engine.step()
     assert [event.finish_reason for event in events if event.job_id == running.id] == [FinishReason.CANCELLED]
     length = len(running.tokens)
-    late = engine.submit([1, 1], max_new_tokens=30)  # takes the request while older rounds are on their way
+    late = engine.submit([1, 1], max_new_tokens=30)  # gets the row while older rounds are in flight
     for event in engine.stream():
         assert event.job_id != running.id, "no event after the last one"
     assert len(running.tokens) == length
@@ -232,7 +232,7 @@ def test_cancel_at_any_time_is_idempotent_and_frees_the_seat() -> None:
     assert late.tokens == plain([1, 1], 30).tokens
 
 
-def test_requests_wait_for_pages_and_nobody_fails() -> None:
+def test_requests_wait_for_free_pages() -> None:
     engine = shared_engine(SETUP)  # 36 pages of 8 tokens
     jobs = [engine.submit([place] * 10, max_new_tokens=80) for place in range(5)]  # 12 pages each
     engine.step()
@@ -273,7 +273,7 @@ def test_submit_and_cancel_from_many_threads() -> None:
         assert job.finish_reason == FinishReason.CANCELLED or job.tokens == expected
 
 
-def test_schema_outputs_are_json_of_that_schema() -> None:
+def test_schema_constrained_output_matches_the_schema() -> None:
     import json
 
     engine = shared_engine(SETUP)

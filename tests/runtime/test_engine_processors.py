@@ -1,4 +1,4 @@
-"""Penalties, biases, bad tokens, min_new_tokens, ignore_eos and logprobs through the whole engine, against plain loops."""
+"""Penalties, biases, bad tokens, min_new_tokens, ignore_eos and logprobs in an engine, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ asks = st.tuples(
 
 
 def told_rightly(job: Job, constraint: Constraint | None) -> bool:
-    """Every pair of log-probabilities, from the model's own logits and from the distribution of the place, in float64."""
+    """All pairs of log-probabilities in float64: of the raw logits, and of the processed distribution."""
     grammar = compiled(constraint)
     matcher, masks = grammar.matcher() if grammar else None, torch.zeros(1, VOCABULARY.mask_words, dtype=torch.int32)
     sampling = job.sampling
@@ -125,7 +125,7 @@ def test_logprobs_of_sampled_requests_equal_float64(constraint: Constraint | Non
 
 
 def test_min_new_tokens_holds_at_every_draft_position() -> None:
-    """A drafter that always proposes to stop, and a target that would: no text ends early, and then it ends at once."""
+    """With a drafter and a target that prefer to stop, output ends exactly at min_new_tokens."""
     engine = shared_engine(Setup(k=4, greedy_only=False, drafter="stopper"))
     eager = {STOP: 100.0}
     jobs = [
@@ -139,7 +139,7 @@ def test_min_new_tokens_holds_at_every_draft_position() -> None:
     assert all(job.finish_reason == "stop" and job.tokens[-1] == STOP for job in jobs)
 
 
-def test_a_complete_text_ends_before_min_new_tokens_and_an_impossible_one_is_a_dead_end() -> None:
+def test_complete_output_ends_before_min_new_tokens_and_no_legal_token_is_a_dead_end() -> None:
     engine = shared_engine(Setup(k=3, greedy_only=False))
     a = VOCABULARY.tokens.index(b"a")
     early = engine.generate([1], constraint=Constraint.regex("ab"), sampling=replace(GREEDY, min_new_tokens=9), max_new_tokens=20)
@@ -151,7 +151,7 @@ def test_a_complete_text_ends_before_min_new_tokens_and_an_impossible_one_is_a_d
         assert (len(barred.tokens), barred.finish_reason, barred.error) == (3, "dead_end", "")
 
 
-def test_ignore_eos_goes_on_after_the_stop_token_but_not_after_the_requests_own() -> None:
+def test_ignore_eos_continues_after_eos_but_stops_at_stop_token_ids() -> None:
     engine = shared_engine(Setup(k=3, greedy_only=True))
     plain_text = next(job for job in (engine.generate([seed], max_new_tokens=40) for seed in range(50)) if job.finish_reason == "stop")
     ask = {"prompt_ids": plain_text.prompt_ids, "max_new_tokens": 40}
@@ -161,7 +161,7 @@ def test_ignore_eos_goes_on_after_the_stop_token_but_not_after_the_requests_own(
     assert (own.tokens, own.finish_reason) == (plain_text.tokens, "stop")
 
 
-def test_bias_lists_are_bounded_by_name() -> None:
+def test_bias_lists_are_limited() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.max_bias_ids: got 0, expected a whole number >= 1"):
         EngineConfig(max_bias_ids=0)
     engine = shared_engine(Setup(k=0, greedy_only=False))
@@ -171,8 +171,8 @@ def test_bias_lists_are_bounded_by_name() -> None:
     assert engine.generate([3], sampling=everything, max_new_tokens=3).tokens == [WIDTH - 1] * 3
 
 
-def test_a_row_forgets_its_last_owner() -> None:
-    """One row, owners that leave counts, prompts and biases behind."""
+def test_row_state_is_reset_for_the_next_request() -> None:
+    """One row, whose previous requests had counts, prompts and biases."""
     asked = replace(GREEDY, frequency_penalty=2.0, repetition_penalty=1.5)
     telling = plain([7, 8], 25, sampling=asked).tokens  # they are asked, and made to say, what the last owner is going to say
     before = replace(asked, logit_bias=dict.fromkeys(telling, 9.0))

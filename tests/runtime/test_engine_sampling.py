@@ -1,4 +1,4 @@
-"""Sampled requests through the whole engine: the law of their texts, and what their seeds promise."""
+"""Sampled requests in an engine: the distribution of outputs, and reproducibility by seed."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def law(sampling: SamplingParams, grammar: Constraint = GRAMMAR) -> dict[tuple[i
 
 
 def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: int = 500) -> float:
-    """How likely the texts of so many seeds are under the law."""
+    """How likely the outputs of this many seeds are under the exact distribution."""
     texts = law(sampling, grammar)
     assert len(texts) > 6 and math.isclose(sum(texts.values()), 1.0)
     jobs = []
     for seed in range(seeds):
         jobs.append(engine.submit(PROMPT, constraint=grammar, sampling=replace(sampling, seed=seed), max_new_tokens=8))
-        while engine.stats().waiting >= 1000:  # the queue is not as long as that
+        while engine.stats().waiting >= 1000:  # max_queued
             engine.step()
     for _ in engine.stream():
         pass
@@ -93,7 +93,7 @@ def law_p(engine: Engine, sampling: SamplingParams, grammar: Constraint, seeds: 
 
 
 def crowd(k: int, drafter: str = "fair", draft_masks: bool = True) -> Setup:
-    """One size of batch, and room for that many texts."""
+    """One batch size, with pages for that many requests."""
     return Setup(k, draft_masks, drafter, max_rows=32, buckets=(32,), num_pages=64, greedy_only=False)
 
 
@@ -106,19 +106,19 @@ LAWS = {
 
 
 @pytest.mark.parametrize(("setup", "name"), pairs(CROWDS, list(LAWS)), ids=str)
-def test_texts_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+def test_outputs_follow_the_target_distribution(setup: Setup, name: str) -> None:
     assert law_p(shared_engine(setup), *LAWS[name]) > 1e-9
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("setup", CROWDS, ids=str)
-def test_texts_of_many_seeds_follow_the_targets_own_law(setup: Setup, name: str) -> None:
+def test_outputs_of_many_seeds_follow_the_target_distribution(setup: Setup, name: str) -> None:
     assert law_p(shared_engine(setup), *LAWS[name], seeds=5000) > 1e-9
 
 
-def test_penalties_that_do_not_count_the_drafts_before_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: every place counts what was emitted before the round, and no more."""
+def test_negative_control_penalties_ignore_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a planted bug, every position counts only tokens emitted before the round."""
     real = processors.process
 
     def forgetful(logits: Tensor, rows: RowSettings, before: Tensor, first: int = 0, ids: Tensor | None = None) -> Tensor:
@@ -148,8 +148,8 @@ def run(engine: Engine, order: list[int], together: bool, most: int = 24) -> dic
     return tokens
 
 
-def test_requests_with_many_settings_equal_the_same_alone() -> None:
-    """Whatever the company, the row, the bucket, the restart; captured or eager."""
+def test_output_is_independent_of_the_batch() -> None:
+    """For any batch, row, bucket and restart; captured or eager."""
     engine = shared_engine(TEN)
     alone = run(engine, list(range(len(SETTINGS))), together=False)
     assert run(engine, list(range(len(SETTINGS))), together=True) == alone
@@ -165,9 +165,9 @@ def test_requests_with_many_settings_equal_the_same_alone() -> None:
     assert alone[1] != alone[9]
 
 
-def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
-    """The lowest free row is given first: the turns bring every request to each of ten rows, the sizes are those of all batches."""
-    count, most = len(SETTINGS), 20  # three pages each: ten have seats at once
+def test_seed_gives_the_same_tokens_in_every_row_and_batch_size() -> None:
+    """The lowest free row is allocated first, so rotations bring every request to each of ten rows, at all batch sizes."""
+    count, most = len(SETTINGS), 20  # three pages each: ten are active at once
     engine = shared_engine(TEN)
     alone = run(engine, list(range(count)), together=False, most=most)
     for order in [[(turn + row) % count for row in range(10)] for turn in range(count)] + [
@@ -177,8 +177,8 @@ def test_a_seed_gives_the_same_tokens_in_every_row_of_every_batch() -> None:
 
 
 @pytest.mark.parametrize("k", range(7))
-def test_greedy_requests_do_not_depend_on_how_much_is_drafted(k: int) -> None:
-    """Nor on sampled ones beside them, which do. Few tokens compete in the first, so that every count decides."""
+def test_greedy_output_is_independent_of_the_draft_length(k: int) -> None:
+    """Nor on concurrent sampled requests. Few tokens compete, so that every count matters."""
     few = SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.3, logit_bias={40: 50.0, 41: 50.0, 42: 50.0})
     with make_engine(Setup(k=k, greedy_only=False, max_rows=2, drafter="perfect", eager=True)) as engine:
         job = engine.submit([3], sampling=few, max_new_tokens=60)
@@ -188,8 +188,8 @@ def test_greedy_requests_do_not_depend_on_how_much_is_drafted(k: int) -> None:
         assert tokens[place] == plain([place, 7], 24, CONSTRAINTS[place % 3], sampling=SETTINGS[place]).tokens
 
 
-def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> None:
-    """A greedy row's drafts may come from a round without distributions, and be judged in one with them."""
+def test_greedy_rows_share_rounds_with_sampled_rows() -> None:
+    """A greedy row's drafts may come from a round without draft distributions, and be verified in one with them."""
     engine = make_engine(Setup(k=4, greedy_only=False, drafter="fair"))
     steady = engine.submit([3, 1], max_new_tokens=80)
     for seed in range(6):
@@ -202,7 +202,7 @@ def test_greedy_rows_may_share_rounds_with_sampled_ones_that_come_and_go() -> No
     engine.close()
 
 
-def test_a_fresh_seed_is_told_and_repeats_the_text() -> None:
+def test_random_seed_is_reported_and_reproduces_the_output() -> None:
     engine = shared_engine(TEN)
     first, second = (engine.generate([1, 2], sampling=SamplingParams(), max_new_tokens=30) for _ in range(2))
     assert first.seed != second.seed and first.tokens != second.tokens

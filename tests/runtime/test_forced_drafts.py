@@ -1,4 +1,4 @@
-"""Drafts that a grammar forces, in an engine: same tokens, fewer rounds, counted, and nothing where it is switched off."""
+"""Forced drafts in an engine: the same tokens in fewer rounds, counters, and the switch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.grammar import GrammarCompiler
 from stepgraph.sampling.grammar.matchers.forced import ForcedText
 from tests.helpers.oracles import Answer, greedy
-from tests.helpers.proposers import noise, parrot, told
+from tests.helpers.proposers import draft_ids_then_noise, noise, parrot
 from tests.helpers.toy_engines import needs_native
 from tools.bench import forced_drafts as bench_forced
 
 WORDS = ("total", "quantity", "unit_price", "currency", '":', '",', ' "', "alpha", "alphabet", "bet")
 VOCABULARY = Vocabulary.printable(word.encode() for word in WORDS)
 STOP = VOCABULARY.stop_token_ids[0]
-# What a trained target writes its texts in: it likes a token the better the longer it is.
+# Like a trained model, the target prefers longer tokens.
 LENGTHS = {index: 9.0 * len(token) for index, token in enumerate(VOCABULARY.tokens) if len(token) > 1 and index != STOP}
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=5, biases=LENGTHS)
 CHOICE = Constraint.choice(["alpha", "alphabet", "alpha_bet"])
@@ -72,7 +72,7 @@ def answer(prompt: tuple[int, ...], constraint: Constraint | None) -> Answer:
 
 
 def run(made: Engine, **options: Any) -> list[tuple[Answer, Job]]:
-    """Every constraint behind a prompt of its own, a few at a time."""
+    """Every constraint with its own prompt, a few at a time."""
     asked = [((7, place, 1), constraint) for place, constraint in enumerate(CONSTRAINTS)]
     jobs = [(ask, made.submit(list(ask[0]), constraint=ask[1], max_new_tokens=32, **options)) for ask in asked]
     for _ in made.stream():
@@ -94,7 +94,7 @@ def check(jobs: list[tuple[Answer, Job]]) -> None:
     ("k", "link", "agreement"),
     [(1, "auto", 0.0), (2, "auto", 0.6), (3, "python", 0.0), (4, "auto", 0.0), (5, "python", 0.9), (6, "auto", 0.3)],
 )
-def test_tokens_are_those_of_plain_greedy(k: int, link: str, agreement: float) -> None:
+def test_output_equals_plain_greedy_decoding(k: int, link: str, agreement: float) -> None:
     made = engine(k, agreement, link)
     before = made.stats()
     jobs = run(made)
@@ -105,8 +105,8 @@ def test_tokens_are_those_of_plain_greedy(k: int, link: str, agreement: float) -
     assert fills <= sum((k + 1) * job.rounds for _, job in jobs if job.constraint) + len(jobs) * (k + 1) * made.limits.rounds_in_flight
 
 
-def test_a_drafter_that_knows_nothing_gains_what_the_grammar_knows() -> None:
-    """Where the target writes as its tokenizer does."""
+def test_forced_drafts_save_rounds_with_a_random_drafter() -> None:
+    """For a target that spells its output as its tokenizer does."""
     forced, free = engine(), engine(forced=False)
     with_forced, without = run(forced), run(free)
     check(without)
@@ -118,7 +118,7 @@ def test_a_drafter_that_knows_nothing_gains_what_the_grammar_knows() -> None:
 
 
 @needs_native
-def test_both_links_propose_the_same() -> None:
+def test_both_host_links_force_the_same_drafts() -> None:
     native, python = engine(link="native"), engine(link="python")
     check(run(native))
     check(run(python))
@@ -126,8 +126,8 @@ def test_both_links_propose_the_same() -> None:
     assert counts(native)[:3] == counts(python)[:3]
 
 
-def test_events_count_what_was_forced_and_what_of_it_held() -> None:
-    """Per request and round; a request without a grammar has none, and nobody has more than it wants drafts."""
+def test_events_count_forced_and_accepted_drafts() -> None:
+    """Per request and round: none without a grammar, and at most num_speculative_tokens."""
     made = engine()
     before = made.stats()
     plain = made.submit([1, 2], max_new_tokens=24)
@@ -149,7 +149,7 @@ def test_events_count_what_was_forced_and_what_of_it_held() -> None:
     assert alone.tokens == plain.tokens and not any(event.drafts.forced for event in later), "in the slot of a former one"
 
 
-def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
+def test_token_outside_the_draft_vocabulary_is_forced() -> None:
     known = [index for index, token in enumerate(VOCABULARY.tokens) if len(token) == 1]
     made = make(ToyDraft(TARGET, 1.0, d2t=known), greedy_only=True, forced_drafts=True)
     check(run(made))
@@ -158,7 +158,7 @@ def test_a_token_that_the_draft_does_not_know_is_forced_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, STOP, len(VOCABULARY.tokens) - 2], ids=["any", "stop", "longest"])
-def test_a_wrong_proposal_is_a_draft_that_does_not_hold(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_wrong_forced_draft_is_rejected(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     made = engine(3, 0.0, "python")
     monkeypatch.setattr(ForcedText, "propose", lambda *_: wrong)
     before = counts(made)
@@ -167,8 +167,8 @@ def test_a_wrong_proposal_is_a_draft_that_does_not_hold(monkeypatch: pytest.Monk
     assert after[0] - before[0] > 20 and after[1] - before[1] < 0.5 * (after[0] - before[0])
 
 
-def test_a_sampled_text_depends_on_its_seed_alone() -> None:
-    """Alone or in company, and whichever link finds what is forced."""
+def test_sampled_output_depends_only_on_its_seed() -> None:
+    """In any batch, and with either host link."""
     texts = []
     for link in ("auto", "python"):
         made = engine(3, 0.6, link, greedy_only=False)
@@ -182,8 +182,8 @@ def test_a_sampled_text_depends_on_its_seed_alone() -> None:
     assert texts[0][0] == texts[0][1] == texts[1][0] == texts[1][1]
 
 
-def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
-    """Not the token that its text would be written in, and nothing at all where the grammar leaves nothing else."""
+def test_bad_token_ids_override_forced_drafts() -> None:
+    """Another spelling is used; a dead end where the grammar allows no other token."""
     names = {token: index for index, token in enumerate(VOCABULARY.tokens)}
     made, alone = engine(3, 0.6, greedy_only=False), Constraint.regex("zzz")
     for banned, constraint, reason in (((b"currency", b"alpha"), ORDER, ""), ((b"z",), alone, "dead_end")):
@@ -195,17 +195,17 @@ def test_what_a_request_forbids_is_not_emitted_though_it_is_forced() -> None:
         assert reason or made.stats().drafts.forced > before
 
 
-def test_the_switch_is_told_and_checked() -> None:
+def test_forced_drafts_is_reported_and_validated() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got 'yes', expected True or False, or None"):
         EngineConfig(forced_drafts="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"EngineConfig\.forced_drafts: got True with draft_masks=False, expected draft_masks=True"):
         EngineConfig(forced_drafts=True, draft_masks=False)
     with pytest.raises(ValueError, match=r"Engine\.draft: got a function with forced_drafts=True, expected forced_drafts=False"):
-        Engine(TARGET, told, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
+        Engine(TARGET, draft_ids_then_noise, vocabulary=VOCABULARY, config=config_of(3, forced_drafts=True, rounds_in_flight=1))
     reports = []
-    drafters: list[Any] = [ToyDraft(TARGET), "ngram", told]
+    drafters: list[Any] = [ToyDraft(TARGET), "ngram", draft_ids_then_noise]
     for draft, forced in itertools.product(drafters, (None, True, False)):
-        if draft is told and forced:
+        if draft is draft_ids_then_noise and forced:
             continue
         config = EngineConfig(max_rows=1, backend="tape", eager=True, forced_drafts=forced, rounds_in_flight=1)
         with Engine(TARGET, draft, vocabulary=VOCABULARY, config=config) as made:
@@ -218,8 +218,8 @@ def test_the_switch_is_told_and_checked() -> None:
     [(1, "ngram", "python"), (4, "ngram", "auto"), (6, noise(len(VOCABULARY.tokens)), "auto"), (3, parrot(), "auto")],
     ids=["ngram 1", "ngram 4", "noise 6", "parrot 3"],
 )
-def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str) -> None:
-    """Greedy and sampled, with what is expected told and not: same tokens, K + 1 fills, and no fewer drafts that hold."""
+def test_forced_drafts_replace_proposed_ones(k: int, draft: Any, link: str) -> None:
+    """Greedy and sampled, with and without draft_ids: same tokens, K + 1 fills, and no fewer accepted drafts."""
     rounds, sampled = list[tuple[int, int]](), dict[str, Any](sampling=SamplingParams(temperature=0.9, seed=3), max_new_tokens=32)
     for forced in (True, False):
         made = Engine(TARGET, draft, vocabulary=VOCABULARY, config=config_of(k, forced_drafts=forced, host_link=link))
@@ -245,10 +245,10 @@ def test_what_is_forced_stands_in_proposed_chains(k: int, draft: Any, link: str)
     assert k < 3 or not isinstance(draft, str) or rounds[0][1] <= rounds[1][1] + len(jobs), "what is foreseen goes on behind it"
 
 
-def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
-    """No draft model at all: `draft="forced"`. Greedy and sampled, with requests in company that have no drafts to offer."""
+def test_engine_with_forced_drafts_only() -> None:
+    """`draft="forced"` without a draft model. Greedy and sampled, beside requests without drafts."""
     made = Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4))
-    assert "drafter: what grammars force" in made.capture().notes
+    assert "draft: tokens forced by grammars" in made.capture().notes
     jobs = run(made)
     check(jobs)
     stats = made.stats()
@@ -261,13 +261,13 @@ def test_what_grammars_force_may_be_all_that_is_drafted() -> None:
     made.close()
 
 
-def test_nothing_but_forced_drafts_and_none_of_them_is_refused() -> None:
+def test_forced_drafter_without_masks_raises() -> None:
     with pytest.raises(ValueError, match=r"Engine\.draft: got 'forced' with draft_masks=False"):
         Engine(TARGET, "forced", vocabulary=VOCABULARY, config=config_of(4, draft_masks=False))
 
 
-def test_the_bench_counts_what_forced_drafts_are_worth() -> None:
-    """Rounds per token, off and on; nothing is asked of the host that the switch turns off, and fills stay K + 1."""
+def test_forced_draft_benchmark() -> None:
+    """Rounds per token off and on; no host queries when off, and K + 1 fills."""
     vocabulary = Vocabulary.printable(word.encode() for word in bench_forced.WORDS)
     person = {"person": bench_forced.CONSTRAINTS["person"]}
     forced, free = (bench_forced.decode(vocabulary, 0.0, on, 3, person, prompts=1)["person"] for on in (True, False))

@@ -1,4 +1,4 @@
-"""A grammar on its way holds up nobody: who waits for it, who goes on, and what becomes of it when a job ends."""
+"""Requests that wait for a grammar do not delay others; claims are released when jobs end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def submitted(engine: Engine) -> list[Job]:
 
 
 def check_undisturbed(jobs: list[Job]) -> None:
-    """Token for token what each would be alone."""
+    """The tokens of each request equal those it has alone."""
     for job, (prompt, constraint) in zip(jobs, TEXTS, strict=True):
         answer = plain(prompt, 24, constraint)
         assert (job.tokens, job.finish_reason) == (answer.tokens, answer.reason)
@@ -45,7 +45,7 @@ def stepped(engine: Engine, jobs: list[Job]) -> None:
         engine.step()
 
 
-def test_who_waits_for_a_grammar_holds_up_nobody_behind_it(engine: Engine) -> None:
+def test_request_waiting_for_a_grammar_does_not_delay_later_ones(engine: Engine) -> None:
     assert engine._grammar_queue.notes == ("grammars: compiled in a worker process, in at most 120 s and 1024 MiB",)
     slow = engine.submit([7], constraint=SLOW, max_new_tokens=4)
     jobs = submitted(engine)
@@ -65,7 +65,7 @@ def test_who_waits_for_a_grammar_holds_up_nobody_behind_it(engine: Engine) -> No
     assert not engine.has_work
 
 
-def test_a_compile_is_shared_and_goes_on_while_one_job_wants_it(engine: Engine) -> None:
+def test_compile_is_shared_and_continues_while_a_job_needs_it(engine: Engine) -> None:
     before = engine.stats().grammars
     first, second = (engine.submit([7], constraint=SLOW, max_new_tokens=4) for _ in range(2))
     pid = busy_worker(compiler_of(engine))
@@ -79,7 +79,7 @@ def test_a_compile_is_shared_and_goes_on_while_one_job_wants_it(engine: Engine) 
 
 
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_worker_that_dies_is_one_requests_error(engine: Engine, killer: signal.Signals) -> None:
+def test_killed_worker_fails_one_request(engine: Engine, killer: signal.Signals) -> None:
     bad = engine.submit([7], constraint=SLOW, max_new_tokens=4)
     jobs = submitted(engine)
     os.kill(busy_worker(compiler_of(engine)), killer)
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_is_one_requests_error(engine: Engine, killer: signal
     check_undisturbed(jobs)
 
 
-def test_what_only_the_compile_finds_ends_the_job_and_is_raised_by_compile(engine: Engine) -> None:
+def test_compile_error_ends_the_job_and_is_raised_by_compile(engine: Engine) -> None:
     undefined = Constraint.ebnf("root ::= missing")
     bad, jobs = engine.submit([7], constraint=undefined, max_new_tokens=4), submitted(engine)
     told = dict[int, StepEvent]()
@@ -102,7 +102,7 @@ def test_what_only_the_compile_finds_ends_the_job_and_is_raised_by_compile(engin
         engine.compile(undefined)
 
 
-def test_a_grammar_that_is_there_is_not_waited_for(engine: Engine) -> None:
+def test_compiled_grammar_is_used_at_once(engine: Engine) -> None:
     fresh = Constraint.regex("[a-c]{2,9}z")
     engine.submit([7], constraint=fresh, max_new_tokens=9)
     assert engine.compile(fresh).matcher().fault == ""
@@ -112,7 +112,7 @@ def test_a_grammar_that_is_there_is_not_waited_for(engine: Engine) -> None:
     stepped(engine, [job])
 
 
-def test_a_grammar_in_use_is_kept_beyond_the_cache_and_dropped_when_its_last_job_ends() -> None:
+def test_grammar_in_use_is_kept_beyond_the_cache_limit() -> None:
     with make_engine(Setup(k=0, max_rows=2), grammar_cache_bytes=1) as engine:
         assert engine._grammar_queue.notes == ("grammars: compiled in this process, without limits on time and memory",)
         assert engine.stats().grammars.grammars == 0, "nobody uses what was compiled ahead"
@@ -131,7 +131,7 @@ def test_a_grammar_in_use_is_kept_beyond_the_cache_and_dropped_when_its_last_job
         assert (left.grammars, left.nbytes, jobs[1].tokens) == (0, 0, plain([7], 20, asked).tokens)
 
 
-def test_a_refused_submit_leaves_no_claim_and_close_ends_the_compiles() -> None:
+def test_failed_submit_leaves_no_claim_and_close_ends_compiles() -> None:
     engine = make_engine(SETUP, max_queued=1)
     job = engine.submit([7], constraint=GREEDY, max_new_tokens=4)
     pid = busy_worker(compiler_of(engine))

@@ -58,7 +58,7 @@ def mapped(d2t: Tensor) -> Engine:
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: make_backend("gpu"), r"backend: got 'gpu', want 'auto', 'tape' or 'cuda'"),
+    (lambda: make_backend("gpu"), r"backend: got 'gpu', expected 'auto', 'tape' or 'cuda'"),
     (lambda: choose_filters("cpu", "fast"), r"filters: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'torch'"),
     (
         lambda: choose_attention(CPU, "fast", (AttentionShape(torch.float32, 2, 1, 8),), 16),
@@ -103,7 +103,7 @@ def test_every_public_name_is_listed_though_none_is_imported_before_it_is_asked_
 
 def test_the_tape_records_memory_of_the_cpu_only() -> None:
     buffers = StaticBuffers([BufferSpec("x", (2,), torch.float32)], device="meta")
-    with pytest.raises(ValueError, match=r"TapeBackend\.capture: got buffers on meta, want them on the cpu"):
+    with pytest.raises(ValueError, match=r"TapeBackend\.capture: got buffers on meta, expected cpu"):
         TapeBackend().capture(lambda b: None, buffers)
 
 

@@ -1,4 +1,4 @@
-"""Requests that begin alike share pages: the same tokens as without, fewer of them computed."""
+"""Prefix sharing in an engine: the same output with fewer computed prompt tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from stepgraph.graphs import StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
+from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_second_request_computes_what_the_first_did_not(draft: str) -> None:
+def test_second_request_reuses_the_prefix(draft: str) -> None:
     with make_engine(draft) as engine:
         drafts, cached = engine.limits.num_speculative_tokens, []
         for length in (17, 17, 18, 16, 13, 12, 14):
             job = ask(engine, SYSTEM[:length] if length < 18 else [*SYSTEM, 7])
             finish(engine)
             assert job.tokens == plain(job.prompt_ids, 9).tokens
-            assert job.rounds == rounds_of(job, drafts), "the draft never erred: its entries are right"
+            assert job.rounds == rounds_of(job, drafts), "no draft was rejected: the draft's entries are correct"
             cached.append(job.num_cached_tokens)
         # Of 17 and more tokens four pages lie in front of the last one; a draft at its token wants one more position behind them,
         # one that looks ahead is not served by a page that was made for other tokens behind.
@@ -40,15 +41,15 @@ def test_a_second_request_computes_what_the_first_did_not(draft: str) -> None:
 
 
 class Vouched(ToyTarget):
-    """Attention sees nothing where every position of a call is inert."""
+    """Attention has no keys if all positions of a call are inert."""
 
     def forward(self, inputs: ModelInput, buffers: StaticBuffers) -> ModelOutput:
-        assert not inputs.shared or bool((inputs.slots[:, -1] >= inputs.page_size).all()), "nobody vouches for what is not written"
+        assert not inputs.shared or bool((inputs.slots[:, -1] >= inputs.page_size).all()), "a call writes at least one entry"
         return super().forward(inputs, buffers)
 
 
-def test_a_prompt_of_whole_pages_and_a_chunk_of_one_token() -> None:
-    """Behind shared pages a draft's first chunk takes two positions at least, whatever the chunk: the first of them is not written."""
+def test_prefill_past_a_shared_prefix_with_chunks_of_one_token() -> None:
+    """After shared pages, a draft's first chunk has at least two positions, since the first is not written."""
     target = Vouched(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})  # otherwise TARGET
     config = replace(CONFIG, greedy_only=True, prefill_chunk=1)
     with Engine(target, ToyDraft(target), vocabulary=VOCABULARY, config=config, backend=TapeBackend()) as engine:
@@ -60,19 +61,19 @@ def test_a_prompt_of_whole_pages_and_a_chunk_of_one_token() -> None:
         assert job.num_cached_tokens == 8
 
 
-def test_a_page_serves_only_its_own_text_and_salt() -> None:
+def test_pages_are_shared_only_for_equal_tokens_and_salt() -> None:
     with make_engine("at its token") as engine:
         first = ask(engine, SYSTEM)
         finish(engine)
-        others = [[8, *SYSTEM[1:]], [*SYSTEM[:4], 8, *SYSTEM[5:]], SYSTEM[4:]]  # what differs is in front, or in the second page
+        others = [[8, *SYSTEM[1:]], [*SYSTEM[:4], 8, *SYSTEM[5:]], SYSTEM[4:]]  # differ in the first or the second page
         jobs = [ask(engine, prompt) for prompt in others] + [ask(engine, SYSTEM, cache_salt="tenant") for _ in range(2)]
         finish(engine)
         assert [job.num_cached_tokens for job in jobs] == [0, 4, 0, 0, 12]
         assert jobs[-1].tokens == jobs[-2].tokens == first.tokens == plain(SYSTEM, 9).tokens
 
 
-def test_who_begins_alike_at_the_same_time_computes_it_once() -> None:
-    """The second is seated before anything of the first is computed, and looks again when its turn has come."""
+def test_requests_submitted_together_compute_their_prefix_once() -> None:
+    """The second is admitted before the first is computed, and looks up its prefix again before its prefill."""
     with make_engine("at its token") as engine:
         jobs = [ask(engine, [*SYSTEM, place]) for place in range(3)]
         finish(engine)
@@ -80,7 +81,7 @@ def test_who_begins_alike_at_the_same_time_computes_it_once() -> None:
         assert all(job.tokens == plain(job.prompt_ids, 9).tokens and job.rounds == rounds_of(job, K) for job in jobs)
 
 
-def test_the_next_turn_of_a_conversation_finds_what_was_said() -> None:
+def test_output_pages_are_reused_by_the_next_turn_of_a_conversation() -> None:
     with make_engine("one ahead") as engine:
         text, cached = list(SYSTEM[:5]), []
         for turn in range(4):
@@ -89,10 +90,10 @@ def test_the_next_turn_of_a_conversation_finds_what_was_said() -> None:
             text = [*job.prompt_ids, *job.tokens]
             cached.append(job.num_cached_tokens)
             assert job.rounds == rounds_of(job, K)
-        assert cached == [0, 12, 20, 28], "all full pages of 14, 23 and 32 tokens but what the last page lacks of tokens behind it"
+        assert cached == [0, 12, 20, 28], "all full pages of 14, 23 and 32 tokens whose lookahead tokens are known"
 
 
-def test_penalties_see_the_part_of_a_prompt_that_was_not_computed() -> None:
+def test_penalties_count_reused_prompt_tokens() -> None:
     sampling = SamplingParams(temperature=0, repetition_penalty=5.0, frequency_penalty=0.3, ignore_eos=True)
     with make_engine("at its token", greedy_only=False) as engine:
         for _ in range(2):
@@ -102,11 +103,11 @@ def test_penalties_see_the_part_of_a_prompt_that_was_not_computed() -> None:
         assert job.num_cached_tokens == 12
         other = ask(engine, SYSTEM[:3], 16, sampling=sampling)
         finish(engine)
-        assert other.tokens == plain(SYSTEM[:3], 16, sampling=sampling).tokens, "nothing is left of the row's former owner"
+        assert other.tokens == plain(SYSTEM[:3], 16, sampling=sampling).tokens, "no state of the previous request in this row"
         assert job.tokens != plain(SYSTEM, 16, sampling=SamplingParams(temperature=0, ignore_eos=True)).tokens
 
 
-def test_draws_do_not_depend_on_what_was_found() -> None:
+def test_sampled_output_is_independent_of_reuse() -> None:
     sampling = SamplingParams(temperature=1.1, top_p=0.9, seed=4)
     with make_engine("at its token", greedy_only=False) as engine:
         jobs = []
@@ -116,8 +117,8 @@ def test_draws_do_not_depend_on_what_was_found() -> None:
         assert jobs[0].tokens == jobs[1].tokens and [job.num_cached_tokens for job in jobs] == [0, 12]
 
 
-def test_pages_are_kept_while_nobody_wants_them() -> None:
-    """Least recently used first, of one text its end first, and never what somebody holds."""
+def test_idle_pages_are_evicted_least_recently_used_first() -> None:
+    """Of one text the last page first, and never a held page."""
     endless, texts = SamplingParams(temperature=0, ignore_eos=True), []
     with make_engine("none") as engine:
         for first in range(5):
@@ -127,21 +128,21 @@ def test_pages_are_kept_while_nobody_wants_them() -> None:
         assert engine.stats().cached_pages == 5 * 5 and engine.stats().evicted_pages == 0, "of 23 entries five pages are full"
         held = ask(engine, [1] * 16, 24, sampling=endless)
         engine.step()
-        assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven more were wanted, and five free"
+        assert (held.num_cached_tokens, engine.stats().evicted_pages) == (12, 2), "seven pages allocated, five free"
         assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 5, 5, 5, 5]
         more = ask(engine, [0] * 16, 20, sampling=endless)  # nine pages, of which it finds three
         engine.step()
         assert (more.num_cached_tokens, engine.stats().evicted_pages) == (12, 8)
-        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "what is held stays"
+        assert [len(engine._scheduler.rows._pages.find("", text, 23)) for text in texts] == [3, 3, 1, 5, 5], "held pages stay"
         finish(engine)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_no_more_pages_are_kept_than_asked_for(kept: int) -> None:
+def test_prefix_cache_pages_limits_idle_pages(kept: int) -> None:
     with make_engine("at its token", prefix_cache_pages=kept) as engine:
         jobs = [ask(engine, SYSTEM), ask(engine, SYSTEM)]
         finish(engine)
-        assert engine.stats().cached_pages == kept and jobs[1].num_cached_tokens == 12, "neighbours share in any case"
+        assert engine.stats().cached_pages == kept and jobs[1].num_cached_tokens == 12, "concurrent requests share in any case"
         later = ask(engine, SYSTEM)
         finish(engine)
         assert later.num_cached_tokens == 4 * kept and later.tokens == plain(SYSTEM, 9).tokens
@@ -151,7 +152,7 @@ class Recurrent(ToyDraft):
     shares_prefix = False
 
 
-def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_is_off_by_config_or_by_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DRAFTS, "recurrent", lambda: Recurrent(TARGET))
     for draft, reuse, note in (
         ("recurrent", True, "prefixes: not shared, the draft has shares_prefix = False"),
@@ -172,8 +173,8 @@ def test_it_can_be_switched_off_and_models_may_refuse(monkeypatch: pytest.Monkey
         ask(engine, SYSTEM, cache_salt=1)
 
 
-def test_running_out_of_pages_queues_in_order_and_fails_nobody() -> None:
-    """Thirty pages for requests of up to twelve, in a stream that shares some of its beginnings."""
+def test_requests_without_free_pages_wait_in_order() -> None:
+    """Thirty pages for requests of up to twelve, some with a common prefix."""
     with make_engine("at its token") as engine:
         jobs = [ask(engine, [*SYSTEM[: place % 3 * 6], place + 1, 2], 25 + place) for place in range(9)]
         begun: list[int] = []
@@ -188,7 +189,7 @@ def test_running_out_of_pages_queues_in_order_and_fails_nobody() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
+def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
     target = Llama(replace(small_llama().config, dtype=dtype)).randomise(3)
     config = replace(CONFIG, num_speculative_tokens=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
@@ -198,3 +199,9 @@ def test_log_probabilities_are_the_same_bits(dtype: torch.dtype) -> None:
             jobs.append(ask(engine, [token % 7 for token in SYSTEM], 16, sampling=SamplingParams(temperature=0, logprobs=True)))
             finish(engine)
         assert (jobs[0].tokens, jobs[0].logprobs) == (jobs[1].tokens, jobs[1].logprobs) and jobs[1].num_cached_tokens == 16
+
+
+def test_page_cache_allocates_all_requested_pages_or_none() -> None:
+    pages = PageCache(3, page_size=4)
+    assert pages.allocate(4) is None and pages.num_free == 3
+    assert sorted(pages.allocate(3) or ()) == [1, 2, 3] and pages.allocate(1) is None

@@ -1,4 +1,4 @@
-"""Prompts with embeddings in place of some tokens' own, say of an image: the same texts as a plain computation over the same states."""
+"""prompt_embeddings: output equals a plain computation over the same embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runtime.models.test_llama_engine import make_engine
 
 FAMILY = "smollm2"
 PROMPT = [(place * 7 + 11) % 90 + 4 for place in range(23)]
-SPANS = ((0, 3), (6, 1), (9, 10))  # places and lengths: at the start, within a page, over several pages and chunks
+SPANS = ((0, 3), (6, 1), (9, 10))  # (position, length): at the start, within a page, over several pages and chunks
 
 
 @pytest.fixture(scope="module", params=[0, 2], ids=["plain", "drafted"])
@@ -40,7 +40,7 @@ def decode(engine: Engine, prompt: list[int], spans: dict[int, Tensor] | None, c
 
 
 def plain(states: Tensor, count: int = 12) -> list[int]:
-    """Greedy decoding over states [n, hidden] and what follows from them, without a cache."""
+    """Greedy decoding after input embeddings [n, hidden], without a cache."""
     model, vocabulary = judge(FAMILY), open_checkpoint(folder_of(FAMILY)).vocabulary
     tokens: list[int] = []
     while len(tokens) < count and tokens[-1:] != list(vocabulary.stop_token_ids):
@@ -50,18 +50,18 @@ def plain(states: Tensor, count: int = 12) -> list[int]:
     return tokens
 
 
-def test_the_embeddings_of_the_ids_are_the_ids(engine: Engine) -> None:
-    """Bit for bit: log-probabilities are compared as they are. The ids beneath are placeholders."""
+def test_embeddings_of_the_ids_give_the_same_logprobs(engine: Engine) -> None:
+    """Bit-equal log-probabilities. The ids at these positions are placeholders."""
     held = decode(engine, PROMPT, None)
     spans = {place: table()[PROMPT[place : place + count]] for place, count in SPANS}
     blank = [0 if any(place <= here < place + count for place, count in SPANS) else token for here, token in enumerate(PROMPT)]
     job = decode(engine, blank, spans)
     assert (job.tokens, job.logprobs) == (held.tokens, held.logprobs) and job.num_cached_tokens == 0
-    assert decode(engine, blank, None).logprobs != held.logprobs, "the placeholders alone are another text"
+    assert decode(engine, blank, None).logprobs != held.logprobs, "the placeholders alone give other log-probabilities"
 
 
-def test_texts_are_those_of_a_plain_computation_and_never_anothers(engine: Engine) -> None:
-    """The same ids around different states: only pages in front of the first span are shared."""
+def test_output_equals_plain_computation_and_spans_are_not_shared(engine: Engine) -> None:
+    """Equal ids with different embeddings: only pages before the first span are shared."""
     made, cached = torch.Generator().manual_seed(3), []
     for _ in range(3):
         image = torch.randn(9, table().shape[1], generator=made) * table().std()
@@ -72,7 +72,7 @@ def test_texts_are_those_of_a_plain_computation_and_never_anothers(engine: Engin
     assert cached[1:] == [8, 8], "two pages of four, and not the one in which the span begins"
 
 
-def test_what_was_given_may_be_changed_at_once(engine: Engine) -> None:
+def test_embeddings_are_copied_at_submit(engine: Engine) -> None:
     held = decode(engine, PROMPT, None)
     mine = table()[PROMPT[4:12]].clone()
     job = engine.submit(PROMPT, prompt_embeddings={4: mine}, max_new_tokens=12)
@@ -101,7 +101,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=[message[18:45] for _, message in BAD])
-def test_bad_embeddings_are_refused_by_name(engine: Engine, given: Any, message: str) -> None:
+def test_invalid_embeddings_raise(engine: Engine, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.submit(PROMPT, prompt_embeddings=given, max_new_tokens=1)
     assert not engine.has_work
@@ -110,6 +110,6 @@ def test_bad_embeddings_are_refused_by_name(engine: Engine, given: Any, message:
         pass
 
 
-def test_a_target_that_takes_ids_only_says_so() -> None:
+def test_target_without_embedding_size_raises() -> None:
     with pytest.raises(ValueError, match=r"prompt_embeddings: got 1 spans, expected none: the target has no embedding_size"):
         shared_engine(Setup(k=3)).submit(PROMPT, prompt_embeddings={0: GOOD}, max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""A page that others may read never changes, whoever drafts, ends or is cancelled: texts, drafts and entries are as without sharing."""
+"""Published pages are never written, and output, drafts and cache entries equal those without sharing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RULED = (CONSTRAINTS[1], CONSTRAINTS[3])
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt that shares its beginning, or goes on where an earlier request has come to."""
+    """A prompt that shares a prefix of SYSTEM, or continues an earlier request."""
 
     length: int  # of SYSTEM
     tail: tuple[int, ...]
@@ -62,7 +62,7 @@ asks = st.builds(
 
 
 def run_schedule(engine: Engine, batch: list[Ask]) -> list[Job]:
-    """Submit with pauses, cancel on the way; then hold every text against the oracle, and the books against what they should be."""
+    """Submit with pauses and cancels; then compare every output with the oracle, and check that all pages are free."""
     drafts = engine.limits.num_speculative_tokens
     jobs: list[Job] = []
     cancels: dict[Job, int | None] = {}
@@ -91,17 +91,17 @@ def run_schedule(engine: Engine, batch: list[Ask]) -> list[Job]:
             continue
         assert (job.tokens, job.finish_reason, job.error) == (expected.tokens, expected.reason, "")
         if job.constraint is None:
-            assert job.rounds == rounds_of(job, drafts), "a wrong entry of the draft would cost a round"
+            assert job.rounds == rounds_of(job, drafts), "a wrong draft entry would cost a round"
     return jobs
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @settings(max_examples=5)
 @given(batch=st.lists(asks, min_size=2, max_size=7))
-def test_no_page_that_others_may_read_is_ever_written(draft: str, batch: list[Ask]) -> None:
+def test_published_pages_are_never_written(draft: str, batch: list[Ask]) -> None:
     engine = watched_engine(draft)
     for constraint in RULED:
-        engine.compile(constraint)  # whoever waits for a grammar would be overtaken at some chance moment
+        engine.compile(constraint)  # a request that waits for its grammar would be overtaken at a random step
     with NoSharedWrites(engine) as watch:
         jobs = run_schedule(engine, batch)
     assert watch.writes > 0 or all(job.finish_reason == "cancelled" for job in jobs)
@@ -118,8 +118,8 @@ def heads(target: Llama) -> dict[str, tuple[Llama, DraftModel]]:
 
 
 @pytest.mark.parametrize("head", ["eagle3", "mtp"])
-def test_trained_heads_draft_alike_behind_a_found_prefix(head: str) -> None:
-    """Every draft of every round and every entry is the same; no entry that others may read was written."""
+def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
+    """All drafts and cache entries are equal, and no published entry was written."""
     target, draft = heads(small_llama())[head]
     drafts: list[list[list[int]]] = []
     entries: list[list[Tensor]] = []

@@ -15,7 +15,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.request import origins_of
 from tests.graphs.test_proposing import asks_with_texts
 from tests.helpers.oracles import greedy
-from tests.helpers.proposers import told
+from tests.helpers.proposers import draft_ids_then_noise
 from tests.helpers.toy_engines import COMPILER, STOP, VOCABULARY, Setup, shared_engine
 from tests.laws.test_greedy_oracle import Ask, submit
 
@@ -116,7 +116,7 @@ def test_new_request_in_a_row_inherits_no_forced_drafts() -> None:
     assert set(job.origins) == {Origin.TARGET, Origin.DRAFT} and not any(event.drafts.forced for event in said[job.id])
 
 
-@pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (told, "D")])
+@pytest.mark.parametrize(("draft", "origin"), [("ngram", "L"), (draft_ids_then_noise, "D")])
 def test_origin_of_drafts_from_a_single_proposer(draft: Any, origin: str) -> None:
     """Drafts of a look-up are LOOK_UP, those of a function DRAFT, whichever request had the row before."""
     expected, constraint = greedy(TARGET, [1, 2], 9, (), None, len(VOCABULARY.tokens)).tokens, Constraint.regex("abcdef[0-9]{3}")

@@ -12,9 +12,10 @@ import gguf
 import pytest
 import transformers
 
-from stepgraph.runtime.models.files.gguf_tokenizer import open_gguf, read_metadata
+from stepgraph.runtime.models.files.tokenizer import open_tokenizer
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.grammar import Vocabulary
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.made_tokenizers import MADE, byte_level
 from tests.runtime.models.test_smollm2 import gguf_path
 
@@ -80,9 +81,9 @@ def test_template_from_a_list_or_a_file(tmp_path: Path) -> None:
         ("{{ raise_exception('roles must alternate') }}", MESSAGES, "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),
         ("{{ messages.append(1) }}", MESSAGES, "not callable|unsafe"),
-        ("x", [], "want a list of objects with a role"),
-        ("x", ["hi"], "want a list of objects with a role"),
-        ("x", [{"content": "hi"}], "want a list of objects with a role"),
+        ("x", [], "expected a list of objects with a role"),
+        ("x", ["hi"], "expected a list of objects with a role"),
+        ("x", [{"content": "hi"}], "expected a list of objects with a role"),
         ("{{ messages[0].content }}", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
     ],
 )
@@ -169,7 +170,7 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     assert codec.chat(MESSAGES) == folder.chat(MESSAGES)
     assert [codec.decode(codec.encode(text)) for text in TEXTS] == [folder.decode(folder.encode(text)) for text in TEXTS]
     reader = gguf.GGUFReader(path)
-    read = read_metadata(path)
+    read = read_gguf_header(path).metadata
     assert {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")} == read
     assert TextCodec.open(write_gguf(path, "gpt-2", add_add_bos_token=True)).encode("a")[0] == 1
     assert TextCodec.open(write_gguf(path, "llama-bpe")).encode("a")[0] == 1, "as the family does where the file says nothing"
@@ -185,7 +186,7 @@ def test_gguf_tokenizer_agrees_with_the_folder(tmp_path: Path) -> None:
     ],
 )
 def test_pre_tokenizer_of_each_gguf_family(tmp_path: Path, pre: str, pieces: list[str]) -> None:
-    tokenizer = open_gguf(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
+    tokenizer = open_tokenizer(write_gguf(tmp_path / "made.gguf", pre)).tokenizer
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("It's  2024!?\n\nx.y don'T")] == pieces
 
 
@@ -198,20 +199,20 @@ def test_damaged_metadata_is_refused_or_read(tmp_path: Path) -> None:
             damaged[drawn.randrange(min(600, len(damaged)))] = drawn.choice((0, 127, 255, drawn.randrange(256)))
         path.write_bytes(damaged)
         try:
-            read_metadata(path)
+            read_gguf_header(path)
         except ValueError:
             refused += 1
     assert refused > 40
 
 
 def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"want a local folder with a tokenizer.json, or a .gguf file"):
+    with pytest.raises(ValueError, match=r"expected a local folder with a tokenizer.json, or a .gguf file"):
         TextCodec.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"tokenizer.json: no such file"):
         TextCodec.open(tmp_path)
     folder_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="no tokenizer could be read"):
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         TextCodec.open(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install 'stepgraph\[text\]'"):

@@ -1,4 +1,4 @@
-"""The front door: what is refused, by name, before anything changes."""
+"""Errors of submit(), EngineConfig, SamplingParams and Engine() for invalid arguments. Nothing changes before they are raised."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ BAD_SUBMITS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD_SUBMITS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any], message: str) -> None:
+def test_invalid_submit_raises_and_changes_nothing(bad: dict[str, Any], message: str) -> None:
     engine = shared_engine(SETUP)
     before = engine.stats()
     with pytest.raises(ValueError, match=message):
@@ -91,14 +91,14 @@ def test_a_bad_submit_is_refused_by_name_and_changes_nothing(bad: dict[str, Any]
     ],
     ids=str,
 )
-def test_settings_that_the_request_cannot_have_are_refused_by_name(sampling: SamplingParams, message: str) -> None:
+def test_sampling_that_does_not_fit_the_request_raises(sampling: SamplingParams, message: str) -> None:
     engine = shared_engine(Setup(k=3, greedy_only=False))
     with pytest.raises(ValueError, match=message):
         engine.submit([1, 2], sampling=sampling, constraint=CONSTRAINTS[3], max_new_tokens=4)
     assert not engine.has_work
 
 
-def test_biases_written_to_later_are_checked_again_and_change_no_request_that_is_queued() -> None:
+def test_changing_logit_bias_after_submit_has_no_effect_and_is_checked_again() -> None:
     sampling = SamplingParams(temperature=0, logit_bias={5: 100.0})
     with make_engine(Setup(k=0, greedy_only=False, max_rows=1)) as engine:
         job = engine.submit([1], sampling=sampling, max_new_tokens=3)
@@ -110,7 +110,7 @@ def test_biases_written_to_later_are_checked_again_and_change_no_request_that_is
     assert (job.tokens, job.error) == ([5, 5, 5], "")
 
 
-def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
+def test_more_biases_than_max_bias_ids_raise() -> None:
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_bias_ids=3, backend="tape")
     with Engine(TARGET, config=config) as engine:
         for fields, names in (
@@ -123,7 +123,7 @@ def test_more_biases_than_there_is_room_for_are_refused_by_name() -> None:
         engine.submit([1], sampling=SamplingParams(bad_token_ids=(1, 2, 3), logit_bias={1: 1.0}))  # three tokens
 
 
-def test_unknown_fields_are_refused_by_name() -> None:
+def test_unknown_fields_raise() -> None:
     engine = shared_engine(SETUP)
     with pytest.raises(TypeError, match="top_q"):
         engine.submit([1], top_q=0.5)  # type: ignore[call-arg]
@@ -168,17 +168,17 @@ def test_unknown_fields_are_refused_by_name() -> None:
         ({"seed": 2**63}, r"SamplingParams.seed: got 9223372036854775808"),
     ],
 )
-def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_invalid_sampling_params_raise(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
 
 
-def test_sampling_params_are_values() -> None:
+def test_sampling_params_compare_by_value() -> None:
     bias = {1: 2.0}
     one, same = SamplingParams(logit_bias=bias, bad_token_ids=[1, 3]), SamplingParams(logit_bias={1: 2}, bad_token_ids=(1, 3))  # type: ignore[arg-type]
     bias[1] = 5.0
     assert one == same and hash(one) == hash(same) and one.logit_bias == {1: 2.0}
-    assert one.biases == {1: -float("inf"), 3: -float("inf")}, "a bad token stays bad"
+    assert one.biases == {1: -float("inf"), 3: -float("inf")}, "bad_token_ids override logit_bias"
     assert SamplingParams(temperature=0, stop_token_ids=(1,), ignore_eos=True, top_k=5, seed=3).plain
     assert SamplingParams(temperature=0, logprobs=True).beyond_argmax == "logprobs"
     assert SamplingParams(temperature=0, logit_bias={}).beyond_argmax == ""
@@ -208,12 +208,12 @@ def test_sampling_params_are_values() -> None:
         ({"max_compiles": True}, r"EngineConfig.max_compiles: got True"),
     ],
 )
-def test_a_bad_config_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_invalid_engine_config_raises(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**fields)
 
 
-def test_a_bad_engine_is_refused_by_name() -> None:
+def test_invalid_engine_arguments_raise() -> None:
     with pytest.raises(ValueError, match=r"Engine\.config: got dict, expected an EngineConfig"):
         Engine(TARGET, config={})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Engine.draft: got None with num_speculative_tokens=4"):
@@ -235,7 +235,7 @@ def test_a_bad_engine_is_refused_by_name() -> None:
         assert engine.generate([1], max_new_tokens=3).tokens == greedy(TARGET, [1], 3, ()).tokens
 
 
-def test_a_model_on_another_device_is_refused_by_name() -> None:
+def test_model_on_another_device_raises() -> None:
     target = ToyTarget(8).to("meta")
     with pytest.raises(ValueError, match=r"Engine.target: got tensors on meta, expected cpu, the device of the tape backend"):
         Engine(target, config=EngineConfig(num_speculative_tokens=0))
@@ -243,7 +243,7 @@ def test_a_model_on_another_device_is_refused_by_name() -> None:
         Engine(ToyTarget(8), ToyDraft(target).to("meta"))
 
 
-def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:
+def test_capture_once_before_the_first_step_and_no_calls_after_close() -> None:
     engine = Engine(TARGET, ToyDraft(TARGET), config=EngineConfig(max_rows=1, num_speculative_tokens=1, backend="tape"))
     waiting = engine.submit([1, 2], max_new_tokens=2)
     with pytest.raises(RuntimeError, match=r"Engine.step\(\): nothing is captured; call capture\(\) first"):
@@ -251,7 +251,7 @@ def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:
     engine.capture()
     with pytest.raises(RuntimeError, match=r"Engine.capture\(\): already captured"):
         engine.capture()
-    assert not waiting.finished, "a refused call ends nobody's request"
+    assert not waiting.finished, "a failed call ends no request"
     engine.close()
     engine.close()
     assert (waiting.finish_reason, waiting.error) == (FinishReason.CANCELLED, "the engine was closed")
@@ -261,7 +261,7 @@ def test_capture_once_before_the_first_step_and_nothing_after_close() -> None:
     assert engine.cancel(waiting) is False
 
 
-def test_too_many_waiting_requests_are_refused() -> None:
+def test_submit_beyond_max_queued_raises() -> None:
     config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_queued=2, backend="tape")
     with Engine(TARGET, config=config) as engine:
         jobs = [engine.submit([1]) for _ in range(2)]

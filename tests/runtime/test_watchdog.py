@@ -1,4 +1,4 @@
-"""A device that does not answer: a step waits so long, tells what everybody was doing, and fails; nothing waits for what hangs."""
+"""Round time-outs: a step on a hanging device raises, logs a report, and leaves nothing waiting."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOIN_SECONDS = 30
 
 
 class Hang:
-    """Holds up whoever calls it from the `number`-th matching call on, until it is let go."""
+    """Blocks its callers from the `number`-th matching call on, until `let_go`."""
 
     def __init__(self, name: str = "commit", number: int = 1) -> None:
         self._name, self._left = name, number
@@ -49,7 +49,7 @@ def hang() -> Iterator[Hang]:
     hang.let_go()
     for thread in threads() - before:
         thread.join(JOIN_SECONDS)
-    assert threads() <= before, "what hung ends by itself once it is let go"
+    assert threads() <= before, "the hanging thread ends once released"
 
 
 def make(hang: Callable[[str], object] | None, **others: Any) -> Engine:
@@ -76,7 +76,7 @@ def submit(engine: Engine) -> list[Job]:
     return [engine.submit([place], constraint=CONSTRAINTS[place], max_new_tokens=20) for place in range(2)]
 
 
-def test_a_host_node_that_hangs_ends_the_step_with_all_that_is_known(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_host_node_raises_and_logs_a_report(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(hang)
     jobs = submit(engine)
     doing = "stream main: waits for commit; stream side: host node commit"
@@ -97,7 +97,7 @@ def test_a_host_node_that_hangs_ends_the_step_with_all_that_is_known(hang: Hang,
     engine.close()
 
 
-def test_close_waits_no_longer_than_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_times_out_like_a_step(hang: Hang, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(hang, rounds_in_flight=4)
     jobs = submit(engine)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_close_waits_no_longer_than_a_step(hang: Hang, caplog: pytest.LogCapture
         engine.step()
 
 
-def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch, hang: Hang) -> None:
+def test_hanging_prefill_times_out(monkeypatch: pytest.MonkeyPatch, hang: Hang) -> None:
     engine = make(None, max_rows=1, buckets=(1,), prefill_chunk=1)
     real = TapeBackend.run
 
@@ -126,7 +126,7 @@ def test_a_prompt_that_hangs_is_waited_for_no_longer(monkeypatch: pytest.MonkeyP
     assert job.finish_reason == FinishReason.ERROR
 
 
-def test_an_engine_that_is_idle_or_waits_for_a_grammar_is_alive() -> None:
+def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
     engine, held, building = make(None), threading.Event(), threading.Event()
     compiler = engine._grammar_queue._compiler
     assert compiler is not None
@@ -155,7 +155,7 @@ def test_an_engine_that_is_idle_or_waits_for_a_grammar_is_alive() -> None:
             assert job.tokens == plain([place], 20, CONSTRAINTS[place]).tokens
 
 
-def test_streams_of_an_event_loop_are_told(hang: Hang) -> None:
+def test_streams_raise_the_time_out(hang: Hang) -> None:
     async def scene(engine: Engine) -> None:
         serving = AsyncEngine(engine)
         await serving.open()
@@ -170,7 +170,7 @@ def test_streams_of_an_event_loop_are_told(hang: Hang) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "1", float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused_by_name(value: object) -> None:
+def test_invalid_round_timeout_raises(value: object) -> None:
     with pytest.raises(
         ValueError, match=r"EngineConfig\.round_timeout_seconds: got .*, expected a number above 0 and at most 86400, or None"
     ):

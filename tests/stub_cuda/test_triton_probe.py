@@ -52,7 +52,7 @@ def test_an_engine_without_a_c_compiler_captures_the_references_and_reports_why(
     if compiler:
         assert kernels == "kernels: triton" and "no triton" not in filters
     else:
-        assert kernels.startswith(f"kernels: torch reference ({NO_COMPILER}")
+        assert kernels.startswith(f"kernels: torch ({NO_COMPILER}")
         assert filters.startswith("filters: torch; ") and f"no triton: {NO_COMPILER}" in filters
 
 

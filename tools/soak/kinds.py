@@ -16,7 +16,7 @@ from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.helpers.proposers import parrot, told
+from tests.helpers.proposers import draft_ids_then_noise, parrot
 
 VOCABULARY = Vocabulary.printable(logits_width=128)
 STOP = VOCABULARY.stop_token_ids[0]
@@ -101,7 +101,7 @@ KINDS = (
     Kind("n-gram", lambda _: "ngram", 3, reads_text=True, changes={"prefix_cache_pages": 8}),
     Kind("forced", lambda _: "forced", 4, grammars="llguidance"),
     Kind("proposer", lambda _: parrot(), 3, reads_text=True, eager=True, changes={"forced_drafts": False}),
-    Kind("function", lambda _: told, 2, reads_text=True, changes={"rounds_in_flight": 1}),
+    Kind("function", lambda _: draft_ids_then_noise, 2, reads_text=True, changes={"rounds_in_flight": 1}),
     Kind("EAGLE-3", lambda models: models.eagle3(), 3, "llama"),
     Kind("MTP", lambda models: models.mtp(), 2, "llama", changes={"check_masks": True}),
     Kind("draft model", lambda models: models.smaller(), 2, "llama", eager=True, changes={"prefix_reuse": False}),

@@ -1,7 +1,4 @@
-"""A model's chat template: a small program in Jinja that writes a conversation as the model was trained to read it.
-
-It comes with the weights, from anywhere, so it runs in Jinja's sandbox.
-"""
+"""A model's chat template: a Jinja program that formats a conversation. It is untrusted and runs in Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from jinja2.parser import Parser
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model is trained on, which changes no text."""
+    """`{% generation %}` marks the parts that the model is trained on; it does not change the text."""
 
-    tags = {"generation"}  # noqa: RUF012 - the base class has it so
+    tags = {"generation"}  # noqa: RUF012 - declared like this in the base class
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -28,37 +25,39 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Compiled when it is made; ValueError where it is no Jinja."""
-
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: str | None = None) -> None:
-        """special_tokens: bos_token and the like, by name. with_tools: another source, for when there are tools."""
+        """special_tokens: texts of bos_token and others, by name. with_tools: the template for conversations with tools.
+
+        Raises ValueError if a source is not a Jinja template.
+        """
         self._special_tokens = dict(special_tokens or {})
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _json
-        environment.globals.update(raise_exception=_refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         try:
             self._plain = environment.from_string(source)
             self._with_tools = environment.from_string(with_tools) if with_tools is not None else self._plain
-        except Exception as error:  # deep nesting raises what the interpreter raises
-            raise ValueError(f"chat_template: no Jinja template: {error}") from None
+        except Exception as error:  # deep nesting raises RecursionError or MemoryError
+            raise ValueError(f"chat_template: not a Jinja template: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, answer: bool) -> str:
-        whole = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
-        if not whole or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
-            raise ValueError(f"messages: got {messages!r:.80}, want a list of objects with a role and a content")
-        given = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
+        """The text of the conversation; with `answer`, up to where the model's answer starts."""
+        nonempty = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages)
+        if not nonempty or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in messages):
+            raise ValueError(f"messages: got {messages!r:.80}, expected a list of objects with a role and a content")
+        variables = {"messages": [dict(each) for each in messages], "tools": list(tools) if tools else None, "documents": None}
         try:
-            return (self._with_tools if tools else self._plain).render(**self._special_tokens, **given, add_generation_prompt=answer)
-        except Exception as error:  # a template is a program
+            return (self._with_tools if tools else self._plain).render(**self._special_tokens, **variables, add_generation_prompt=answer)
+        except Exception as error:  # a template can raise anything
             raise ValueError(f"messages: the model's chat template fails: {error}") from None
 
 
 def _json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own writes &lt; for <."""
+    """Jinja's own filter escapes < as &lt;."""
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(told: str) -> NoReturn:
-    raise jinja2.TemplateError(told)
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

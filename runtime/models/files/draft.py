@@ -1,4 +1,4 @@
-"""Drafts from files: what kind of draft a folder holds, everything in it held against the target, and only then its memory."""
+"""Drafts from files: find out what a draft folder holds, check all of it against the target, then load it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from stepgraph.graphs.model import DraftModel
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.models.draft_llama import DraftLlama, Translation, translate
+from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files.checkpoint import Checkpoint, memory, open_checkpoint
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
 from stepgraph.runtime.models.files.draft_config import is_eagle3, read_d2t, read_eagle3, read_mtp
-from stepgraph.runtime.models.files.draft_names import eagle3_name, eagle3_places, mtp_layers, mtp_places, mtp_shared, refuse_other_layers
+from stepgraph.runtime.models.files.draft_names import check_dense_layers, eagle3_name, eagle3_slices, mtp_layers, mtp_shared, mtp_slices
 from stepgraph.runtime.models.files.weights import (
-    PartSource,
-    Place,
+    ParameterSlice,
+    RenamedSource,
     SafetensorsSource,
     Source,
-    check_numbers,
+    check_finite,
     check_tensors,
+    llama_slices,
     load_tensors,
-    places,
     read_json,
 )
 from stepgraph.runtime.models.llama import Llama
@@ -32,187 +32,197 @@ from stepgraph.runtime.models.llama_config import ARCHITECTURES
 from stepgraph.runtime.models.mtp import Mtp
 
 OWN_MTP = "mtp"
+MAX_DRAFTS = 8
 Device = str | torch.device
 
 
 class DraftCheckpoint(Protocol):
-    """A draft that was found whole and fits its target, and takes no memory yet."""
+    """A draft that was checked against its target; its weights are not in memory yet."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Of the target: whose inputs the draft is fed with."""
+        """Layers of the target whose inputs are the draft's features."""
 
     @property
-    def most_drafts(self) -> int:
-        """That it can make in one round."""
+    def max_drafts(self) -> int:
+        """Per round."""
 
     @property
-    def most_positions(self) -> int | None:
-        """That it reads; None: as many as there are."""
+    def max_positions(self) -> int | None:
+        """None: no limit."""
 
     def memory(self, limits: Limits) -> str:
-        """What loading will take, for people to read."""
+        """One line for the user about the memory that loading needs."""
 
     def check(self, progress: bool = False) -> None:
-        """Read every number. ValueError names the tensor that will not do."""
+        """Read all weights. Raises ValueError that names the tensor."""
 
     def load(self, target: Llama, device: Device, progress: bool = False) -> DraftModel:
-        """After `check`, beside a target that is loaded."""
+        """Call `check` first. target: the loaded target."""
 
 
 def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None = None) -> DraftCheckpoint:
-    """A draft by its name, or from a folder or .gguf file, whose config and tensor names say what it is.
+    """Open a draft folder or .gguf file; "mtp" opens the MTP modules in the target's own folder.
 
-    "mtp" takes the MTP modules of the target's own folder. ValueError names the file and the field or tensor that is wrong.
+    The config and the tensor names decide which kind of draft it is. Raises ValueError that names the file, and the field or tensor.
     """
     if draft == OWN_MTP:
         if not target.mtp_modules:
-            raise ValueError(f"draft: got {OWN_MTP!r}, want a target with MTP modules; {target.path} names no num_nextn_predict_layers")
+            why = f"{target.path} has no num_nextn_predict_layers"
+            raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
         return _open_mtp(target.path, target.source, {}, target)
     path = Path(draft)
     if path.suffix == ".gguf" and path.is_file():
         return _open_model(path, target, dtype)
     if not path.is_dir():
         names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
-        raise ValueError(f"draft: got {str(draft)!r}, want a local folder with a config.json, a .gguf file, or one of {names}")
-    told = read_json(path / "config.json")
+        raise ValueError(f"draft: got {str(draft)!r}, expected a local folder with a config.json, a .gguf file, or one of {names}")
+    fields = read_json(path / "config.json")
     try:
-        if is_eagle3(told):
-            return _open_eagle3(path, told, target)
+        if is_eagle3(fields):
+            return _open_eagle3(path, fields, target)
         source = SafetensorsSource(path)
         if mtp_layers(source) and "model.norm.weight" not in source.tensors:
-            return _open_mtp(path, source, told, target)
+            return _open_mtp(path, source, fields, target)
     except ValueError as error:
-        raise _said_of(path, error) from None
-    if told.get("architectures") in [[name] for name in ARCHITECTURES]:
+        raise _with_path(path, error) from None
+    if fields.get("architectures") in [[name] for name in ARCHITECTURES]:
         return _open_model(path, target, dtype)
-    wanted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
-    raise ValueError(f"{path}: config.architectures: got {told.get('architectures')!r:.100}, want {wanted}")
+    accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
+    raise ValueError(f"{path}: config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
 
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
-    """EAGLE-3 or MTP: weights of its own, and some of the target's."""
+    """An EAGLE-3 head or MTP modules, which use some weights of the target."""
 
     path: Path
     kind: str
-    make: Callable[[Llama, Device], Eagle3 | Mtp]  # around this target, on this device
+    make: Callable[[Llama, Device], Eagle3 | Mtp]  # for this target, on this device
     target: Checkpoint
     source: Source
-    wanted: Mapping[str, Place]
+    slices: Mapping[str, ParameterSlice]
     feature_layers: tuple[int, ...] = ()
-    most_drafts: int = 8
-    most_positions: int | None = None  # what it was not trained for costs acceptance, and is not refused
-    repeated: Mapping[str, str] = field(default_factory=dict)  # stored tensors that have to be the target's, and which of its
+    max_drafts: int = MAX_DRAFTS
+    max_positions: int | None = None  # positions beyond those of the training cost acceptance only
+    repeated: Mapping[str, str] = field(default_factory=dict)  # stored copies of target tensors, and the target's names
 
-    def checked(self) -> HeadCheckpoint:
-        """Every tensor is there, in its shape. ValueError names the one that is not."""
-        check_tensors(self._outline()[1], self.wanted, self.source, self.path, {"d2t", "t2d", *self.repeated})
-        for name, its in self.repeated.items():
-            shape = self.target.source.tensors[its].shape
-            if self.source.tensors[name].shape != shape:
-                raise ValueError(f"{self.path}: {name} has shape {self.source.tensors[name].shape}, want {shape}, as the target's {its}")
+    def check_shapes(self) -> HeadCheckpoint:
+        """Check names, shapes and types of all tensors. Raises ValueError that names the tensor. Returns self."""
+        check_tensors(self._outline()[1], self.slices, self.source, self.path, {"d2t", "t2d", *self.repeated})
+        for name, target_name in self.repeated.items():
+            found, shape = self.source.tensors[name].shape, self.target.source.tensors[target_name].shape
+            if found != shape:
+                raise ValueError(f"{self.path}: {name}: got shape {found}, expected {shape}, the shape of the target's {target_name}")
         return self
 
     def memory(self, limits: Limits) -> str:
         target, head = self._outline()
-        return memory(f"{self.path.name}: {self.kind}", head, limits, shared=target)
+        return describe_memory(f"{self.path.name}: {self.kind}", head, limits, shared=target)
 
     def _outline(self) -> tuple[Llama, Eagle3 | Mtp]:
         target = self.target.outline(self.feature_layers)
         return target, self.make(target, "meta")
 
     def check(self, progress: bool = False) -> None:
-        check_numbers(self.wanted, self.source, self.path, progress)
-        for name, its in self.repeated.items():
-            if not torch.equal(self.source.read(name), self.target.source.read(its)):
-                raise ValueError(f"{self.path}: {name} holds other numbers than the target's {its}, which the modules share")
+        check_finite(self.slices, self.source, self.path, progress)
+        for name, target_name in self.repeated.items():
+            if not torch.equal(self.source.read(name), self.target.source.read(target_name)):
+                raise ValueError(f"{self.path}: {name} differs from the target's {target_name}, which MTP modules share")
 
     def load(self, target: Llama, device: Device, progress: bool = False) -> Eagle3 | Mtp:
         model = self.make(target, device)
-        load_tensors(model, self.wanted, self.source, self.path, progress)
+        load_tensors(model, self.slices, self.source, self.path, progress)
         model.eval()
         return model
 
 
 @dataclass(frozen=True)
 class ModelCheckpoint:
-    """A whole model."""
+    """A complete model as a draft."""
 
     checkpoint: Checkpoint
-    translation: Translation | None
+    token_map: TokenMap | None
     feature_layers: tuple[int, ...] = ()
-    most_drafts: int = 8
+    max_drafts: int = MAX_DRAFTS
 
     @property
-    def most_positions(self) -> int:
+    def max_positions(self) -> int:
         return self.checkpoint.config.max_positions
 
     def memory(self, limits: Limits) -> str:
-        return memory(f"{self.checkpoint.path.name}: draft", DraftLlama(self.checkpoint.config, device="meta"), limits)
+        return describe_memory(f"{self.checkpoint.path.name}: draft", DraftLlama(self.checkpoint.config, device="meta"), limits)
 
     def check(self, progress: bool = False) -> None:
         self.checkpoint.check(progress)
 
     def load(self, target: Llama, device: Device, progress: bool = False) -> DraftLlama:
-        opened = self.checkpoint
-        model = DraftLlama(opened.config, self.translation, device=device)
-        load_tensors(model, dict(places(model)), opened.source, opened.path, progress)
+        checkpoint = self.checkpoint
+        model = DraftLlama(checkpoint.config, self.token_map, device=device)
+        load_tensors(model, dict(llama_slices(model)), checkpoint.source, checkpoint.path, progress)
         model.eval()
         return model
 
 
-def _open_eagle3(path: Path, told: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
-    found = SafetensorsSource(path)
+def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
+    stored = SafetensorsSource(path)
     names: dict[str, str] = {}
-    for name in found.tensors:
-        called = eagle3_name(name)
-        if called in names:
-            raise ValueError(f"{called} is there twice, as {names[called]} and as {name}")
-        names[called] = name
-    source = PartSource(found, names)
-    config = read_eagle3(told, target.config)
+    for stored_name in stored.tensors:
+        name = eagle3_name(stored_name)
+        if name in names:
+            raise ValueError(f"{name}: got it twice, as {names[name]} and as {stored_name}")
+        names[name] = stored_name
+    source = RenamedSource(stored, names)
+    config = read_eagle3(fields, target.config)
     d2t = read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
-    same = config.layer.hidden_size == target.config.hidden_size
-    if not own_embedding and not same:
-        wanted = (config.layer.vocab_size, config.layer.hidden_size)
-        raise ValueError(f"embed_tokens.weight is missing, want it with shape {wanted}: the target's is {target.config.hidden_size} wide")
-    # A head without one of its own, and a vocabulary like the target's, guesses with the target's.
-    own_head = own_head or not same or d2t is not None
+    same_width = config.layer.hidden_size == target.config.hidden_size
+    if not own_embedding and not same_width:
+        shape = (config.layer.vocab_size, config.layer.hidden_size)
+        why = f"the target's has a width of {target.config.hidden_size}"
+        raise ValueError(f"embed_tokens.weight is missing, expected it with shape {shape}: {why}")
+    # A head without lm_head.weight uses the target's, if that has the same width and vocabulary.
+    own_head = own_head or not same_width or d2t is not None
 
     def make(around: Llama, device: Device) -> Eagle3:
         embedding = None if own_embedding else around.embedding
         return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
 
-    wanted_tensors = dict(eagle3_places(config, own_embedding, own_head))
-    return HeadCheckpoint(path, "EAGLE-3 head", make, target, source, wanted_tensors, config.feature_layers).checked()
+    slices = dict(eagle3_slices(config, own_embedding, own_head))
+    return HeadCheckpoint(path, "EAGLE-3 head", make, target, source, slices, config.feature_layers).check_shapes()
 
 
-def _open_mtp(path: Path, found: Source, told: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
-    """`told` is the config of a folder of their own; empty for the target's own modules."""
-    layers = mtp_layers(found) if told else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
+def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: Checkpoint) -> HeadCheckpoint:
+    """fields: the config of a folder that holds MTP modules only; empty for the modules in the target's folder."""
+    layers = mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     first, count = min(layers), len(layers)
-    source = PartSource(found, {name: name for name in found.tensors if told or name in target.mtp_tensors})
-    refuse_other_layers(source)
-    config = read_mtp(told, target.config, count) if told else replace(target.config, windows=(target.config.windows[-1],) * count)
+    source = RenamedSource(stored, {name: name for name in stored.tensors if fields or name in target.mtp_tensors})
+    check_dense_layers(source)
+    config = read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
 
     def make(around: Llama, device: Device) -> Mtp:
         return Mtp(config, embedding=around.embedding, head=around.unembedding, device=device)
 
-    most = 8 if count == 1 else count
-    repeated = {name: its for name, its in mtp_shared(config, first, target.config.tied).items() if name in source.tensors}
-    return HeadCheckpoint(path, "MTP", make, target, source, dict(mtp_places(config, first)), (), most, repeated=repeated).checked()
+    return HeadCheckpoint(
+        path,
+        "MTP",
+        make,
+        target,
+        source,
+        dict(mtp_slices(config, first)),
+        max_drafts=MAX_DRAFTS if count == 1 else count,
+        repeated={name: its for name, its in mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
+    ).check_shapes()
 
 
 def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None) -> ModelCheckpoint:
     try:
-        opened = open_checkpoint(path, dtype)
-        return ModelCheckpoint(opened, translate(opened.vocabulary, target.vocabulary))
+        checkpoint = open_checkpoint(path, dtype)
+        return ModelCheckpoint(checkpoint, map_tokens(checkpoint.vocabulary, target.vocabulary))
     except ValueError as error:
-        raise _said_of(path, error) from None
+        raise _with_path(path, error) from None
 
 
-def _said_of(path: Path, error: ValueError) -> ValueError:
-    """There is a target as well: which of the two is meant."""
+def _with_path(path: Path, error: ValueError) -> ValueError:
+    """Name the draft's path in the message, so that the error is not taken for one of the target."""
     return error if str(path) in str(error) else ValueError(f"{path}: {error}")

@@ -1,16 +1,18 @@
-"""A GGUF file as a source of weights, a config and a token table. Quantised tensors are made whole when they are read."""
+"""A GGUF file as a source of weights and of a config. The `gguf` package is used to dequantise only."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.gguf_front import check_front
 from stepgraph.runtime.models.files.weights import Stored
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -39,64 +41,65 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# What the gguf package's reader raises on a file that is cut off or lies about its sizes.
-_BROKEN = (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, OSError, MemoryError)
 
 
 class GgufSource:
-    """The tensors of one GGUF file under their Hugging Face names."""
+    """The tensors of one GGUF file under their Hugging Face names.
+
+    Attributes: config, as a config.json of the same model holds it; metadata; tensors. Quantised tensors are dequantised by `read`.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
-            import gguf
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         except ModuleNotFoundError:
             raise ValueError(f"{path}: reading GGUF needs the gguf package: pip install 'stepgraph[gguf]'") from None
-        try:
-            check_front(path)
-            reader = gguf.GGUFReader(path)
-            self._fields = dict(reader.fields)
-            self._tensors = {_rename(tensor.name, path): tensor for tensor in reader.tensors}
-        except _BROKEN as error:
-            raise ValueError(f"{path}: no whole GGUF file: {error}") from None
-        self._path = path
-        self.tensors = {
-            name: Stored(tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name, tensor.tensor_type.name in READABLE)
-            for name, tensor in self._tensors.items()
-        }
+        header = read_gguf_header(path)
+        self._path, self.metadata = path, header.metadata
+        self._data = np.memmap(path, mode="r")
+        self._kinds: dict[str, Any] = {}  # GGMLQuantizationType
+        self._blocks: dict[str, npt.NDArray[np.uint8]] = {}  # [*shape[:-1], bytes per row]
+        self.tensors: dict[str, Stored] = {}
+        for stored_name, tensor in header.tensors.items():
+            name = _rename(stored_name, path)
+            try:
+                kind = GGMLQuantizationType(tensor.kind)
+            except ValueError:
+                raise ValueError(f"{path}: {stored_name}: got tensor type {tensor.kind}, which is unknown") from None
+            values_per_block, block_bytes = GGML_QUANT_SIZES[kind]
+            if not tensor.shape or tensor.shape[-1] % values_per_block:
+                raise ValueError(
+                    f"{path}: {stored_name}: got shape {tensor.shape}, expected rows of a multiple of {values_per_block} values"
+                )
+            rows = (*tensor.shape[:-1], tensor.shape[-1] // values_per_block * block_bytes)
+            end = tensor.offset + math.prod(rows)
+            if end > len(self._data):
+                raise ValueError(f"{path}: not a complete GGUF file: {stored_name} ends at byte {end}, the file at {len(self._data)}")
+            self._kinds[name], self._blocks[name] = kind, self._data[tensor.offset : end].reshape(rows)
+            self.tensors[name] = Stored(tensor.shape, kind.name, kind.name in READABLE)
         self.config = self._read_config()
-
-    def field(self, name: str) -> Any:
-        """A metadata entry, or None."""
-        found = self._fields.get(name)
-        try:
-            return None if found is None else found.contents()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self._path}: {name}: got bytes that are no UTF-8 ({error.reason}), want text") from None
 
     def read(self, name: str) -> Tensor:
         import gguf
 
-        stored = self._tensors[name]
-        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))  # what is not quantised lies in the file itself
-        turned = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if turned is not None and self.config["architectures"] == ["LlamaForCausalLM"]:
-            # The format keeps the two numbers of a rotated pair side by side, the model half a head apart.
-            heads = self.config[turned]
-            tensor = tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        values = gguf.quants.dequantize(self._blocks[name], self._kinds[name])
+        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))  # copies unquantised values out of the mapped file
+        num_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if num_heads is not None and self.config["architectures"] == ["LlamaForCausalLM"]:
+            # GGUF stores the two numbers of a rotated pair next to each other; the model has them half a head apart.
+            tensor = tensor.view(self.config[num_heads], -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         return tensor
 
     def _read_config(self) -> dict[str, Any]:
-        """As a config.json would say it."""
-        kind = self.field("general.architecture")
+        metadata = self.metadata
+        kind = metadata.get("general.architecture")
         if kind not in ARCHITECTURES:
-            raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, want one of {', '.join(ARCHITECTURES)}")
-        scaled = self.field(f"{kind}.rope.scaling.type")
-        if scaled not in (None, "none"):
-            raise ValueError(f"{self._path}: {kind}.rope.scaling.type: got {scaled!r:.100}, want none")
-        config = {ours: self.field(f"{kind}.{theirs}") for ours, theirs in _FIELDS.items()}
+            raise ValueError(f"{self._path}: general.architecture: got {kind!r:.100}, expected one of {', '.join(ARCHITECTURES)}")
+        scaling = metadata.get(f"{kind}.rope.scaling.type")
+        if scaling not in (None, "none"):
+            raise ValueError(f"{self._path}: {kind}.rope.scaling.type: got {scaling!r:.100}, expected none")
         embedding = self.tensors.get("model.embed_tokens.weight")
-        return config | {
+        return {ours: metadata.get(f"{kind}.{theirs}") for ours, theirs in _FIELDS.items()} | {
             "architectures": [ARCHITECTURES[kind]],
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
@@ -111,4 +114,4 @@ def _rename(name: str, path: Path) -> str:
         return f"{_TOP[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
         return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
-    raise ValueError(f"{path}: got the tensor {name!r:.100}, for which there is no place in a model of the Llama family")
+    raise ValueError(f"{path}: got the tensor {name!r:.100}, which a model of the Llama family does not have")

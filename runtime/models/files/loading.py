@@ -1,4 +1,4 @@
-"""What `Engine.from_pretrained` makes an engine of: everything opened and checked first, the memory stated, then loaded."""
+"""Loads the models of `Engine.from_pretrained`: opens and checks all files, reports the memory they need, then loads the weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from stepgraph.runtime.build import AUTO, DRAFTER_NAMES, NONE, Drafter, check_config, checked_drafter, named_proposer, without_drafts
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.draft import OWN_MTP, open_draft
+from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
+from stepgraph.runtime.models.files.draft import OWN_MTP, DraftCheckpoint, open_draft
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
@@ -33,9 +33,10 @@ def load_models(
     feature_layers: Sequence[int] = (),
     progress: bool = False,
 ) -> Loaded:
-    """A target and its drafter, on the device of the config's backend. No config: the usual one, as far as the models go.
+    """A target and its drafter on the device of the config's backend.
 
-    "auto" takes the MTP modules of the target's own folder, and n-gram look-up where it has none.
+    config: None for the defaults, reduced to the positions and drafts that the models support. draft: "auto" uses the MTP
+    modules in the target's folder, or n-gram look-up if there are none.
     """
     check_config(config)
     checkpoint = open_checkpoint(path, dtype)
@@ -43,33 +44,43 @@ def load_models(
         draft = OWN_MTP
     if draft == NONE:
         config = without_drafts(config)
-    given: Drafter | None = None
-    opened = None
+    drafter: Drafter | None = None
+    draft_checkpoint = None
     if isinstance(draft, str) and draft in DRAFTER_NAMES:
-        given = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
+        drafter = named_proposer(draft, f"auto: {checkpoint.path.name} has no MTP modules")
     elif isinstance(draft, (str, Path)):
-        opened = open_draft(draft, checkpoint, dtype)
+        draft_checkpoint = open_draft(draft, checkpoint, dtype)
     else:
-        given = draft
-    if opened is not None:
-        if tuple(feature_layers) not in ((), opened.feature_layers):
-            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, want none; the draft takes {opened.feature_layers}")
-        feature_layers = opened.feature_layers
+        drafter = draft
+    if draft_checkpoint is not None:
+        fed = draft_checkpoint.feature_layers
+        if tuple(feature_layers) not in ((), fed):
+            raise ValueError(f"feature_layers: got {tuple(feature_layers)}, expected none, as the draft determines them: {fed}")
+        feature_layers = fed
     if config is None:
-        most = opened.most_drafts if opened else 0 if given is None else EngineConfig.num_speculative_tokens
-        lengths = [EngineConfig.max_length, checkpoint.config.max_positions, opened.most_positions if opened else None]
-        config = EngineConfig(num_speculative_tokens=min(EngineConfig.num_speculative_tokens, most), max_length=min(filter(None, lengths)))
-    if opened is None:
-        given = checked_drafter(given, config)
+        config = _default_config(checkpoint, draft_checkpoint, drafter)
+    if draft_checkpoint is None:
+        drafter = checked_drafter(drafter, config)
     outline = checkpoint.outline(feature_layers)
     limits = config.limits(outline.vocab_size, len(checkpoint.vocabulary.tokens), outline.feature_size)
-    for stated in [checkpoint.memory(limits), *([opened.memory(limits)] if opened else [])]:
-        if progress:
-            print(stated, file=sys.stderr, flush=True)  # where the bar goes
-    checkpoint.check(progress)
-    if opened is not None:
-        opened.check(progress)
+    parts: list[Checkpoint | DraftCheckpoint] = [checkpoint, *([draft_checkpoint] if draft_checkpoint else [])]
+    notes = [part.memory(limits) for part in parts]  # raises ValueError if a model does not support these limits
+    if progress:
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
+    for part in parts:
+        part.check(progress)
     on_cuda = config.backend == "cuda" or (config.backend == "auto" and torch.cuda.is_available())
     device = "cuda:0" if on_cuda else "cpu"
     target = checkpoint.load(device, feature_layers, progress)
-    return Loaded(target, opened.load(target, device, progress) if opened else given, checkpoint.vocabulary, config)
+    if draft_checkpoint is not None:
+        drafter = draft_checkpoint.load(target, device, progress)
+    return Loaded(target, drafter, checkpoint.vocabulary, config)
+
+
+def _default_config(checkpoint: Checkpoint, draft: DraftCheckpoint | None, drafter: Drafter | None) -> EngineConfig:
+    max_drafts = draft.max_drafts if draft else 0 if drafter is None else EngineConfig.num_speculative_tokens
+    lengths = [EngineConfig.max_length, checkpoint.config.max_positions, draft.max_positions if draft else None]
+    return EngineConfig(
+        num_speculative_tokens=min(EngineConfig.num_speculative_tokens, max_drafts),
+        max_length=min(length for length in lengths if length is not None),
+    )

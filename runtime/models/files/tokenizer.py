@@ -1,4 +1,4 @@
-"""The encoder of a model's folder or GGUF file, made by the `tokenizers` library, and the chat template beside it."""
+"""Opens the tokenizer of a model folder or GGUF file as one of the `tokenizers` library, with its chat template."""
 
 from __future__ import annotations
 
@@ -7,88 +7,158 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepgraph.runtime.models.files.chat_template import ChatTemplate
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # and their names in GGUF
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class OpenedTokenizer(NamedTuple):
-    tokenizer: Any  # of `tokenizers`
-    begin_id: int | None  # put in front of every text where `begins` says so
-    begins: bool | None  # None: as the tokenizer itself does
+    tokenizer: Any  # tokenizers.Tokenizer
+    begin_id: int | None
+    adds_begin_id: bool | None  # whether a text starts with begin_id; None: the tokenizer's own post-processor decides
     template: ChatTemplate | None
     vocabulary: Callable[[], Vocabulary]
 
-    def encode(self, text: str, begins: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=begins and self.begins is not False).ids
-        if begins and self.begins and self.begin_id is not None and ids[:1] != [self.begin_id]:
+    def encode(self, text: str, add_begin: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_begin and self.adds_begin_id is not False).ids
+        if add_begin and self.adds_begin_id and self.begin_id is not None and ids[:1] != [self.begin_id]:
             return [self.begin_id, *ids]
         return ids
 
 
 def open_tokenizer(path: Path) -> OpenedTokenizer:
-    """ValueError names the file, or the package that is missing."""
+    """Raises ValueError that names the file, or the missing package."""
     if path.is_dir():
-        return _folder(path)
+        return _open_folder(path)
     if path.suffix == ".gguf" and path.is_file():
-        from stepgraph.runtime.models.files.gguf_tokenizer import open_gguf
-
-        return open_gguf(path)
-    raise ValueError(f"path: got {str(path)!r}, want a local folder with a tokenizer.json, or a .gguf file")
+        return _open_gguf(path)
+    raise ValueError(f"path: got {str(path)!r}, expected a local folder with a tokenizer.json, or a .gguf file")
 
 
-def library(path: Path) -> Any:
+def _library(path: Path) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise ValueError(f"{path}: token ids of text need the tokenizers package: pip install 'stepgraph[text]'") from None
+        raise ValueError(f"{path}: encoding text needs the tokenizers package: pip install 'stepgraph[text]'") from None
     return tokenizers
 
 
-def _folder(folder: Path) -> OpenedTokenizer:
+def _open_folder(folder: Path) -> OpenedTokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; without it a text has no token ids")
+        raise ValueError(f"{path}: no such file; it is required to encode text")
+    library = _library(folder)
     try:
-        tokenizer = library(folder).Tokenizer.from_file(str(path))
-    except ValueError:
-        raise
-    except Exception as error:  # the library raises bare ones
-        raise ValueError(f"{path}: no tokenizer could be read: {error}") from None
-    tokenizer.no_truncation()  # what a file was saved with is for training
+        tokenizer = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from None
+    tokenizer.no_truncation()  # settings saved by training scripts
     tokenizer.no_padding()
-    told = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    special = {name: text for name in SPECIAL if (text := _text(told.get(name))) is not None}
-    begins = told.get("add_bos_token")
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    special = {name: text for name in _SPECIAL if (text := _token_text(config.get(name))) is not None}
+    adds_begin_id = config.get("add_bos_token")
     return OpenedTokenizer(
         tokenizer,
         tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-        begins if isinstance(begins, bool) else None,
-        _template(folder, told, special),
+        adds_begin_id if isinstance(adds_begin_id, bool) else None,
+        _folder_template(folder, config, special),
         lambda: Vocabulary.from_tokenizer_json(folder),
     )
 
 
-def _template(folder: Path, told: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
-    """In a file of its own, or in tokenizer_config.json, alone or among several by name."""
+def _folder_template(folder: Path, config: Mapping[str, Any], special: Mapping[str, str]) -> ChatTemplate | None:
+    """From chat_template.jinja, or from tokenizer_config.json, which holds one template or a list of named ones."""
     path = folder / "chat_template.jinja"
-    given: Any = told.get("chat_template")
-    if path.is_file():
-        given = path.read_text(encoding="utf-8")
-    if isinstance(given, list):
-        named = {each["name"]: each.get("template") for each in given if isinstance(each, dict) and isinstance(each.get("name"), str)}
-        given, with_tools = named.get("default"), named.get("tool_use")
-    else:
-        with_tools = None
-    if given is None:
+    source: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    with_tools: Any = None
+    if isinstance(source, list):
+        named = {each["name"]: each.get("template") for each in source if isinstance(each, dict) and isinstance(each.get("name"), str)}
+        source, with_tools = named.get("default"), named.get("tool_use")
+    if source is None:
         return None
-    if not isinstance(given, str) or not isinstance(with_tools, (str, type(None))):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template: got {given!r:.60}, want a template, or several by name")
-    return ChatTemplate(given, special, with_tools)
+    if not isinstance(source, str) or not isinstance(with_tools, (str, type(None))):
+        name = folder / "tokenizer_config.json"
+        raise ValueError(f"{name}: chat_template: got {source!r:.60}, expected a template, or a list of templates with names")
+    return ChatTemplate(source, special, with_tools)
 
 
-def _text(entry: object) -> str | None:
-    """A token's text, as written or in an object."""
+def _token_text(entry: object) -> str | None:
+    """A special token is stored as its text, or as an object with `content`."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
+
+
+class _PreTokenizer(NamedTuple):
+    """How a family splits a text before byte-pair merges."""
+
+    pattern: str = ""  # empty: GPT-2's own
+    single_digits: bool = False
+    ignore_merges: bool = False  # a piece that is a token stays whole
+    nfc: bool = False
+    adds_begin_id: bool = False  # if the file has no add_bos_token
+
+
+_PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
+    "gpt-2": _PreTokenizer(),
+    "smollm": _PreTokenizer(single_digits=True),
+    "qwen2": _PreTokenizer(_WORDS + r"\p{N}" + _REST, nfc=True),
+    "llama-bpe": _PreTokenizer(_WORDS + r"\p{N}{1,3}" + _REST, ignore_merges=True, adds_begin_id=True),
+}
+
+
+def _open_gguf(path: Path) -> OpenedTokenizer:
+    metadata = read_gguf_header(path).metadata
+    texts = metadata.get("tokenizer.ggml.tokens") or []
+    ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in _SPECIAL.items()}
+    special = {name: texts[index] for name, index in ids.items() if isinstance(index, int) and 0 <= index < len(texts)}
+    byte_pairs = metadata.get("tokenizer.ggml.model") == "gpt2"
+    splitting = _PRE_TOKENIZERS.get(str(metadata.get("tokenizer.ggml.pre"))) if byte_pairs else None
+    template = metadata.get("tokenizer.chat_template")
+    adds_begin_id = metadata.get("tokenizer.ggml.add_bos_token", None if splitting is None else splitting.adds_begin_id)
+    return OpenedTokenizer(
+        _convert(path) if splitting is None else _build(path, metadata, splitting),
+        ids["bos_token"],
+        adds_begin_id if isinstance(adds_begin_id, bool) else None,
+        ChatTemplate(template, special) if isinstance(template, str) else None,
+        lambda: Vocabulary.from_table(table_of_metadata(metadata, path, None)),
+    )
+
+
+def _build(path: Path, metadata: Mapping[str, Any], splitting: _PreTokenizer) -> Any:
+    library = _library(path)
+    try:
+        texts, types, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+        merges = [tuple(merge.split(" ")) for merge in merges]
+        ids = {text: token_id for token_id, text in enumerate(texts)}
+        tokenizer = library.Tokenizer(library.models.BPE(ids, merges, ignore_merges=splitting.ignore_merges))
+        added = [(texts[token_id], type_) for token_id, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)]
+        tokenizer.add_tokens([library.AddedToken(text, special=type_ == _CONTROL, normalized=False) for text, type_ in added])
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: tokenizer.ggml: the tokenizer cannot be built: {error!r:.200}") from None
+    pre = library.pre_tokenizers
+    steps = [pre.Digits(individual_digits=True)] if splitting.single_digits else []
+    if splitting.pattern:
+        steps.append(pre.Split(library.Regex(splitting.pattern), "isolated"))
+    tokenizer.pre_tokenizer = pre.Sequence([*steps, pre.ByteLevel(add_prefix_space=False, use_regex=not splitting.pattern)])
+    if splitting.nfc:
+        tokenizer.normalizer = library.normalizers.NFC()
+    return tokenizer
+
+
+def _convert(path: Path) -> Any:
+    """The other tokenizers of GGUF files are converted by `transformers`."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError(f"{path}: a tokenizer of this kind needs the transformers package: pip install transformers") from None
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return found.backend_tokenizer
+    except Exception as error:  # any exception of its parsers
+        raise ValueError(f"{path}: the tokenizer cannot be read: {error}") from None

@@ -1,6 +1,6 @@
-"""Where weights come from, and how they get into a model: everything is checked by name before anything is read or made.
+"""Tensors from files and where each goes in a model. Names, shapes and types are checked before any weight is read.
 
-Knows files, names and shapes. Nothing here unpickles or runs what it finds: safetensors and GGUF are data.
+safetensors and GGUF are data formats: nothing here unpickles or executes file contents.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
 
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FLOATS = ("F32", "BF16", "F16")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Stored(NamedTuple):
-    """One tensor of a file, by what the file's header says."""
+    """A tensor as the file's header describes it."""
 
     shape: tuple[int, ...]
-    kind: str  # of its numbers, as the format calls it
+    kind: str  # the format's name of its type
     readable: bool
 
 
 class Source(Protocol):
-    """Tensors under the names of a Hugging Face folder."""
+    """Tensors by their names in a Hugging Face folder."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What the headers say."""
+    def tensors(self) -> Mapping[str, Stored]: ...
 
     def read(self, name: str) -> Tensor:
-        """On the CPU, in floating point."""
+        """On the CPU."""
 
 
-class Place(NamedTuple):
-    """Where a stored tensor goes: rows of a parameter, which may be several tensors in one."""
+class ParameterSlice(NamedTuple):
+    """The rows of a parameter that a stored tensor fills. Several stored tensors may share one parameter (q, k and v)."""
 
     parameter: str
     start: int
@@ -51,44 +50,44 @@ class Place(NamedTuple):
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or what its index lists."""
+    """`model.safetensors`, or the files that its index lists."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, Stored] = {}
-        self._home: dict[str, str] = {}
+        self._file_of: dict[str, str] = {}
         index = folder / _INDEX
         if index.exists():
-            homes = read_json(index).get("weight_map")
-            if not isinstance(homes, dict) or not all(isinstance(file, str) for file in homes.values()):
-                raise ValueError(f"{index}: got no weight_map, want tensor names with the files that hold them")
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ValueError(f"{index}: weight_map: got {files!r:.100}, expected an object with a file name for each tensor name")
         elif (folder / _SINGLE).exists():
-            homes = dict.fromkeys(self._open(folder, _SINGLE).keys(), _SINGLE)
+            files = dict.fromkeys(self._open(folder, _SINGLE).keys(), _SINGLE)
         else:
-            raise ValueError(f"{folder}: got neither {_SINGLE} nor {_INDEX}; other formats, pickled ones above all, are not read")
-        for name, file in homes.items():
+            raise ValueError(f"{folder}: got neither {_SINGLE} nor {_INDEX}; other formats, such as pickled ones, are not read")
+        for name, file in files.items():
             self._add(folder, name, file)
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._home[name]].get_tensor(name)
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
     def _add(self, folder: Path, name: str, file: str) -> None:
         opened = self._open(folder, file)
         try:
-            described = opened.get_slice(name)
+            header = opened.get_slice(name)
         except SafetensorError as error:
             raise ValueError(f"{folder / file}: {name}: {error}") from None
-        kind = described.get_dtype()
-        self.tensors[name] = Stored(tuple(described.get_shape()), kind, kind in FLOATS)
-        self._home[name] = file
+        kind = header.get_dtype()
+        self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
+        self._file_of[name] = file
 
     def _open(self, folder: Path, file: str) -> Any:
         if file not in self._files:
             if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, want the plain name of a .safetensors file")
+                raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, expected the name of a .safetensors file in this folder")
             if (folder / file).exists() and not (folder / file).is_file():
-                raise ValueError(f"{folder / file}: want a plain file")
+                raise ValueError(f"{folder / file}: expected a regular file")
             try:
                 self._files[file] = safe_open(folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -96,8 +95,8 @@ class SafetensorsSource:
         return self._files[file]
 
 
-class PartSource:
-    """Some tensors of a source, under other names."""
+class RenamedSource:
+    """Some tensors of a source under other names. `names`: from the new name to the stored one."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self.tensors = {name: source.tensors[stored] for name, stored in names.items()}
@@ -107,74 +106,75 @@ class PartSource:
         return self._source.read(self._names[name])
 
 
-def places(model: Llama) -> Iterator[tuple[str, Place]]:
-    """Every stored tensor that a model wants, by its name in a Hugging Face folder."""
+def llama_slices(model: Llama) -> Iterator[tuple[str, ParameterSlice]]:
+    """Every tensor that the model needs, by its name in a Hugging Face folder."""
     config = model.config
-    yield "model.embed_tokens.weight", Place("embedding", 0, config.vocab_size)
+    yield "model.embed_tokens.weight", ParameterSlice("embedding", 0, config.vocab_size)
     for index in range(config.num_layers):
-        yield from layer_places(config, f"model.layers.{index}", f"layers.{index}")
-    yield "model.norm.weight", Place("norm", 0, config.hidden_size)
+        yield from layer_slices(config, f"model.layers.{index}", f"layers.{index}")
+    yield "model.norm.weight", ParameterSlice("norm", 0, config.hidden_size)
     if not config.tied:
-        yield "lm_head.weight", Place("head", 0, config.vocab_size)
+        yield "lm_head.weight", ParameterSlice("head", 0, config.vocab_size)
 
 
-def layer_places(config: LlamaConfig, there: str, here: str) -> Iterator[tuple[str, Place]]:
-    """Of one layer, called `there` in the file and `here` in the model."""
-    heads, kv_heads, hidden = config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.hidden_size
+def layer_slices(config: LlamaConfig, stored: str, module: str) -> Iterator[tuple[str, ParameterSlice]]:
+    """The tensors of one layer. stored: the layer's name in the file; module: its name in the model."""
+    query_rows, kv_rows = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    hidden, middle = config.hidden_size, config.intermediate_size
     start = 0
-    for part, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        yield f"{there}.self_attn.{part}_proj.weight", Place(f"{here}.qkv", start, rows)
+    for part, rows in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
+        yield f"{stored}.self_attn.{part}_proj.weight", ParameterSlice(f"{module}.qkv", start, rows)
         if config.qkv_bias:
-            yield f"{there}.self_attn.{part}_proj.bias", Place(f"{here}.qkv_bias", start, rows)
+            yield f"{stored}.self_attn.{part}_proj.bias", ParameterSlice(f"{module}.qkv_bias", start, rows)
         start += rows
-    for place, part in enumerate(("gate", "up")):
-        middle = config.intermediate_size
-        yield f"{there}.mlp.{part}_proj.weight", Place(f"{here}.gate_up", place * middle, middle)
+    yield f"{stored}.mlp.gate_proj.weight", ParameterSlice(f"{module}.gate_up", 0, middle)
+    yield f"{stored}.mlp.up_proj.weight", ParameterSlice(f"{module}.gate_up", middle, middle)
     whole = {"self_attn.o_proj.weight": "output", "mlp.down_proj.weight": "down"}
     whole |= {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
     for name, parameter in whole.items():
-        yield f"{there}.{name}", Place(f"{here}.{parameter}", 0, hidden)
+        yield f"{stored}.{name}", ParameterSlice(f"{module}.{parameter}", 0, hidden)
     if config.head_norms:
         for part, parameter in (("q", "query_norm"), ("k", "key_norm")):
-            yield f"{there}.self_attn.{part}_norm.weight", Place(f"{here}.{parameter}", 0, config.head_size)
+            yield f"{stored}.self_attn.{part}_norm.weight", ParameterSlice(f"{module}.{parameter}", 0, config.head_size)
 
 
-def check_tensors(model: nn.Module, wanted: Mapping[str, Place], source: Source, where: Path, spare: Container[str] = ()) -> None:
-    """Every tensor is there, in its shape and a readable type, and none is there that would be left out, but `spare`. Reads headers."""
+def check_tensors(model: nn.Module, slices: Mapping[str, ParameterSlice], source: Source, where: Path, unused: Container[str] = ()) -> None:
+    """Check names, shapes and types by the headers alone. Raises ValueError for a tensor that is missing, does not fit, or is
+    neither needed nor listed in `unused`."""
     found = source.tensors
-    for name, place in wanted.items():
-        shape = (place.rows, *model.get_parameter(place.parameter).shape[1:])
+    for name, target in slices.items():
+        shape = (target.rows, *model.get_parameter(target.parameter).shape[1:])
         if name not in found:
-            raise ValueError(f"{where}: {name} is missing, want it with shape {shape}")
+            raise ValueError(f"{where}: {name} is missing, expected it with shape {shape}")
         if found[name].shape != shape:
-            raise ValueError(f"{where}: {name} has shape {found[name].shape}, want {shape} by the config")
+            raise ValueError(f"{where}: {name}: got shape {found[name].shape}, expected {shape} by the config")
         if not found[name].readable:
-            raise ValueError(f"{where}: {name} is stored as {found[name].kind}, which is not read")
-    extra = [name for name in found if name not in wanted and name not in spare and not name.endswith("rotary_emb.inv_freq")]
+            raise ValueError(f"{where}: {name}: got type {found[name].kind}, which is not supported")
+    extra = [name for name in found if name not in slices and name not in unused and not name.endswith("rotary_emb.inv_freq")]
     if extra:
-        raise ValueError(f"{where}: got {len(extra)} tensors that the config has no use for, such as {extra[0]}")
+        raise ValueError(f"{where}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
 
-def check_numbers(wanted: Mapping[str, Place], source: Source, where: Path, progress: bool) -> None:
-    """Every number is finite; ValueError names the tensor. A pass of its own, so that a bad file is found before memory is taken."""
-    for name, tensor, _ in _read(wanted, source, where, progress, "check"):
+def check_finite(slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool) -> None:
+    """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
+    for name, tensor, _ in _read(slices, source, where, progress, "check"):
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{where}: {name} holds NaN or infinity")
 
 
 @torch.no_grad()
-def load_tensors(model: nn.Module, wanted: Mapping[str, Place], source: Source, where: Path, progress: bool) -> None:
-    """Fill the model."""
-    for _, tensor, place in _read(wanted, source, where, progress, "load"):
-        model.get_parameter(place.parameter)[place.start : place.start + place.rows].copy_(tensor)
+def load_tensors(model: nn.Module, slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool) -> None:
+    for _, tensor, target in _read(slices, source, where, progress, "load"):
+        model.get_parameter(target.parameter)[target.start : target.start + target.rows].copy_(tensor)
 
 
-def _read(wanted: Mapping[str, Place], source: Source, where: Path, progress: bool, what: str) -> Iterator[tuple[str, Tensor, Place]]:
-    """One tensor after the other, under a progress bar."""
-    for name, place in tqdm(wanted.items(), desc=what, unit="tensor", disable=not progress):
+def _read(
+    slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool, label: str
+) -> Iterator[tuple[str, Tensor, ParameterSlice]]:
+    for name, target in tqdm(slices.items(), desc=label, unit="tensor", disable=not progress):
         try:
             tensor = source.read(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{where}: {name}: {error}") from None
-        yield name, tensor, place
+        yield name, tensor, target

@@ -219,7 +219,7 @@ class NativeLink:
 
 
 @runtime_checkable
-class LLGuidanceRow(Protocol):
+class CopiedMatcher(Protocol):
     """LLGuidanceMatcher, whose module may not be installed. It exposes no pointer to the library's matcher: a row uses a copy."""
 
     @property
@@ -252,7 +252,7 @@ class NativeRow:
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
-        elif isinstance(matcher, LLGuidanceRow) and matcher.native_grammar is not None:
+        elif isinstance(matcher, CopiedMatcher) and matcher.native_grammar is not None:
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             self._open_llguidance(matcher.native_grammar, matcher.accepted_tokens)
         else:

@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv, rotate
 from stepgraph.graphs.layers.slot_mapping import rope_angles
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import RopeConfig
 
 TOKENS, HEADS, KV_HEADS, SIZE = 5, 4, 2, 12
 POSITIONS = torch.tensor([0, 1, 30, 4000, 7])

@@ -1,4 +1,4 @@
-"""What the commands answer, on a tiny random model from a folder: every example of --help, every flag, every refusal."""
+"""Output of the commands with a tiny random model from a folder: every example of --help, flags, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import capture_check, doctor, terminal
+from stepgraph.runtime.commands import capture_check, demo, doctor, terminal
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
@@ -38,12 +38,12 @@ def nothing():
     "broken.py": "import my_step\nraise RuntimeError('no licence')\n",
     "needs.py": "import there_is_no_such_package\n",
 }
-SLOW = ("stepgraph demo", "stepgraph bench toy")  # other tests run them, the one with --json as it stands
+SLOW = ("stepgraph demo", "stepgraph bench toy")  # run by other tests
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """What the examples name lies in the current folder."""
+    """The current folder has the files that the examples of --help name."""
     (tmp_path / "model").symlink_to(model_folder())
     for name in ("run.jsonl", "toy.jsonl"):
         (tmp_path / name).write_bytes((recordings() / name).read_bytes())
@@ -52,21 +52,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     lines = [{"text": "the cat", "schema": SCHEMA}, {"messages": [{"role": "user", "content": "hi"}], "schema": SCHEMA}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "ask_a_process", doctor_answers)
+    monkeypatch.setattr(doctor, "run_probes", doctor_answers)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     for name in MODULES:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-def ask(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = cli.main(shlex.split(arguments))
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
 
-def asked(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    code, out, errors = ask(arguments + " --json", capsys)
+def run_json(arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    code, out, errors = run(arguments + " --json", capsys)
     assert (code, errors) == (0, ""), errors
     return json.loads(out)
 
@@ -90,9 +90,9 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
     if given:
         type_in(shlex.split(given)[1].encode(), monkeypatch)
     assert shlex.split(command)[:2] == ["stepgraph", word]
-    code, out, _ = ask(command.removeprefix("stepgraph"), capsys)
+    code, out, _ = run(command.removeprefix("stepgraph"), capsys)
     assert code == 0 and out.strip()
-    assert "\x1b" not in out
+    assert demo.RESET not in out
     if "--json" in command:
         json.loads(out)
 
@@ -106,10 +106,10 @@ def test_examples_of_help_run(word: str, example: str, capsys: pytest.CaptureFix
         ("--choice 'a b' --choice \u00e9\u6f22", r"a b|\u00e9\u6f22"),
     ],
 )
-def test_an_answer_obeys_what_was_asked(flags: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_text_obeys_its_constraint(flags: str, pattern: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "g.gbnf").write_text('root ::= ("ab")+ "c"', encoding="utf-8")
     (folder / "g.txt").write_text('start: "x" | "y"', encoding="utf-8")
-    code, out, errors = ask(f"generate model hi --max-new-tokens 24 --temperature 1 --seed 2 {flags}", capsys)
+    code, out, errors = run(f"generate model hi --max-new-tokens 24 --temperature 1 --seed 2 {flags}", capsys)
     if code == 0:
         assert re.fullmatch(pattern, out.rstrip("\n"))
     else:
@@ -118,7 +118,7 @@ def test_an_answer_obeys_what_was_asked(flags: str, pattern: str, folder: Path, 
 
 @pytest.mark.parametrize(("marker", "expected"), [("<|im_end|>", (2,)), ("so:", "so:"), ("<think>", "<think>")])
 def test_a_marker_is_a_text_or_control_tokens(folder: Path, marker: str, expected: object) -> None:
-    from stepgraph.runtime.commands.request import check_constraint_flags, constraint_of
+    from stepgraph.runtime.commands.options import check_constraint_flags, constraint_of
     from stepgraph.runtime.text import TextCodec
 
     parser = argparse.ArgumentParser()
@@ -129,12 +129,12 @@ def test_a_marker_is_a_text_or_control_tokens(folder: Path, marker: str, expecte
     assert constraint is not None and constraint.marker == expected
 
 
-def test_a_stream_is_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """Half characters wait, and what is streamed is what --json says at the end; speculation changes nothing of it."""
+def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text with and without --json, and with and without drafts."""
     flags = "generate model 'the cat' --max-new-tokens 60 --temperature 1 --seed 4"
-    document = asked(flags, capsys)
-    assert ask(flags, capsys)[1] == document["text"] + "\n"
-    plain = asked(f"{flags} --draft none", capsys)
+    document = run_json(flags, capsys)
+    assert run(flags, capsys)[1] == document["text"] + "\n"
+    plain = run_json(f"{flags} --draft none", capsys)
     assert plain["token_ids"] == document["token_ids"]
     assert plain["rounds"] == plain["tokens"] >= document["rounds"]
     assert document["finish_reason"] in ("length", "stop") and document["seed"] == 4
@@ -142,7 +142,7 @@ def test_a_stream_is_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["stats"]["host_syncs"] == 0
 
 
-def test_a_prompt_comes_in_many_ways(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from stepgraph.runtime.text import TextCodec
 
     codec, rest = TextCodec.open(folder / "model"), "--max-new-tokens 3"
@@ -150,19 +150,19 @@ def test_a_prompt_comes_in_many_ways(folder: Path, capsys: pytest.CaptureFixture
     (folder / "prompt.txt").write_text("the cat\n", encoding="utf-8")
     type_in(b"the cat\n", monkeypatch)
     ways = ["--prompt-file prompt.txt", "-", f"--token-ids '{','.join(map(str, chat))}'"]
-    found = [asked(f"generate model {way} {rest}", capsys) for way in ways]
+    found = [run_json(f"generate model {way} {rest}", capsys) for way in ways]
     assert [each["prompt_tokens"] for each in found] == [len(chat)] * 3
     assert len({tuple(each["token_ids"]) for each in found}) == 1
     with_system = codec.chat([{"role": "system", "content": "x"}, {"role": "user", "content": "a"}])
-    assert asked(f"generate model a --system x {rest}", capsys)["prompt_tokens"] == len(with_system)
-    assert asked(f"generate model 'the cat' --no-chat {rest}", capsys)["prompt_tokens"] == len(codec.encode("the cat"))
+    assert run_json(f"generate model a --system x {rest}", capsys)["prompt_tokens"] == len(with_system)
+    assert run_json(f"generate model 'the cat' --no-chat {rest}", capsys)["prompt_tokens"] == len(codec.encode("the cat"))
 
 
-def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, errors = ask(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2", capsys)
+def test_an_answer_cut_short_of_its_schema_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = run(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2", capsys)
     assert code == terminal.FAILED
     assert "cut short by --max-new-tokens 2" in errors
-    code, out, _ = ask(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2 --json", capsys)
+    code, out, _ = run(f"generate model hi --schema '{json.dumps(SCHEMA)}' --max-new-tokens 2 --json", capsys)
     assert code == terminal.FAILED and "cut short" in json.loads(out)["error"]
 
 
@@ -170,62 +170,65 @@ def test_an_answer_that_is_cut_short_of_its_schema_failed(capsys: pytest.Capture
     ("arguments", "message"),
     [
         ("generate model", "PROMPT: got none"),
-        ("generate nowhere hi", "path: got 'nowhere', want a local folder with a tokenizer.json"),
-        ("generate model hi --schema nowhere.json", "--schema: got 'nowhere.json' (No such file or directory), want a JSON schema"),
+        ("generate nowhere hi", "path: got 'nowhere', expected a local folder with a tokenizer.json"),
+        ("generate model hi --schema nowhere.json", "--schema: got 'nowhere.json' (No such file or directory), expected a JSON schema"),
         ("generate model hi --schema '{\"type\": '", "which is not JSON"),
         ("generate model hi --schema prompts.jsonl", "which is not JSON"),
         ('generate model hi --schema \'{"type": "object", "unevaluatedProperties": 1}\'', "unevaluatedProperties"),
-        ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', want a file that ends in .ebnf, .gbnf, .lark"),
-        ("generate model hi --grammar-kind lark", "--grammar-kind: got lark, want it beside --grammar"),
-        ("generate model hi --after x", "--after: got 'x', want it beside --schema"),
+        ("generate model hi --grammar my_step.py", "--grammar: got 'my_step.py', expected a file with the suffix .ebnf, .gbnf, .lark"),
+        ("generate model hi --grammar-kind lark", "--grammar-kind: got lark without --grammar"),
+        ("generate model hi --after x", "--after: got 'x' without a constraint, expected --schema"),
         ("generate model hi --regex '('", "parenthes"),
-        ("generate model hi --stop 1,x", "--stop: got '1,x', want token ids"),
+        ("generate model hi --stop 1,x", "--stop: got '1,x', expected token ids"),
         ("generate model hi --stop 99999", "stop_token_ids"),
         ("generate model hi --top-p 3", "--top-p: got 3.0, expected a number above 0 and at most 1"),
         ("generate model hi --temperature nan", "--temperature: got nan"),
-        ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 behind"),
-        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, want at least 1"),
+        ("generate model hi --max-new-tokens 9999", "--max-new-tokens: got 9999 after a prompt of"),
+        ("generate model hi --max-new-tokens 0", "--max-new-tokens: got 0, expected at least 1"),
         ("generate model '' --no-chat", "PROMPT: got '', which has no tokens"),
         ("generate model hi -k 9", "num_speculative_tokens: got 9"),
         ("generate model hi --draft nobody", "got 'nobody'"),
-        ("generate model hi --threads 0", "--threads: got 0, want a whole number from 1 to"),
-        ("generate model --token-ids 1,2 --system x", "--token-ids: got it beside --chat or --system"),
+        ("generate model hi --threads 0", "--threads: got 0, expected a whole number from 1 to"),
+        ("generate model --token-ids 1,2 --system x", "--token-ids: got it with --chat or --system"),
         ("generate model hi --no-chat --system x", "--system: got 'x' for a plain prompt"),
         ("generate model --token-ids ''", "prompt_ids"),
         ("generate model --token-ids 1,99999", "99999"),
         ("bench nowhere", "path: got 'nowhere'"),
-        ("bench toy --repeats 0", "--repeats: got 0, want at least 1"),
+        ("bench toy --repeats 0", "--repeats: got 0, expected at least 1"),
         ("bench toy --prompts my_step.py", "my_step.py:2: "),
-        ("bench toy --prompts empty", "want at least one prompt"),
+        ("bench toy --prompts empty", "expected at least one"),
         ("bench model --draft ngram -k 99", "num_speculative_tokens: got 99"),
-        ("capture-check my_step.py:make", "want a module and a name in it"),
+        ("capture-check my_step.py:make", "expected a module and a name in it"),
         ("capture-check nowhere:make", "there is no module 'nowhere'"),
         ("capture-check my_step:unmade", "my_step has no 'unmade'"),
-        ("capture-check wrong_steps:nothing", "got NoneType from it, want a function without arguments that returns (step, buffers)"),
-        ("capture-check my_step:buffers", "want a function without arguments"),
-        ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType for the buffers, want StaticBuffers"),
-        ("demo -k 9", "--drafts: got 9, want a whole number from 1 to 8"),
+        (
+            "capture-check wrong_steps:nothing",
+            "got NoneType as its result, expected a function without arguments that returns",
+        ),
+        ("capture-check my_step:buffers", "expected a function without arguments"),
+        ("capture-check my_step:step --buffers wrong_steps:nothing", "got NoneType as the buffers, expected StaticBuffers"),
+        ("demo -k 9", "--drafts: got 9, expected a whole number from 1 to 8"),
         ("demo --schema nowhere", "--schema: got 'nowhere' without --prompt"),
         ("demo --toy --prompt hi --schema nowhere", "--schema: got 'nowhere' (No such file"),
-        ("demo --toy --threads 0", "--threads: got 0, want a whole number from 1 to"),
+        ("demo --toy --threads 0", "--threads: got 0, expected a whole number from 1 to"),
         ("replay nowhere --toy", "nowhere: No such file or directory, expected a file written by Engine(record=...)"),
         ("replay prompts.jsonl --toy", 'prompts.jsonl:1: got b\'{"text": "the cat"'),
-        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram beside --toy"),
+        ("replay toy.jsonl --toy --draft ngram", "--draft: got ngram with --toy"),
         ("replay run.jsonl --toy", "run.jsonl: draft: got ToyDraft of"),
         ("replay run.jsonl --model model --draft none", "draft: got none, expected the recorded NgramLookup"),
         ("replay toy.jsonl --model model", "draft: got NgramLookup of 0 tensors"),
     ],
 )
-def test_bad_input_is_named(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_exits_with_2_and_one_line(arguments: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "empty").write_text("\n", encoding="utf-8")
-    code, out, errors = ask(arguments, capsys)
+    code, out, errors = run(arguments, capsys)
     assert (code, out) == (terminal.BAD_INPUT, "")
     assert message in errors and errors.startswith(f"stepgraph {arguments.split()[0]}: ")
     assert errors.count("\n") == 1, "one line"
 
 
-def test_a_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
-    document = asked("bench model --draft forced -k 3 --repeats 1 --max-new-tokens 16 --prompts prompts.jsonl", capsys)
+def test_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json("bench model --draft forced -k 3 --repeats 1 --max-new-tokens 16 --prompts prompts.jsonl", capsys)
     rows = {row["variant"]: row for row in document["variants"]}
     assert list(rows) == ["plain", "plain + grammar", "speculative", "speculative + grammar"]
     assert document["same_texts"] == {"free": "2 of 2", "grammar": "2 of 2"} and document["failed"] == []
@@ -233,12 +236,12 @@ def test_a_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["rounds"] == row["replays"] for row in rows.values())
     assert rows["plain"]["mask_fills"] == rows["speculative"]["mask_fills"] == 0 < rows["plain + grammar"]["mask_fills"]
     assert rows["plain"]["accepted_length"] is None and rows["speculative + grammar"]["accepted_length"] > 1.5, "forced texts hold"
-    code, out, _ = ask("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
-    assert code == 0 and "speculative " not in out
+    code, out, _ = run("bench toy --draft none --repeats 1 --max-new-tokens 8", capsys)
+    assert code == 0 and "speculative  " not in out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "messages"),
     [
         ("my_step:step --buffers my_step:buffers", 0, ["capturable on cpu", "buffers"]),
         ("wrong_steps:syncs --buffers my_step:buffers", 1, ["[host-sync]", "wrong_steps.py:5", "buffers.x.max().item()"]),
@@ -248,33 +251,33 @@ def test_a_bench_compares_variants(capsys: pytest.CaptureFixture[str]) -> None:
         ("needs:make", 2, ["importing needs failed", "there_is_no_such_package"]),
     ],
 )
-def test_steps_are_judged(arguments: str, code: int, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found, out, errors = ask(f"capture-check {arguments}", capsys)
+def test_capture_check_results_and_exit_codes(arguments: str, code: int, messages: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found, out, errors = run(f"capture-check {arguments}", capsys)
     assert found == code
-    assert all(words in (errors if code else out) for words in told), out + errors
+    assert all(words in (errors if code else out) for words in messages), out + errors
     assert (out == "") == bool(code) and "Traceback" not in errors
-    found, out, errors = ask(f"capture-check {arguments} --json", capsys)
+    found, out, errors = run(f"capture-check {arguments} --json", capsys)
     assert (found, errors) == (code, "")
     assert json.loads(out)["capturable"] is (None if code == 2 else code == 0)
 
 
-def test_what_a_graph_would_freeze_is_found_only_by_changing_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask("capture-check wrong_steps:bakes --buffers my_step:buffers", capsys)[0] == 0
+def test_baked_in_state_is_found_only_with_between(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("capture-check wrong_steps:bakes --buffers my_step:buffers", capsys)[0] == 0
 
 
-def test_a_replay_is_judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked("replay toy.jsonl --toy", capsys)
+def test_replay_results_and_exit_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json("replay toy.jsonl --toy", capsys)
     assert found["equal"] and (found["requests"], found["tokens"], found["recorded_tokens"]) == (2, 24, 24)
     lines = (folder / "toy.jsonl").read_text().splitlines()
-    place = next(place for place, line in enumerate(lines) if '"kind":"tokens"' in line)
-    told = json.loads(lines[place])
-    lines[place] = json.dumps(told | {"tokens": [told["tokens"][0] + 1, *told["tokens"][1:]]})
+    index = next(index for index, line in enumerate(lines) if '"kind":"tokens"' in line)
+    event = json.loads(lines[index])
+    lines[index] = json.dumps(event | {"tokens": [event["tokens"][0] + 1, *event["tokens"][1:]]})
     (folder / "toy.jsonl").write_text("\n".join([*lines, ""]).replace('"python":"', '"python":"2.'))
-    code, out, errors = ask("replay toy.jsonl --toy", capsys)
+    code, out, errors = run("replay toy.jsonl --toy", capsys)
     assert code == terminal.FAILED
-    first = told["tokens"][0]
+    first = event["tokens"][0]
     assert f"different: 1 requests; first job 1, position 0: got {first}, expected {first + 1}" in out and "recorded with 2." in errors
-    code, out, errors = ask("replay toy.jsonl --toy --json", capsys)
+    code, out, errors = run("replay toy.jsonl --toy --json", capsys)
     document = json.loads(out)
     assert (code, errors, document["equal"], len(document["other_versions"])) == (terminal.FAILED, "", False, 1)
     assert document["differences"] == [{"job_id": 1, "position": 0, "got": first, "expected": first + 1, "error": ""}]

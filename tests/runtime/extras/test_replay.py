@@ -301,6 +301,14 @@ def test_requests_with_embeddings_are_skipped(tmp_path: Path) -> None:
     assert first[0][:2] == [1, 2] and re.fullmatch(r"[0-9a-f]{16}", first[0][2])
 
 
+def test_a_recording_without_a_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    config = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=16, greedy_only=True, eager=True)
+    with Engine(ToyTarget(40), config=config, record=path) as engine:
+        engine.generate([1, 2], max_new_tokens=2)
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[0])["vocabulary"] == "none"
+
+
 def test_full_disk_ends_a_recording_with_one_warning(tmp_path: Path) -> None:
     recorder = Recorder(Recording(tmp_path / "run.jsonl"), {})
     assert recorder._file is not None

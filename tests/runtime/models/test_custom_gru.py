@@ -26,7 +26,7 @@ PROMPTS = ([5], [7, 8, 9, 10, 11, 12, 13], [40, 41, 42])
 
 @functools.cache
 def recurrent() -> Any:
-    """The class alone."""
+    """The class from the documentation."""
     namespace: dict[str, Any] = {"__name__": "readme"}
     exec(SNIPPET[: SNIPPET.index("\n\nvocabulary =")], namespace)
     return namespace["Recurrent"]
@@ -34,7 +34,7 @@ def recurrent() -> Any:
 
 @torch.no_grad()
 def models(likeness: float, kind: Any = None) -> tuple[Any, Any]:
-    """A target, and a draft that is as far from it as noise of this size makes it; its feed does nothing where that is 0."""
+    """A target, and a draft with the same weights plus noise of this size."""
     torch.manual_seed(11)
     target, draft = (kind or recurrent())("target", WIDTH), recurrent()("draft", WIDTH, fed=True)
     for parameter in target.parameters():
@@ -67,7 +67,7 @@ def plain(target: Any, prompt: Sequence[int], count: int, constraint: Constraint
 
 
 def decode(target: Any, draft: Any, drafts: int, sampling: SamplingParams | None = None, **options: Any) -> tuple[list[Job], float]:
-    """Every prompt under every constraint, three at a time; and how many drafts held per round."""
+    """Jobs for every prompt under every constraint, three at a time, and accepted drafts per round."""
     config = EngineConfig(max_rows=3, num_speculative_tokens=drafts, max_length=40, page_size=4, prefill_chunk=3, **options)
     with Engine(target, draft if drafts else None, vocabulary=VOCABULARY, config=config) as engine:
         engine.capture()
@@ -83,7 +83,7 @@ def decode(target: Any, draft: Any, drafts: int, sampling: SamplingParams | None
 
 
 @pytest.mark.parametrize(("drafts", "likeness"), [(0, 0.0), (3, 0.0), (3, 0.3)])
-def test_tokens_are_those_of_the_whole_recurrence(drafts: int, likeness: float) -> None:
+def test_tokens_equal_the_whole_recurrence(drafts: int, likeness: float) -> None:
     target, draft = models(likeness)
     jobs, held = decode(target, draft, drafts, greedy_only=True, buckets=(1, 3))
     for job in jobs:
@@ -92,19 +92,19 @@ def test_tokens_are_those_of_the_whole_recurrence(drafts: int, likeness: float) 
     assert held == 0 if drafts == 0 else held > 2 if likeness == 0 else held > 0
 
 
-def test_sampled_texts_are_legal_and_a_replay_says_what_an_eager_round_says() -> None:
+def test_sampled_texts_are_legal_and_equal_eager_rounds() -> None:
     target, draft = models(0.1)
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=4)
     texts = [[job.tokens for job in decode(target, draft, 2, sampling, buckets=(3,), eager=eager)[0]] for eager in (False, True)]
     assert texts[0] == texts[1]
     compiler = GrammarCompiler(VOCABULARY)
-    for place, tokens in enumerate(texts[0]):
-        constraint = CONSTRAINTS[place % len(CONSTRAINTS)]
+    for index, tokens in enumerate(texts[0]):
+        constraint = CONSTRAINTS[index % len(CONSTRAINTS)]
         assert constraint is None or accepts(compiler.compile(constraint), tokens, finished=len(tokens) < 16)
 
 
-def test_a_state_for_each_row_would_go_on_from_rejected_drafts() -> None:
-    """The mistake that one entry for each slot avoids, made on purpose."""
+def test_one_state_per_row_would_continue_rejected_drafts() -> None:
+    """A deliberately wrong model, to show why each slot has its own entry."""
 
     class OneState(recurrent()):  # type: ignore[misc]
         def before(self, inputs: ModelInput, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model of one's own, in half precision: whatever the length of the prompt, rounds equal plain re-computation."""
+"""A custom model in half precision: for any prompt length, rounds equal a plain computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = Vocabulary.printable()
 
 
 class Decay(nn.Module):
-    """A running mean of embeddings: one state per position, so that what was rejected is simply overwritten."""
+    """A running mean of embeddings with one state per position, so that rejected drafts are overwritten."""
 
     feature_size, feature_dtype, d2t = 8, torch.bfloat16, None
 
@@ -50,9 +50,9 @@ class Decay(nn.Module):
 
 def plain(model: Decay, prompt: Sequence[int], count: int) -> list[int]:
     tokens, state = list(prompt), torch.zeros(1, 8, dtype=torch.bfloat16)
-    for place in range(len(prompt) + count - 1):
-        state = (state + model.embedding(torch.tensor([tokens[place]]))) / 2
-        if place + 1 >= len(tokens):
+    for index in range(len(prompt) + count - 1):
+        state = (state + model.embedding(torch.tensor([tokens[index]]))) / 2
+        if index + 1 >= len(tokens):
             tokens.append(int(model.logits(state)[0].argmax()))
         if tokens[-1] in VOCABULARY.stop_token_ids and len(tokens) > len(prompt):
             break
@@ -61,7 +61,7 @@ def plain(model: Decay, prompt: Sequence[int], count: int) -> list[int]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_half_precision_model_of_ones_own(k: int) -> None:
+def test_a_half_precision_custom_model(k: int) -> None:
     torch.manual_seed(3)
     width = VOCABULARY.logits_width
     target, draft = Decay("mean", width, False).to(torch.bfloat16), Decay("draft", width, True).to(torch.bfloat16)
@@ -81,7 +81,7 @@ class Wrong(Decay):
 
 
 @pytest.mark.parametrize("which", ["target", "draft"])
-def test_a_model_that_breaks_its_promise_is_named_at_capture(which: str) -> None:
+def test_wrong_output_shapes_are_refused_at_capture(which: str) -> None:
     width = VOCABULARY.logits_width
     models = {name: (Wrong if name == which else Decay)(name, width, name == "draft").to(torch.bfloat16) for name in ("target", "draft")}
     with Engine(models["target"], models["draft"], config=EngineConfig(max_rows=1, max_length=64)) as engine:

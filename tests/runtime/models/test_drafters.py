@@ -1,4 +1,4 @@
-"""Every drafter from a folder, in the engine: what it drafts is what its paper says, and the texts are those without it."""
+"""Every kind of draft from a folder, in the engine: drafts equal a reference implementation, texts equal those without drafts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ two_drafters = pytest.mark.parametrize(  # the others in the soak
 
 
 @each_drafter
-def test_drafts_are_those_of_the_paper_however_many_held(drafter: Drafter) -> None:
-    """Drafts hold by coin, so that every number of them is accepted; each round drafts what a reading of the whole text would."""
+def test_drafts_equal_the_reference_after_any_number_accepted(drafter: Drafter) -> None:
+    """Acceptance is random, so that every number of drafts is accepted; each round drafts as if it had processed the whole text."""
     for k in range(1, drafter.most + 1):
         held = set[int]()
         with drafter.engine(k, forced_acceptance=(0.75,) * k) as engine:
@@ -47,23 +47,23 @@ def test_drafts_are_those_of_the_paper_however_many_held(drafter: Drafter) -> No
 def check_drafts(drafter: Drafter, job: Job, drafts: list[int]) -> None:
     useful = drafts[: TOKENS - len(job.tokens)]  # what lies beyond the end is drafted and never used
     assert min(useful) >= 0
-    told = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
-    for draft, logits in zip(useful, told, strict=True):
+    expected = drafter.said([*job.prompt_ids, *job.tokens], useful[:-1])
+    for draft, logits in zip(useful, expected, strict=True):
         known = logits[:110][logits[:110].isfinite()]
         assert logits[draft] > known.max() - 1e-4 * known.abs().max(), (job.tokens, drafts)
 
 
 def decode(engine: Engine, constraints: tuple[Constraint | None, ...], sampling: SamplingParams) -> list[Job]:
-    asked = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
-    jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in asked]
+    requests = [(prompt, constraint) for constraint in constraints for prompt in PROMPTS]
+    jobs = [engine.submit(prompt, constraint=constraint, sampling=sampling, max_new_tokens=TOKENS) for prompt, constraint in requests]
     for _ in engine.stream():
         pass
     return jobs
 
 
 @each_drafter
-def test_texts_are_those_of_plain_greedy_decoding(drafter: Drafter) -> None:
-    """With grammars, whether drafts are masked or walked. Among the few tokens that a grammar leaves, an untrained draft is often right."""
+def test_texts_equal_plain_greedy_decoding(drafter: Drafter) -> None:
+    """With grammars, with and without masked drafts. Under a grammar few tokens are legal, so an untrained draft is often right."""
     accepted = 0
     for k in range(1, drafter.most + 1):
         with drafter.engine(k, draft_masks=k % 2 == 1, max_rows=4, buckets=(4,)) as engine:
@@ -86,8 +86,8 @@ def test_bfloat16_texts_do_not_depend_on_the_draft(drafter: Drafter) -> None:
 
 
 @two_drafters
-def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
-    """Bit for bit: tokens, caches, results and distributions of sampled rounds and of greedy ones, under grammars and free."""
+def test_replays_equal_eager_rounds(drafter: Drafter) -> None:
+    """Equal bits: tokens, caches, results and distributions, sampled and greedy, with and without grammars."""
     left = []
     for eager in (False, True):
         with drafter.engine(2, eager=eager, greedy_only=False) as engine:
@@ -96,16 +96,16 @@ def test_replays_leave_what_eager_rounds_leave(drafter: Drafter) -> None:
             jobs = [job for sampling in settings for constraint in CONSTRAINTS[:2] for job in decode(engine, (constraint,), sampling)]
             engine.backend.synchronize()
             names = [name for name in engine.buffers if name.startswith(("draft_", "target_", "row_draft")) or name == "results"]
-            told = [(job.tokens, job.num_accepted_drafts, job.rounds) for job in jobs]
-            left.append((told, {name: engine.buffers[name].clone() for name in names}))
-    (told, buffers), (eager_told, eager_buffers) = left
-    assert told == eager_told and float(buffers["draft_keys"].abs().max()) > 0
+            results = [(job.tokens, job.num_accepted_drafts, job.rounds) for job in jobs]
+            left.append((results, {name: engine.buffers[name].clone() for name in names}))
+    (results, buffers), (eager_results, eager_buffers) = left
+    assert results == eager_results and float(buffers["draft_keys"].abs().max()) > 0
     assert buffers.keys() == eager_buffers.keys() >= {"draft_keys", "draft_values", "row_draft_probs", "results"}
     assert [name for name in buffers if not torch.equal(buffers[name], eager_buffers[name])] == []
 
 
 class Counted(Eagle3):
-    """Random weights will do."""
+    """With random weights."""
 
     steps: ClassVar[list[int]] = []
 
@@ -128,14 +128,14 @@ def test_a_round_runs_the_draft_once_per_draft(k: int) -> None:
         assert draft.steps == [*range(1, k + 1)]
 
 
-def test_the_capture_report_says_what_drafts() -> None:
+def test_capture_report_describes_the_draft() -> None:
     said = []
     for drafter in DRAFTERS:
         with Engine.from_pretrained(drafter.target, drafter.draft, config=replace(CONFIG, num_speculative_tokens=1)) as engine:
             said += [note for note in engine.capture().notes if note.startswith("draft")]
     assert said == [
-        "draft: EAGLE-3, fed with the states that enter layers 3, 0 and 2; proposes 54 of 160 tokens",
+        "draft: EAGLE-3 over the inputs of layers 3, 0, 2; proposes 54 of 160 tokens",
         "draft: MTP, one module for every draft",
         "draft: MTP, 3 modules, one per draft",
-        "draft: a model of 2 layers with 110 tokens whose bytes are a target's token's",
+        "draft: a model of 2 layers with 110 tokens with the bytes of a target token",
     ]

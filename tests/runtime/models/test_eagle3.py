@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against the paper written down once more, in files, and in the engine."""
+"""EAGLE-3 heads compared with a reference implementation of the paper."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting, eagle3_logits
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 8, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0))
@@ -35,8 +34,8 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_logits_are_those_of_the_paper_at_every_step(tmp_path: Path, norm_before_residual: bool) -> None:
-    """Read from what was saved: so the file holds the head under the names that the oracle knows."""
+def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_residual: bool) -> None:
+    """The reference reads the saved file, so this also checks the tensor names."""
     model = head(norm_before_residual)
     tensors = load_file(save_eagle3(tmp_path, model, own_embedding=True) / "model.safetensors")
     fields = layer_fields(LAYER) | {"norm_before_residual": norm_before_residual}
@@ -44,22 +43,22 @@ def test_logits_are_those_of_the_paper_at_every_step(tmp_path: Path, norm_before
     drafts = torch.tensor([[5, 9, 0, 59, 7, 7], [1, 1, 2, 30, 31, 8]])
     drafting = Drafting(model, 60)
     logits, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, drafts, last)
+    reference = drafting.draft(41, drafts, last)
     for row in range(2):
         said, drafted = tokens[row].tolist(), drafts[row].tolist()
         whole, *chain = eagle3_logits(tensors, fields, features[row], said, drafted, tensors["embed_tokens.weight"])
         assert close(logits[row, 1:], whole)
-        assert all(close(ours[row], theirs) for ours, theirs in zip(behind, chain, strict=True)), row
+        assert all(close(ours[row], theirs) for ours, theirs in zip(reference, chain, strict=True)), row
 
 
-def test_chunks_tokens_and_company_change_no_bit() -> None:
+def test_bits_are_independent_of_chunking_and_batch() -> None:
     tokens, features = text()
     drafts = torch.tensor([[5, 9, 0], [1, 1, 2]])
     drafting = Drafting(head(), 60)
     whole, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, drafts, last)
+    reference = drafting.draft(41, drafts, last)
     for size, rows in ((17, 2), (1, 2), (41, 1)):
         drafting.buffers.reset()
         logits, end = drafting.read(tokens[:rows], features[:rows], size)
         assert torch.equal(logits[:, 1:], whole[:rows, 1:])
-        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), behind, strict=True))
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, drafts[:rows], end), reference, strict=True))

@@ -1,4 +1,4 @@
-"""Forced acceptance: a benchmark may say how often each draft holds. What a grammar forbids is refused all the same."""
+"""Forced acceptance: benchmarks set the acceptance rate of each draft; the grammar is still enforced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = Constraint.regex("([a-z][0-9])*")
 
 @pytest.mark.parametrize("drafter", ["adversarial", "perfect"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_whole_shares_hold_always_or_never(drafter: str, temperature: float) -> None:
+def test_acceptance_of_one_or_zero_is_exact(drafter: str, temperature: float) -> None:
     engine = shared_engine(Setup(k=3, drafter=drafter, max_rows=1, greedy_only=False, forced_acceptance=(1.0, 1.0, 0.0)))
     for seed in range(6):
         sampling = SamplingParams(temperature=temperature, seed=seed, bad_token_ids=(STOP,))
@@ -28,7 +28,7 @@ def test_whole_shares_hold_always_or_never(drafter: str, temperature: float) -> 
         assert job.rounds == 11 or job.finish_reason == FinishReason.STOP
 
 
-def test_a_share_is_how_often_a_draft_holds() -> None:
+def test_forced_acceptance_is_the_acceptance_rate() -> None:
     many = {"max_rows": 20, "buckets": (20,), "num_pages": 180}
     engine = make_engine(Setup(k=2, drafter="adversarial", forced_acceptance=(0.75, 0.4), greedy_only=False, **many))  # type: ignore[arg-type]
     counts = [0, 0, 0]
@@ -47,10 +47,10 @@ def test_a_share_is_how_often_a_draft_holds() -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(GREEDY, logprobs=True), SamplingParams(seed=1)])
 @pytest.mark.parametrize("draft_masks", [True, False])
-def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) -> None:
-    """Also by the token behind the drafts that hold, which no two neighbouring places allow alike."""
+def test_forced_acceptance_obeys_the_grammar(draft_masks: bool, sampling: SamplingParams) -> None:
+    """Also by the token after the accepted drafts; no two consecutive positions allow the same tokens."""
     engine = shared_engine(Setup(k=4, drafter="random", draft_masks=draft_masks, greedy_only=False, forced_acceptance=(1.0,) * 4))
-    jobs = [engine.submit([place], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for place in range(8)]
+    jobs = [engine.submit([token], constraint=PAIRS, sampling=sampling, max_new_tokens=40) for token in range(8)]
     for _ in engine.stream():
         pass
     for job in jobs:
@@ -60,12 +60,12 @@ def test_a_grammar_is_still_obeyed(draft_masks: bool, sampling: SamplingParams) 
 
 
 @pytest.mark.parametrize("forced", [(0.5,), (0.5, 0.5, 1.5, 0.0), (True,) * 4, [0.5] * 4, 0.5, ("a",) * 4])
-def test_a_bad_share_is_refused_by_name(forced: object) -> None:
+def test_bad_forced_acceptance_is_refused(forced: object) -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.forced_acceptance: got .*, expected a tuple of num_speculative_tokens=4 numbers"):
         EngineConfig(forced_acceptance=forced)  # type: ignore[arg-type]
 
 
-def test_the_capture_report_says_so() -> None:
+def test_capture_report_names_forced_acceptance() -> None:
     engine = make_engine(Setup(k=1, forced_acceptance=(0.5,)))
     assert capture_notes(engine._parts)[1] == "acceptance is forced: the texts are not the models'"
     engine.close()

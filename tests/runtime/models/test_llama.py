@@ -1,4 +1,4 @@
-"""The Llama family against `transformers`, and against itself: in chunks, at once, one token at a time, in any company."""
+"""The Llama family compared with `transformers`, and with itself for other chunkings and batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_features_are_those_of_transformers(family: str) -> None:
+def test_logits_and_features_equal_transformers(family: str) -> None:
     tokens, cached = texts(), Cached(load(family))
     logits, features = cached.run(tokens, 0, LENGTH)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def test_logits_and_features_are_those_of_transformers(family: str) -> None:
 
 
 def in_half(family: str, lean: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of ours, of transformers, and of transformers in float32."""
+    """Our logits, those of transformers, and those of transformers in float32."""
     tokens, cached = torch.cat([texts(seed) for seed in range(2)]), Cached(load(family, dtype, lean))
     ours = torch.cat([cached.run(pair, 0, LENGTH)[0] for pair in tokens.split(2)]).float()
     with torch.no_grad():
@@ -39,7 +39,7 @@ def in_half(family: str, lean: bool, dtype: torch.dtype = torch.bfloat16) -> tup
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_chooses_what_transformers_chooses(family: str) -> None:
+def test_bfloat16_choices_equal_transformers(family: str) -> None:
     """On 99.5% of all positions; elsewhere both choices are near ties for the float32 model."""
     ours, theirs, exact = in_half(family, lean=True)
     chosen, expected = ours.argmax(-1), theirs.argmax(-1)
@@ -59,7 +59,7 @@ HALF = ("smollm2", "mistral", "qwen3")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), *((f, torch.bfloat16) for f in HALF)])
-def test_chunks_tokens_and_company_change_no_bit(family: str, dtype: torch.dtype) -> None:
+def test_bits_are_independent_of_chunking_and_batch(family: str, dtype: torch.dtype) -> None:
     tokens, cached = texts()[:, :60], Cached(load(family, dtype))
     whole, _ = cached.run(tokens, 0, 60)
     assert torch.isfinite(whole).all()
@@ -70,7 +70,7 @@ def test_chunks_tokens_and_company_change_no_bit(family: str, dtype: torch.dtype
     assert torch.equal(cached.in_chunks(tokens[:1], 16), whole[:1]), "alone"
 
 
-def test_positions_survive_a_change_of_precision() -> None:
+def test_frequencies_survive_a_change_of_precision() -> None:
     """A module that is moved to bfloat16 rounds all its floating point buffers."""
     model = load("llama-3.1")
     before = model.frequency_bits.clone()
@@ -78,17 +78,17 @@ def test_positions_survive_a_change_of_precision() -> None:
     assert torch.equal(model.frequency_bits, before)
 
 
-def test_a_window_is_seen() -> None:
-    """The judge's own window: a token beyond all layers' reach changes nothing, one inside does."""
+def test_attention_window_limits_the_reach() -> None:
+    """A token beyond the reach of all layers changes nothing, one inside does."""
     tokens, cached = texts()[:1, :100], Cached(load("mistral"))
     whole, _ = cached.run(tokens, 0, 100)
-    for place, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
+    for position, same in ((99 - 4 * 15 - 1, True), (99 - 15, False)):
         changed = tokens.clone()
-        changed[0, place] = (changed[0, place] + 1) % VOCABULARY
+        changed[0, position] = (changed[0, position] + 1) % VOCABULARY
         assert torch.equal(cached.run(changed, 0, 100)[0][0, 99], whole[0, 99]) == same
 
 
-def test_a_longer_row_than_the_model_s_positions_is_refused() -> None:
+def test_max_length_beyond_the_models_positions_is_refused() -> None:
     model = load("llama-2")
-    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, want at most the target's 100 positions"):
+    with pytest.raises(ValueError, match=r"Limits\.max_length: got 208, expected at most the 100 positions of the target"):
         Cached(Llama(replace(model.config, max_positions=100)))

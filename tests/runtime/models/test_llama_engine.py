@@ -1,4 +1,4 @@
-"""A Llama in the engine: every text equals plain greedy decoding by `transformers` without a cache, whoever drafts and sits beside it."""
+"""Llama in the engine: texts equal greedy decoding by `transformers` without a cache, for any draft and batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS, decode, pla
 
 
 class DraftLlama(Llama):
-    """The same weights a little off: right often, wrong often, and with a cache of its own."""
+    """The target's weights plus noise: accepted often, rejected often, with its own cache."""
 
     d2t = None
 
@@ -38,7 +38,7 @@ def make_engine(family: str, k: int, noise: float = 0.1, **changes: Any) -> Engi
 
 
 @pytest.mark.parametrize(("family", "k"), [("smollm2", 0), ("mistral", 3), ("qwen3", 1)])
-def test_texts_are_those_of_plain_greedy_decoding(family: str, k: int) -> None:
+def test_texts_equal_plain_greedy_decoding(family: str, k: int) -> None:
     with make_engine(family, k, noise=0.02, greedy_only=True) as engine:
         accepted = 0
         for constraint in CONSTRAINTS:
@@ -49,8 +49,8 @@ def test_texts_are_those_of_plain_greedy_decoding(family: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_company_rows_and_buckets_change_no_bit(k: int) -> None:
-    """Log-probabilities are compared as they are: a last bit of a logit would show."""
+def test_bits_are_independent_of_batch_rows_and_buckets(k: int) -> None:
+    """Log-probabilities are compared exactly."""
     with make_engine("smollm2", k) as engine:
         alone = [decode(engine, [prompt], logprobs=True)[0] for prompt in PROMPTS]
         together = decode(engine, PROMPTS, logprobs=True)
@@ -61,8 +61,8 @@ def test_company_rows_and_buckets_change_no_bit(k: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-3.1", "qwen3"])
-def test_replays_leave_the_caches_that_eager_rounds_leave(family: str) -> None:
-    """Bit for bit, over the whole cache of target and draft, and the results."""
+def test_replayed_caches_equal_eager_caches(family: str) -> None:
+    """Equal bits in the caches of target and draft, and in the results."""
     left = []
     for eager in (False, True):
         with make_engine(family, 2, eager=eager, greedy_only=True) as engine:
@@ -75,7 +75,7 @@ def test_replays_leave_the_caches_that_eager_rounds_leave(family: str) -> None:
     assert float(left[0][1]["draft_keys"].abs().max()) > 0
 
 
-def test_bfloat16_decodes_in_any_company_alike() -> None:
+def test_bfloat16_texts_are_independent_of_the_batch() -> None:
     checkpoint = open_checkpoint(folder_of("qwen3"), torch.bfloat16)
     with Engine(checkpoint.load("cpu"), vocabulary=checkpoint.vocabulary, config=CONFIG) as engine:
         engine.capture()

@@ -1,4 +1,4 @@
-"""MTP modules against the paper written down once more, in files, and in the engine."""
+"""MTP modules compared with a reference implementation of the paper."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.draft_names import mtp_places, stored
+from stepgraph.runtime.models.files.draft_names import extract_tensors, mtp_slices
 from stepgraph.runtime.models.llama import empty_weight
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
-from stepgraph.runtime.models.rope import RopeConfig
 from tests.helpers.draft_oracles import Drafting, mtp_logits
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 12, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0), head_norms=True)
@@ -43,29 +42,29 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_logits_are_those_of_the_paper_at_every_step(count: int) -> None:
+def test_logits_equal_the_reference_at_every_step(count: int) -> None:
     model, (tokens, features) = modules(count), text()
-    tensors = stored(model, dict(mtp_places(model.config, 8)))
+    tensors = extract_tensors(model, dict(mtp_slices(model.config, 8)))
     drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
     drafting = Drafting(model, 32, k=drafts.shape[1] + 1)
     logits, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, drafts, last)
+    reference = drafting.draft(41, drafts, last)
     for row in range(2):
         said, drafted = tokens[row].tolist(), drafts[row].tolist()
         layers = range(8, 8 + count)
         whole, *chain = mtp_logits(tensors, FIELDS, layers, features[row], said, drafted, model.embedding, model.head)
         assert close(logits[row, 1:], whole)
-        assert len(behind) == len(chain) and all(close(ours[row], theirs) for ours, theirs in zip(behind, chain, strict=True)), row
+        assert len(reference) == len(chain) and all(close(ours[row], theirs) for ours, theirs in zip(reference, chain, strict=True)), row
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_chunks_tokens_and_company_change_no_bit(count: int) -> None:
+def test_bits_are_independent_of_chunking_and_batch(count: int) -> None:
     model, (tokens, features) = modules(count), text()
     drafting = Drafting(model, 32, k=3)
     whole, last = drafting.read(tokens, features, 41)
-    behind = drafting.draft(41, DRAFTS[:, :2], last)
+    reference = drafting.draft(41, DRAFTS[:, :2], last)
     for size, rows in ((17, 2), (1, 2), (41, 1)):
         drafting.buffers.reset()
         logits, end = drafting.read(tokens[:rows], features[:rows], size)
         assert torch.equal(logits[:, 1:], whole[:rows, 1:])
-        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, DRAFTS[:rows, :2], end), behind, strict=True))
+        assert all(torch.equal(one, two[:rows]) for one, two in zip(drafting.draft(41, DRAFTS[:rows, :2], end), reference, strict=True))

@@ -1,4 +1,4 @@
-"""N-gram look-up on the device, against the same rule in plain Python."""
+"""N-gram look-up on the device, compared with the same rule in Python."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ Row = tuple[Sequence[int], int, Sequence[int]]  # a history, how many of its tok
 
 
 def propose(lookup: NgramLookup, rows: Sequence[Row], count: int) -> list[list[int]]:
-    """Rows laid out as admission and rounds leave them, with a former owner's tokens behind each history."""
+    """Row texts in the layout of the engine, with old tokens after each history."""
     start, width = given_from(LIMITS), text_specs(LIMITS)[0].shape[1]
     text = torch.full((len(rows), width), -1, dtype=torch.int32)
     text[:, : LIMITS.max_length] = torch.arange(LIMITS.max_length) % 3
-    for line, (history, prompt, told) in zip(text, rows, strict=True):
+    for line, (history, prompt, draft_ids) in zip(text, rows, strict=True):
         line[: len(history)] = torch.tensor(history)
-        if told:
+        if draft_ids:
             anchor = history[max(0, prompt - ANCHOR) : prompt]
-            line[start - len(anchor) : start + len(told)] = torch.tensor([*anchor, *told])
+            line[start - len(anchor) : start + len(draft_ids)] = torch.tensor([*anchor, *draft_ids])
     lengths, prompts = torch.tensor([len(row[0]) for row in rows]), torch.tensor([row[1] for row in rows])
     return lookup.propose(History(text, lengths, lengths - prompts, start, count), StaticBuffers([])).tolist()
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> Row:
-    """Few different tokens, so that much repeats; a given text that is often near to the output, cut or changed somewhere."""
+    """Few distinct tokens, so that matches are common; draft_ids are often the output, cut or changed."""
     token = st.integers(0, draw(st.sampled_from([1, 2, 3, 8])))
     history = draw(st.lists(token, min_size=1, max_size=LIMITS.max_length))
     prompt = draw(st.integers(1, len(history)))
-    told = draw(st.one_of(st.just([]), st.lists(token, max_size=LIMITS.max_length), st.just(history[prompt:])))
-    told = [*told[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=3)), *told[draw(st.integers(0, 40)) :]]
-    return history, prompt, told[: LIMITS.max_length]
+    draft_ids = draw(st.one_of(st.just([]), st.lists(token, max_size=LIMITS.max_length), st.just(history[prompt:])))
+    draft_ids = [*draft_ids[: draw(st.integers(0, 40))], *draw(st.lists(token, max_size=3)), *draft_ids[draw(st.integers(0, 40)) :]]
+    return history, prompt, draft_ids[: LIMITS.max_length]
 
 
 @settings(max_examples=150)
 @given(rows=st.lists(texts(), min_size=1, max_size=3), count=st.integers(1, 8), data=st.data())
 @example(rows=[([1, 2, 3, 1, 2], 2, [3, 1, 2, 4, 1, 2])], count=3, data=None)
-def test_the_device_looks_up_what_the_rule_says(rows: list[Row], count: int, data: Any) -> None:
+def test_device_look_up_equals_the_rule_in_python(rows: list[Row], count: int, data: Any) -> None:
     longest = data.draw(st.integers(1, ANCHOR)) if data else ANCHOR
     shortest = data.draw(st.integers(1, longest)) if data else 1
     found = propose(NgramLookup(longest, shortest), rows, count)
@@ -75,7 +75,7 @@ def test_rules_in_examples(row: Row, drafts: list[int]) -> None:
     assert propose(NgramLookup(), [row], 4) == [drafts]
 
 
-def test_neighbours_do_not_matter() -> None:
+def test_rows_are_independent() -> None:
     rows: list[Row] = [([1, 2, 1], 2, [7, 7]), ([1, 2, 2, 1], 1, []), ([3, 3], 1, [3, 3, 3])]
     assert propose(NgramLookup(), rows, 3) == [propose(NgramLookup(), [row], 3)[0] for row in rows]
 
@@ -83,13 +83,13 @@ def test_neighbours_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_ngram": 9}, "NgramLookup.max_ngram: got 9, want a whole number from 1 to 8"),
+        ({"max_ngram": 9}, "NgramLookup.max_ngram: got 9, expected a whole number from 1 to 8"),
         ({"max_ngram": True}, "NgramLookup.max_ngram: got True"),
-        ({"max_ngram": 2, "min_ngram": 3}, "NgramLookup.min_ngram: got 3, want a whole number from 1 to 2"),
-        ({"min_ngram": 0}, "NgramLookup.min_ngram: got 0, want a whole number from 1 to 8"),
+        ({"max_ngram": 2, "min_ngram": 3}, "NgramLookup.min_ngram: got 3, expected a whole number from 1 to 2"),
+        ({"min_ngram": 0}, "NgramLookup.min_ngram: got 0, expected a whole number from 1 to 8"),
     ],
     ids=str,
 )
-def test_bad_sizes_are_refused_by_name(fields: dict[str, int], message: str) -> None:
+def test_bad_ngram_sizes_are_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NgramLookup(**fields)  # type: ignore[arg-type]

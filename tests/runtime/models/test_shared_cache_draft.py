@@ -1,4 +1,4 @@
-"""A draft without a cache: it reads the target's, and stays where the text ends while it drafts on, as heads of queries alone do."""
+"""A draft without a cache that reads the target's, like heads that only have queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
 
 
 class Bag(nn.Module):
-    """A target whose entry for a token is the token's alone."""
+    """A target whose cache entries depend on their token only."""
 
     vocab_size, feature_size, feature_dtype = TOKENS, SIZE, torch.float32
 
@@ -42,7 +42,7 @@ class Bag(nn.Module):
 
 
 class Reader(nn.Module):
-    """Asks the target's cache with its token and the state before it; entries behind the text's end would be rejected drafts'."""
+    """Attends to the target's cache up to the end of the text; entries after it belong to rejected drafts."""
 
     vocab_size, d2t = TOKENS, None
 
@@ -65,27 +65,27 @@ class Reader(nn.Module):
         return hidden @ self.out.T
 
 
-def asked(query: Tensor, entries: Tensor) -> Tensor:
+def attended(query: Tensor, entries: Tensor) -> Tensor:
     return torch.softmax(entries @ query * SIZE**-0.5, 0) @ entries
 
 
-def said(target: Bag, history: Sequence[int]) -> int:
-    return int((target.out @ asked(target.queries[history[-1]], target.entries[list(history)])).argmax())
+def next_token(target: Bag, history: Sequence[int]) -> int:
+    return int((target.out @ attended(target.queries[history[-1]], target.entries[list(history)])).argmax())
 
 
-def foreseen(target: Bag, draft: Reader, history: Sequence[int], count: int) -> list[int]:
+def expected_drafts(target: Bag, draft: Reader, history: Sequence[int], count: int) -> list[int]:
     before = target.entries[list(history[:-1])]
-    state, chain = asked(target.queries[history[-2]], before), [history[-1]]
+    state, chain = attended(target.queries[history[-2]], before), [history[-1]]
     for _ in range(count):
-        state = asked(draft.queries[chain[-1]] + state, before)
+        state = attended(draft.queries[chain[-1]] + state, before)
         chain.append(int((draft.out @ state).argmax()))
     return chain[1:]
 
 
 @pytest.mark.parametrize("k", [1, 3])
 @torch.no_grad()
-def test_it_drafts_from_what_the_target_keeps(k: int) -> None:
-    """Drafts hold by coin, so that rejected ones lie behind the text; the second and the third prompt begin in shared pages."""
+def test_a_draft_can_read_the_targets_cache(k: int) -> None:
+    """Acceptance is random, so that rejected drafts follow the text; the second and third prompt start with shared pages."""
     target = Bag()
     draft = Reader(target)
     for shares in (None, (0.6,) * k):
@@ -108,9 +108,9 @@ def test_it_drafts_from_what_the_target_keeps(k: int) -> None:
                     if job.tokens and not job.finished:
                         useful = min(k, NEW - len(job.tokens))
                         drafts = engine.buffers.row_drafts[0, :useful].tolist()
-                        assert drafts == foreseen(target, draft, [*prompt, *job.tokens], useful)
+                        assert drafts == expected_drafts(target, draft, [*prompt, *job.tokens], useful)
                 history = list(prompt)
                 while len(history) < len(prompt) + NEW:
-                    history.append(said(target, history))
+                    history.append(next_token(target, history))
                 assert shares or job.tokens == history[len(prompt) :]
             assert engine.stats().reused_tokens == 4 and engine.stats().drafts.accepted > 0

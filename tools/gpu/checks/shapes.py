@@ -13,8 +13,7 @@ from torch import nn
 from stepgraph import Vocabulary
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from tools.gpu.checks.context import Context
 
 CONTROL_TOKENS = 256

@@ -1,4 +1,4 @@
-"""Folders of drafts: what they hold arrives, and what is wrong with them is named before a model is made."""
+"""Draft folders: contents are loaded correctly, and errors are raised before a model is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.runtime.models.draft_llama import translate
+from stepgraph.runtime.models.draft_llama import map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
@@ -22,8 +22,7 @@ from stepgraph.runtime.models.files.draft_config import read_eagle3
 from stepgraph.runtime.models.files.draft_names import save_eagle3
 from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.runtime.models.rope import RopeConfig
+from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
@@ -56,8 +55,8 @@ def renamed(names: Callable[[str], str]) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("called", ["model.layers.0.", "layers.0.", "midlayer."])
-def test_public_names_of_one_head_are_one_head(tmp_path: Path, called: str) -> None:
-    """EAGLE's own, and those of speculators with and without a `model` around all."""
+def test_heads_load_under_all_public_tensor_names(tmp_path: Path, called: str) -> None:
+    """EAGLE's names, and those of speculators with and without the prefix `model`."""
     folder = shutil.copytree(EAGLE3.folder, tmp_path / "head")
     prefix = "model." if called.startswith("model.") else ""
 
@@ -79,12 +78,12 @@ def load(drafter: Drafter, folder: Path) -> Eagle3:
     return head
 
 
-def test_a_head_without_an_embedding_and_a_head_has_the_target_s(tmp_path: Path) -> None:
-    """A whole vocabulary then, and no tables."""
+def test_a_head_without_embedding_and_lm_head_uses_the_targets(tmp_path: Path) -> None:
+    """It has the target's vocabulary, and no d2t."""
     checkpoint = open_checkpoint(EAGLE3.target)
     target = checkpoint.load("cpu")
-    told = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
-    fitting = Eagle3(read_eagle3(told, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
+    config_fields = read_json(EAGLE3.folder / "config.json") | {"draft_vocab_size": None, "hidden_size": 48, "num_attention_heads": 6}
+    fitting = Eagle3(read_eagle3(config_fields, target.config), embedding=target.embedding, head=target.unembedding).randomise(5)
     folder = save_eagle3(tmp_path / "bare", fitting, own_head=False)
     assert not {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"} & set(load_file(folder / "model.safetensors"))
     opened = open_draft(folder, checkpoint)
@@ -102,25 +101,25 @@ def test_a_head_without_an_embedding_and_a_head_has_the_target_s(tmp_path: Path)
         ({IDS: [4], "eagle_config": {IDS: [0]}}, (4,)),
     ],
 )
-def test_which_states_are_fused(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
-    """Layers by what enters them at the top of a config, by what leaves them in an eagle_config."""
-    told = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
-    assert read_eagle3(told, open_checkpoint(EAGLE3.target).config).feature_layers == layers
+def test_feature_layers_by_config_layout(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """Ids at the top of a config name layer inputs, ids in eagle_config layer outputs."""
+    config_fields = read_json(EAGLE3.folder / "config.json") | {IDS: None} | fields
+    assert read_eagle3(config_fields, open_checkpoint(EAGLE3.target).config).feature_layers == layers
 
 
 def test_a_config_of_speculators() -> None:
-    told = read_json(EAGLE3.folder / "config.json")
+    config_fields = read_json(EAGLE3.folder / "config.json")
     own = ("draft_vocab_size", "norm_before_residual", IDS)
-    inner = {name: value for name, value in told.items() if name not in own}
-    outer = {name: told[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    inner = {name: value for name, value in config_fields.items() if name not in own}
+    outer = {name: config_fields[name] for name in own} | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     target = open_checkpoint(EAGLE3.target).config
-    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(told, target)
-    assert read_eagle3(told, target).feature_layers == EAGLE_LAYERS
+    assert read_eagle3(outer | {"transformer_layer_config": inner}, target) == read_eagle3(config_fields, target)
+    assert read_eagle3(config_fields, target).feature_layers == EAGLE_LAYERS
 
 
 def test_configs_as_they_are_published() -> None:
-    """Fields and sizes of heads for Llama 3.3 70B and for Qwen3 32B, whose heads are narrower than hidden_size says."""
-    asked = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
+    """Sizes of heads for Llama 3.3 70B and Qwen3 32B; for the latter head_dim * heads is not hidden_size."""
+    common = {"hidden_act": "silu", "num_hidden_layers": 1, "use_cache": True, "tie_word_embeddings": False, "draft_vocab_size": 32000}
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -128,7 +127,7 @@ def test_configs_as_they_are_published() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    llama = asked | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    llama = common | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     llama |= {
         "vocab_size": 128256,
         "rope_theta": 500000.0,
@@ -140,112 +139,128 @@ def test_configs_as_they_are_published() -> None:
     head = read_eagle3(llama, target)
     assert head.feature_layers == (2, 40, 77) and head.layer.rope == RopeConfig(5e5, 8.0, 1.0, 4.0, 8192)
     assert (head.draft_vocab_size, head.layer.head_size, head.layer.dtype) == (32000, 128, torch.bfloat16)
-    qwen = asked | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
+    qwen = common | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 80}
     qwen |= {"vocab_size": 151936, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 64}
     qwen |= {"architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "rope_scaling": None, "rms_norm_eps": 1e-6}
     head = read_eagle3(qwen, LlamaConfig(151936, 5120, 25600, 64, 8, 128, (None,) * 64))
     assert head.feature_layers == (2, 32, 61) and (head.layer.head_size, head.layer.qkv_size, head.layer.norm_epsilon) == (80, 6400, 1e-6)
 
 
-def test_tokens_of_equal_bytes_stand_for_each_other() -> None:
+def test_map_tokens_maps_tokens_with_equal_bytes() -> None:
     target = Vocabulary([b"a", b"b", b"<s>", b"</s>", b""], [3], 8, [2])
-    same = translate(Vocabulary(target.tokens, [3], 8, [2]), target)
+    same = map_tokens(Vocabulary(target.tokens, [3], 8, [2]), target)
     assert same is None
-    wider = translate(Vocabulary([*target.tokens, b"ab"], [3], 16, [2]), target)
+    wider = map_tokens(Vocabulary([*target.tokens, b"ab"], [3], 16, [2]), target)
     assert wider is not None and [each.tolist() for each in wider] == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 3], [0, 1, 2, 3]]
-    moved = translate(Vocabulary([b"</s>", b"x", b"b", b"<s>", b"a", b"b"], [0], 6, [3]), target)
+    moved = map_tokens(Vocabulary([b"</s>", b"x", b"b", b"<s>", b"a", b"b"], [0], 6, [3]), target)
     assert moved is not None and [each.tolist() for each in moved] == [[4, 2, 3, 0, 0, 0, 0, 0], [0, 2, 3, 4], [3, 1, 2, 0]]
     with pytest.raises(ValueError, match=r"lacks 2 of the target's 5 tokens, such as 1 b'b'"):
-        translate(Vocabulary([b"a", b"<s>", b"</s>"], [2]), target)  # <s> is text here
+        map_tokens(Vocabulary([b"a", b"<s>", b"</s>"], [2]), target)  # <s> is text here
 
 
 QUERY, JOIN = "midlayer.self_attn.q_proj.weight", "model.layers.4.eh_proj.weight"
 SPOILED: dict[str, tuple[Drafter, Callable[[Path], object], str]] = {
-    "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, want the target's 160"),
-    "more tokens than there are": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, want a whole number from 1 to"),
-    "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, want the target's hidden_size 48"),
-    "two layers": (EAGLE3, config(num_hidden_layers=2), "num_hidden_layers: got 2, want 1"),
+    "another vocabulary": (EAGLE3, config(vocab_size=200), "head: config.vocab_size: got 200, expected the target's 160"),
+    "more tokens than there are": (EAGLE3, config(draft_vocab_size=161), "draft_vocab_size: got 161, expected a whole number from 1 to"),
+    "another target": (EAGLE3, config(target_hidden_size=64), "target_hidden_size: got 64, expected the target's hidden_size 48"),
+    "two layers": (EAGLE3, config(num_hidden_layers=2), "num_hidden_layers: got 2, expected 1"),
     "a layer beyond the target": (
         EAGLE3,
         config(**{IDS: [1, 5]}),
-        rf"{IDS}: got \[1, 5\], want a list of layers of the target, which has 4",
+        rf"{IDS}: got \[1, 5\], expected a list of layers of the target, which has 4",
     ),
-    "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', want true or false"),
-    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, want False"),
-    "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, want False"),
-    "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, want False"),
-    "no states of the target": (EAGLE3, config(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state: got False, want True"),
-    "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], want an object"),
-    "one state too few": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight has shape \(32, 144\), want \(32, 96\)"),
+    "a flag that is none": (EAGLE3, config(norm_before_residual="yes"), "norm_before_residual: got 'yes', expected true or false"),
+    "a norm behind": (EAGLE3, config(norm_output=True), "norm_output: got True, expected False"),
+    "another norm": (EAGLE3, config(eagle_config={"use_mtp_layernorm": True}), "use_mtp_layernorm: got True, expected False"),
+    "a norm in front": (EAGLE3, config(norm_before_fc=True), "norm_before_fc: got True, expected False"),
+    "no states of the target": (
+        EAGLE3,
+        config(eagle_config={"use_aux_hidden_state": False}),
+        "hidden_state: got False, expected True",
+    ),
+    "an eagle_config that is none": (EAGLE3, config(eagle_config=[1]), r"eagle_config: got \[1\], expected an object"),
+    "one state too few": (EAGLE3, config(**{IDS: [1, 2]}), r"fc.weight: got shape \(32, 144\), expected \(32, 96\)"),
     "a layer of a plain Llama": (
         EAGLE3,
         tensors(lambda held: held.update({QUERY: held[QUERY][:, :32].clone()})),
-        rf"{QUERY} has shape \(32, 32\), want \(32, 64\)",
+        rf"{QUERY}: got shape \(32, 32\), expected \(32, 64\)",
     ),
-    "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, want it with shape \(32, 144\)"),
-    "a tensor too many": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "no use for, such as fc.bias"),
+    "no fc": (EAGLE3, tensors(lambda held: held.pop("fc.weight")), r"fc.weight is missing, expected it with shape \(32, 144\)"),
+    "a tensor too many": (EAGLE3, tensors(lambda held: held.update({"fc.bias": torch.zeros(32)})), "account for, such as fc.bias"),
     "no embedding": (
         EAGLE3,
         tensors(lambda held: held.pop("embed_tokens.weight")),
-        r"embed_tokens.weight is missing, want it with shape \(160, 32\): the target's is 48 wide",
+        r"embed_tokens.weight is missing, expected it with shape \(160, 32\): the target's has a width of 48",
     ),
     "one tensor twice": (
         EAGLE3,
         tensors(lambda held: held.update({"model.norm.weight": held["norm.weight"].clone()})),
-        "norm.weight is there twice, as .*norm.weight and",
+        "norm.weight: got it twice, as .*norm.weight and",
     ),
     "NaN": (EAGLE3, tensors(lambda held: held[QUERY][3, 5].fill_(torch.nan)), f"{QUERY} holds NaN or infinity"),
-    "no d2t": (EAGLE3, tensors(lambda held: held.pop("d2t")), r"d2t is missing, want it with shape \(54,\): the head proposes 54 of 160"),
-    "d2t of fractions": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t is F32 of shape .*want I64"),
-    "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t names ids of the target twice, or such"),
-    "d2t of ids, not of distances": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t names ids of the target twice, or such"),
-    "t2d of another table": (EAGLE3, tensors(lambda held: held["t2d"].logical_not_()), "t2d does not mark the 54 ids that d2t names"),
+    "no d2t": (
+        EAGLE3,
+        tensors(lambda held: held.pop("d2t")),
+        r"d2t is missing, expected it with shape \(54,\): the head proposes",
+    ),
+    "d2t of fractions": (EAGLE3, tensors(lambda held: held.update(d2t=held["d2t"].float())), "d2t: got F32 of shape .*expected I64"),
+    "d2t beyond the vocabulary": (EAGLE3, tensors(lambda held: held["d2t"][-1].fill_(200)), "d2t: got duplicate target ids"),
+    "d2t of ids, not of distances": (EAGLE3, tensors(lambda held: held.update(d2t=D2T * 2)), "d2t: got duplicate target ids"),
+    "t2d of another table": (
+        EAGLE3,
+        tensors(lambda held: held["t2d"].logical_not_()),
+        "t2d: got marks that differ",
+    ),
     "experts": (
         MANY,
         renamed(lambda name: name.replace("layers.5.mlp.", "layers.5.mlp.experts.3.")),
-        r"layers.5.mlp.experts.3.down_proj.weight belongs to a mixture of experts \(MoE\), which MTP modules are not supported with",
+        r"layers.5.mlp.experts.3.down_proj.weight: got an MTP module with a mixture of experts \(MoE\)",
     ),
-    "latent attention": (MANY, renamed(lambda name: name.replace("k_proj", "kv_b_proj")), r"kv_b_proj.weight belongs to latent attention"),
-    "a module missing": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, want 3, as many as there are eh_proj"),
+    "latent attention": (
+        MANY,
+        renamed(lambda name: name.replace("k_proj", "kv_b_proj")),
+        r"kv_b_proj.weight: got an MTP module with latent",
+    ),
+    "a module missing": (MANY, config(num_nextn_predict_layers=4), "num_nextn_predict_layers: got 4, expected 3, the number of eh_proj"),
     "a gap": (
         MANY,
         renamed(lambda name: name.replace("layers.5.", "layers.9.")),
-        r"eh_proj.weight in the layers \[4, 6, 9\], want them in a row",
+        r"eh_proj.weight: got it in layers \[4, 6, 9\], expected consecutive layers",
     ),
     "no norm": (
         MANY,
         tensors(lambda held: held.pop("model.layers.5.shared_head.norm.weight")),
-        r"model.layers.5.shared_head.norm.weight is missing, want it with shape \(64,\)",
+        r"model.layers.5.shared_head.norm.weight is missing, expected it with shape \(64,\)",
     ),
-    "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, want the target's 64"),
+    "another size": (MANY, config(hidden_size=128), "hidden_size: got 128, expected the target's 64"),
     "a shared head of its own": (
         MANY,
         tensors(lambda held: held.update({"model.layers.4.shared_head.head.weight": torch.zeros(160, 64)})),
-        "model.layers.4.shared_head.head.weight holds other numbers than the target's lm_head.weight, which the modules share",
+        "model.layers.4.shared_head.head.weight differs from the target's lm_head.weight, which MTP modules share",
     ),
     "a shared embedding of another shape": (
         MANY,
         tensors(lambda held: held.update({"model.layers.6.embed_tokens.weight": torch.zeros(160, 32)})),
-        r"embed_tokens.weight has shape \(160, 32\), want \(160, 64\), as the target's model.embed_tokens.weight",
+        r"embed_tokens.weight: got shape \(160, 32\), expected \(160, 64\), the shape of the target's model.embed_tokens.weight",
     ),
     "another tokenizer": (
         MODEL,
         lambda folder: change_json(folder / "tokenizer.json", model={"type": "BPE", "vocab": {"a": 4}}),
-        "head: got a vocabulary that lacks .* of the target's 110 tokens, such as 4 b'!'",
+        "head: vocabulary: lacks .* of the target's 110 tokens, such as 4 b'!'",
     ),
-    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, want a whole number from 1 to 131072"),
-    "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], want an EAGLE-3 head .*, MTP modules"),
+    "a field of a model": (MODEL, config(hidden_size=None), "head: config.hidden_size: got None, expected a whole number from 1 to 131072"),
+    "no kind of draft": (MODEL, config(architectures=["T5"]), r"architectures: got \['T5'\], expected an EAGLE-3 head .*, MTP modules"),
     "no folder": (
         MODEL,
         shutil.rmtree,
-        "draft: got .*head', want a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
+        "draft: got .*head', expected a local folder with a config.json, a .gguf file, or one of 'mtp', 'ngram'",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-def test_a_spoiled_draft_is_refused_by_name(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, spoil, wanted = SPOILED[fault]
+def test_a_damaged_draft_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, spoil, message = SPOILED[fault]
     folder = shutil.copytree(drafter.folder, tmp_path / "head")
     spoil(folder)
     made: list[str] = []
@@ -257,15 +272,15 @@ def test_a_spoiled_draft_is_refused_by_name(fault: str, tmp_path: Path, monkeypa
             super().__init__(*args, device=device, **options)
 
     monkeypatch.setattr(pretrained, "Llama", Watched)
-    with pytest.raises(ValueError, match=wanted) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         Engine.from_pretrained(drafter.target, folder)
     assert made == [] and len(str(caught.value)) < 700
 
 
-def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"draft: got 'mtp', want a target with MTP modules; .* names no num_nextn_predict_layers"):
+def test_unsupported_draft_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"draft: got 'mtp', expected a target with MTP modules; .* has no num_nextn_predict_layers"):
         Engine.from_pretrained(folder_of("qwen3"), "mtp")
-    with pytest.raises(ValueError, match=r"feature_layers: got \(1,\), want none; the draft takes \(3, 0, 2\)"):
+    with pytest.raises(ValueError, match=r"feature_layers: got \(1,\), expected none, as the draft determines them: \(3, 0, 2\)"):
         Engine.from_pretrained(EAGLE3.target, EAGLE3.folder, feature_layers=[1])
     small = EngineConfig(max_rows=1, num_speculative_tokens=0, max_length=16)
     Engine.from_pretrained(EAGLE3.target, EAGLE3.folder, config=small, progress=True).close()
@@ -273,21 +288,21 @@ def test_what_a_folder_cannot_be_asked(capsys: pytest.CaptureFixture[str]) -> No
     assert "eagle3: EAGLE-3 head: 0.0M weights of float32" in stated[1]
 
 
-def test_as_many_drafts_as_there_are_modules() -> None:
+def test_default_drafts_equal_the_number_of_mtp_modules() -> None:
     with Engine.from_pretrained(MANY.target, MANY.folder) as engine:
         assert engine.limits.num_speculative_tokens == 3
 
 
-def test_as_many_positions_as_both_models_have(tmp_path: Path) -> None:
-    """An engine without a config goes as far as the models go; which of them has no more is told where more is asked for."""
+def test_default_max_length_fits_target_and_draft(tmp_path: Path) -> None:
+    """Without a config the engine uses the smaller limit; a larger max_length names the model that lacks the positions."""
     folder = Path(shutil.copytree(MODEL.folder, tmp_path / "short"))
     config(max_position_embeddings=24)(folder)
     with Engine.from_pretrained(MODEL.target, folder) as engine:
         assert engine.limits.max_length == 24
-    with pytest.raises(ValueError, match=r"max_length: got 25, want at most the draft's 24 positions"):
+    with pytest.raises(ValueError, match=r"max_length: got 25, expected at most the 24 positions of the draft"):
         Engine.from_pretrained(MODEL.target, folder, config=EngineConfig(max_length=25))
 
 
-def test_a_target_with_modules_of_its_own_decodes_without_them() -> None:
+def test_a_target_with_mtp_modules_decodes_without_them() -> None:
     with Engine.from_pretrained(MTP.target, config=EngineConfig(num_speculative_tokens=0, max_rows=1, max_length=16)) as engine:
         assert len(engine.generate([5, 6], max_new_tokens=4).tokens) == 4

@@ -1,4 +1,4 @@
-"""GGUF files, written here by the format's own package: the same model as the folder, quantised ones nearly so, broken ones refused."""
+"""GGUF files written by the `gguf` package: logits equal the folder's, quantised ones nearly; broken files are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.gguf_front import check_front
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header
 from tests.helpers.families import Cached, judge, refused_when_damaged
 
 TOKENS = torch.arange(40)[None]
@@ -32,7 +32,7 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{place}" for place in range(4, 159)), "\u0120a"]
+TEXTS = ["<s>", "<|im_start|>", "</s>", "<call>", *(f"t{index}" for index in range(4, 159)), "\u0120a"]
 
 
 def stored_name(name: str) -> str:
@@ -44,9 +44,9 @@ def stored_name(name: str) -> str:
 
 
 def side_by_side(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """The two halves of each head interleaved, row by row, as the format wants it of Llamas."""
+    """The halves of each head interleaved row by row, the layout of Llama models in GGUF."""
     size = len(weight) // heads
-    order = [head * size + half * (size // 2) + place for head in range(heads) for place in range(size // 2) for half in (0, 1)]
+    order = [head * size + half * (size // 2) + index for head in range(heads) for index in range(size // 2) for half in (0, 1)]
     return weight[order]
 
 
@@ -96,18 +96,18 @@ def expected(family: str) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama-2", "llama"), ("mistral without a window", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
 )
-def test_a_file_is_the_model_it_was_written_from(tmp_path: Path, family: str, kind: str) -> None:
+def test_gguf_logits_equal_the_source_model(tmp_path: Path, family: str, kind: str) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", family, kind)), expected(family)
     assert float((found - answer).abs().max() / answer.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(Kind.Q8_0, 0.05), (Kind.Q4_1, 0.5), (Kind.BF16, 0.05), (Kind.F16, 0.01)])
-def test_a_quantised_file_is_nearly_that_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
+def test_quantised_gguf_logits_are_close_to_the_source_model(tmp_path: Path, kind: Kind, tolerance: float) -> None:
     found, answer = logits_of(write(tmp_path / "model.gguf", "llama-2", "llama", kind)), expected("llama-2")
     assert 0 < float((found - answer).pow(2).mean() / answer.pow(2).mean()) < tolerance
 
 
-def test_tokens_and_size_come_from_the_file(tmp_path: Path) -> None:
+def test_gguf_vocabulary_and_config(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path / "model.gguf", "smollm2", "llama"))
     vocabulary, config = checkpoint.vocabulary, checkpoint.config
     assert (config.tied, config.dtype, config.max_positions, config.vocab_size) == (True, torch.bfloat16, 512, 160)
@@ -115,71 +115,92 @@ def test_tokens_and_size_come_from_the_file(tmp_path: Path) -> None:
     assert set(vocabulary.control_token_ids) == {0, 1}
 
 
-def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_broken_gguf_files_are_refused(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf", "llama-2", "llama")
     content = whole.read_bytes()
     broken = tmp_path / "broken.gguf"
     for share in (0.0, 0.0001, 0.01, 0.5, 0.99):
         broken.write_bytes(content[: int(len(content) * share)])
-        with pytest.raises(ValueError, match=r"broken.gguf: no whole GGUF file"):
+        with pytest.raises(ValueError, match=r"broken.gguf: not a complete GGUF file"):
             open_checkpoint(broken)
     broken.write_bytes(content.replace(b"llama.block_count", b"llama.block_cxunt"))
     with pytest.raises(ValueError, match="num_hidden_layers: got None"):
         open_checkpoint(broken)
     broken.write_bytes(content.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
-    with pytest.raises(ValueError, match=r"got the tensor 'blk.1.attn_x.weight', for which there is no place"):
+    with pytest.raises(ValueError, match=r"got the tensor 'blk.1.attn_x.weight', which a model of the Llama family"):
         open_checkpoint(broken)
     broken.write_bytes(content.replace(b"blk.1.attn_q.weight", b"blk.7.attn_q.weight"))
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj.weight is missing"):
         open_checkpoint(broken)
 
 
-FRONT = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"  # one entry, whose value comes next
+HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"  # one metadata entry; its value comes next
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "message"),
     [
-        (struct.pack("<IIQ", 9, 4, 1 << 60), "values of arrays, want at most"),
-        (struct.pack("<IIQ", 9, 4, 1000), "it ends at byte 49, within what begins at 49"),
-        (struct.pack("<IIQQ", 9, 8, 1000, 1) + b"b", "it ends at byte 58, within what begins at 58"),
-        (struct.pack("<IIQI", 9, 9, 1, 9), "an array of kind 9"),
-        (struct.pack("<IQ", 8, 1 << 63), "it ends at byte 45, within what begins at 45"),
-        (struct.pack("<I", 77), "a value of kind 77"),
+        (struct.pack("<IIQ", 9, 4, 1 << 60), "array values, expected at most"),
+        (struct.pack("<IIQ", 9, 4, 1000), "the file ends at byte 49, inside a value of 4000 bytes that starts at byte 49"),
+        (struct.pack("<IIQQ", 9, 8, 1000, 1) + b"b", "the file ends at byte 58, inside a value of 8 bytes that starts at byte 58"),
+        (struct.pack("<IIQI", 9, 9, 1, 9), "got a value of type 9"),
+        (struct.pack("<IQ", 8, 1 << 63), "the file ends at byte 45, inside a value"),
+        (struct.pack("<IQ", 8, 2) + b"\xff\xfe", "the text at byte 45 is not UTF-8"),
+        (struct.pack("<I", 77), "got a value of type 77"),
     ],
 )
-def test_lengths_are_held_against_the_file(tmp_path: Path, value: bytes, wanted: str) -> None:
-    """Before the package reads on and on."""
+def test_wrong_lengths_in_the_header_are_refused(tmp_path: Path, value: bytes, message: str) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(FRONT + value)
-    with pytest.raises(ValueError, match=f"model.gguf: no whole GGUF file: .*{wanted}"):
+    path.write_bytes(HEADER + value)
+    with pytest.raises(ValueError, match=f"model.gguf: not a complete GGUF file: .*{message}"):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("order", gguf.GGUFEndian)
-def test_the_front_of_a_whole_file_is_walked_to_its_end(tmp_path: Path, order: gguf.GGUFEndian) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=order)
-    writer.add_token_list(["a", "b\u00e9"])
-    writer.add_array("scores", [0.5, 1.5])
-    writer.add_bool("flag", True)
+def test_the_header_equals_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "llama-2", "llama", Kind.Q8_0)
+    header, reader = read_gguf_header(path), gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert header.metadata == fields
+    tensors = {tensor.name: (tuple(tensor.shape[::-1].tolist()), tensor.tensor_type, tensor.data_offset) for tensor in reader.tensors}
+    assert {name: tuple(tensor) for name, tensor in header.tensors.items()} == tensors
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    check_front(tmp_path / "model.gguf")
-    content = (tmp_path / "model.gguf").read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(content[:-1])
-    with pytest.raises(ValueError, match=f"it ends at byte {len(content) - 1}"):
-        check_front(tmp_path / "cut.gguf")
+    with pytest.raises(ValueError, match="expected GGUF and version 2 or 3, little-endian"):
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize(
-    ("kind", "entry", "wanted"),
+    ("table", "message"),
     [
-        ("gemma", None, "general.architecture: got 'gemma', want one of llama, qwen2, qwen3"),
-        ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', want none"),
+        (struct.pack("<Q11sIQIQ", 11, b"output.weig", 1, 32, 0, 0), "got the tensor 'output.weig' twice"),
+        (struct.pack("<Q10sIQIQ", 10, b"blk.weight", 1, 32, 0, 0), "which a model of the Llama family does not have"),
+        (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 32, 99, 0), "output.weight: got tensor type 99, which is unknown"),
+        (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 31, 8, 0), r"got shape \(31,\), expected rows of a multiple of 32 values"),
+        (struct.pack("<Q13sIIQ", 13, b"output.weight", 0, 0, 0), r"got shape \(\), expected rows"),
+        (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 32, 0, 1 << 40), "output.weight ends at byte"),
+        (struct.pack("<Q13sIQIQ", 13, b"output.weight", 1, 1 << 60, 0, 0), "output.weight ends at byte"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, entry: tuple[str, str] | None, wanted: str) -> None:
+def test_wrong_tensor_tables_are_refused(tmp_path: Path, table: bytes, message: str) -> None:
+    path, count = tmp_path / "model.gguf", 2 if "twice" in message else 1
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, count, 0) + table * count + bytes(64))
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "message"),
+    [
+        ("gemma", None, "general.architecture: got 'gemma', expected one of llama, qwen2, qwen3"),
+        ("llama", ("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type: got 'yarn', expected none"),
+    ],
+)
+def test_unsupported_gguf_models_are_refused(tmp_path: Path, kind: str, entry: tuple[str, str] | None, message: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", kind)
     if entry:
         writer.add_string(*entry)
@@ -187,10 +208,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, kind: str, ent
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "other.gguf")
 
 
-def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_random_damage_raises_value_errors_only(tmp_path: Path) -> None:
     whole = write(tmp_path / "model.gguf", "llama-2", "llama").read_bytes()
     assert refused_when_damaged(tmp_path / "model.gguf", whole, 6000, tmp_path / "model.gguf") > 20

@@ -1,4 +1,4 @@
-"""Odd files, odd streams and odd code given to the `stepgraph` command: told in a line, or taken as they are."""
+"""Unusual files, streams, flags and user code given to the commands."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import bench, capture_check, terminal
-from stepgraph.runtime.commands.inputs import MOST_THREADS, read_file, read_schema, set_threads, settle_threads
+from stepgraph.runtime.commands import bench, capture_check, options, terminal
+from stepgraph.runtime.commands.options import MAX_THREADS, read_file, read_schema, set_default_threads, set_threads
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
@@ -47,22 +47,22 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def test_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "marked"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(SCHEMA).encode())
     assert read_schema("--schema", str(path)) == SCHEMA
     assert read_file("--prompt-file", str(path), "").startswith("{")
 
 
-@pytest.mark.parametrize("count", [0, -1, MOST_THREADS + 1])
-def test_torch_is_given_no_number_of_threads_that_ends_the_process(count: int) -> None:
-    with pytest.raises(ValueError, match=f"--threads: got {count}, want a whole number from 1 to {MOST_THREADS}"):
-        set_threads(count)
+@pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
+def test_numbers_of_threads_that_would_abort_torch_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"--threads: got {count}, expected a whole number from 1 to {MAX_THREADS}"):
+        set_threads(argparse.Namespace(threads=count))
 
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of torch's own choice."""
+    """torch runs with two threads, and OMP_NUM_THREADS is not set."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
@@ -71,102 +71,103 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("dtype", "told", "threads"), [(torch.bfloat16, None, 1), (torch.float16, None, 2), (torch.bfloat16, 2, 2)])
-def test_one_request_whose_layers_run_in_c_has_one_thread(dtype: torch.dtype, told: int | None, threads: int) -> None:
+@pytest.mark.parametrize(("dtype", "flag", "threads"), [(torch.bfloat16, None, 1), (torch.float16, None, 2), (torch.bfloat16, 2, 2)])
+def test_a_model_whose_layers_run_in_c_gets_one_thread(dtype: torch.dtype, flag: int | None, threads: int) -> None:
     model = torch.nn.Linear(2, 2, dtype=dtype)
     if native.why_not():
         threads = 2
-    settle_threads(told, model)
+    set_default_threads(argparse.Namespace(threads=flag), model)
     assert torch.get_num_threads() == threads
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_the_user_said_of_threads_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    settle_threads(None, torch.nn.Linear(2, 2))
+    set_default_threads(argparse.Namespace(threads=None), torch.nn.Linear(2, 2))
     assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("word", ["generate", "bench", "demo"])
-def test_commands_settle_it_when_the_model_is_there(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def settled(told: int | None, model: torch.nn.Module) -> None:
-        raise ValueError(f"settled {told} for {type(model).__name__}")
+def test_commands_set_the_threads_after_the_model_was_loaded(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(parsed: argparse.Namespace, model: torch.nn.Module) -> None:
+        raise ValueError(f"threads {parsed.threads} for {type(model).__name__}")
 
     given = {"generate": [str(model_folder()), "--token-ids", "1,2"], "bench": ["toy"], "demo": ["--toy", "--no-timeline"]}[word]
-    monkeypatch.setattr(cli.COMMANDS[word], "settle_threads", settled)
+    monkeypatch.setattr(options, "set_default_threads", record)
     assert cli.main([word, *given]) == terminal.BAD_INPUT
-    assert f"settled None for {'Llama' if word == 'generate' else 'ToyTarget'}" in capsys.readouterr().err
+    assert f"threads None for {'Llama' if word == 'generate' else 'ToyTarget'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
-        ('{"token_ids": 5}', "want at least one token, and ids from 0 to"),
-        ('{"token_ids": ["a"]}', "want at least one token, and ids from 0 to"),
-        ('{"token_ids": [true]}', "want at least one token, and ids from 0 to"),
-        ('{"token_ids": [99999]}', "want at least one token, and ids from 0 to"),
-        ('{"token_ids": []}', "want at least one token, and ids from 0 to"),
-        ('{"text": ""}', "want at least one token, and ids from 0 to"),
-        ('{"text": "a", "shcema": {}}', "a schema or none, and no more"),
-        ('{"text": "a", "token_ids": [1]}', "a schema or none, and no more"),
-        ('{"schema": {}}', "a schema or none, and no more"),
+        ('{"token_ids": 5}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": ["a"]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": [true]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": [99999]}', "expected at least one token, with ids from 0 to"),
+        ('{"token_ids": []}', "expected at least one token, with ids from 0 to"),
+        ('{"text": ""}', "expected at least one token, with ids from 0 to"),
+        ('{"text": "a", "shcema": {}}', "and optionally a schema"),
+        ('{"text": "a", "token_ids": [1]}', "and optionally a schema"),
+        ('{"schema": {}}', "and optionally a schema"),
         ("[" * 100_000, "recursion"),
     ],
 )
-def test_a_prompt_that_is_none_is_told_with_its_line(tmp_path: Path, line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_prompt_is_reported_with_its_line_number(tmp_path: Path, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts").write_text('\n{"text": "a"}\n' + line, encoding="utf-8")
     assert cli.main(["bench", "toy", "--prompts", str(tmp_path / "prompts")]) == terminal.BAD_INPUT
     error = capsys.readouterr().err
-    assert told in error and "prompts:3: " in error and error.count("\n") == 1
+    assert message in error and "prompts:3: " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("messages", [5, ["x"], [{"role": "user"}], [{"role": "user", "content": None}]])
-def test_messages_for_a_model_without_a_chat_have_contents(messages: object) -> None:
+def test_messages_without_a_chat_template_need_contents(messages: object) -> None:
     codec = TextCodec(Vocabulary.printable(), lambda text, begins: [1])
-    with pytest.raises(ValueError, match=r"messages: got .*, want a list of objects with a content"):
-        bench._ids({"messages": messages}, codec)
+    with pytest.raises(ValueError, match=r"messages: got .*, expected a list of objects with a content"):
+        bench._encode({"messages": messages}, codec)
 
 
-def test_a_line_of_prompts_ends_where_json_lines_end(tmp_path: Path) -> None:
+def test_prompt_lines_end_at_newlines_only(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('{"messages": [{"role": "user", "content": "a"}], "schema": {"const": "\u2028"}}\n', encoding="utf-8")
-    options = argparse.Namespace(prompts=str(tmp_path / "prompts"))
-    (found,) = bench._prompts(options, toy_pair().codec)
+    (found,) = bench._read_prompts(argparse.Namespace(prompts=str(tmp_path / "prompts")), toy_pair().codec)
     assert "\u2028" in str(found.constraint) or "u2028" in str(found.constraint)
 
 
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "messages"),
     [
         (["odd_steps:leaves"], 2, ["odd_steps:leaves() failed", "odd_steps.py:4", "SystemExit: 3"]),
         (["odd_steps:step_leaves", "--buffers", "my_step:buffers"], 1, ["the step failed", "odd_steps.py:5", "SystemExit: 4"]),
         (["odd_steps:again", "--buffers", "my_step:buffers"], 1, ["the step failed", "odd_steps.py:6", "RecursionError"]),
         (["no_python:make"], 2, ["importing no_python failed", "no_python.py", "SyntaxError"]),
-        (["my_step:step"], 2, ["missing a required argument: 'buffers'", "for a step itself give --buffers"]),
+        (["my_step:step"], 2, ["missing a required argument: 'buffers'", "to pass the step itself, use --buffers"]),
         (["my_step:make", "--buffers", "my_step:step"], 2, ["--buffers: got 'my_step:step' (missing a required argument"]),
         (["my_step:make", "--between", "my_step:buffers"], 2, ["--between: got 'my_step:buffers', which is a StaticBuffers"]),
-        (["..x:make"], 2, ["MODULE:NAME: got '..x:make', want a module"]),
+        (["..x:make"], 2, ["MODULE:NAME: got '..x:make', expected a module"]),
     ],
 )
-def test_odd_steps_are_told_in_the_users_own_lines(
-    arguments: list[str], code: int, told: list[str], capsys: pytest.CaptureFixture[str]
+def test_errors_of_user_code_show_the_users_lines(
+    arguments: list[str], code: int, messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["capture-check", *arguments]) == code
     out, errors = capsys.readouterr()
-    assert out == "" and all(words in errors for words in told), errors
+    assert out == "" and all(words in errors for words in messages), errors
     assert "capture_check.py" not in errors and "frozen importlib" not in errors
-    assert errors.count("\n") <= 2 * capture_check.MOST_FRAMES + 4
+    assert errors.count("\n") <= 2 * capture_check.MAX_FRAMES + 4
 
 
 @pytest.mark.usefixtures("steps")
-def test_what_a_users_code_prints_is_no_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_user_code_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["capture-check", "odd_steps:talks", "--json"]) == 0
     out, errors = capsys.readouterr()
     assert json.loads(out)["capturable"] and errors == "hello\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_what_a_terminal_cannot_write_is_written_as_its_number(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+def test_unencodable_characters_are_escaped(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
 
@@ -175,25 +176,25 @@ def test_what_a_terminal_cannot_write_is_written_as_its_number(monkeypatch: pyte
         terminal.print_json(["\u6f22"])
         return 0
 
-    assert terminal.leave("x", work) == 0
+    assert terminal.run_command("x", work) == 0
     text, document = written.getvalue().decode(encoding).split("\n", 1)
     assert text == ("\u6f22" if encoding == "utf-8" else "\\u6f22")
     assert json.loads(document) == ["\u6f22"]
 
 
-def test_closed_streams_are_empty_or_written_nowhere() -> None:
-    """As a daemon leaves them. The read of a closed one finds an empty prompt."""
+def test_closed_standard_streams_are_replaced() -> None:
+    """A daemon closes them. Reading the closed stdin gives an empty prompt."""
     script = """
 import sys
-from stepgraph.runtime.commands.inputs import read_standard_input
-from stepgraph.runtime.commands.terminal import leave, shows_progress
+from stepgraph.runtime.commands.options import read_standard_input
+from stepgraph.runtime.commands.terminal import run_command, shows_progress
 
 def work():
     print("a")
     print("b", file=sys.stderr)
     return 7 + len(read_standard_input("-")) + shows_progress()
 
-sys.exit(leave("x", work))
+sys.exit(run_command("x", work))
 """
     command = [sys.executable, "-c", script]
     assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=60).returncode == 7
