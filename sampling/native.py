@@ -10,8 +10,8 @@ import ctypes
 import functools
 import importlib.machinery
 import os
-from collections.abc import Iterable
-from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p, sizeof
+import struct
+from ctypes import POINTER, c_char_p, c_int, c_int64
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -22,23 +22,10 @@ class Unavailable(Exception):
     """Why the library, or a part of it, cannot be used here. Shown in warnings and in the capture report."""
 
 
-FourIntegers = c_int64 * 4
-
-
-class Argument(Structure):
-    """One argument of a kernel, as `argument` in kernels/c/native.h: a tensor or a number."""
-
-    _fields_ = (
-        ("data", c_void_p),  # NULL for None
-        ("size", FourIntegers),
-        ("stride", FourIntegers),  # in elements
-        ("bfloat16", c_int64),  # 1: elements are bfloat16
-        ("integer", c_int64),
-        ("real", c_double),
-    )
-
-
-LAYOUT = (VERSION, sizeof(Argument))
+# One argument of a kernel, a tensor or a number, as `argument` in kernels/c/native.h: address (0 for None), four sizes, four strides in
+# elements, whether elements are bfloat16, the number as an integer and as a double.
+ARGUMENT = struct.Struct("=Q4q4qqqd")
+LAYOUT = (VERSION, ARGUMENT.size)
 
 
 def find_library(folder: Path = FOLDER) -> Path:
@@ -81,19 +68,17 @@ def why_not() -> str:
 
 
 def kernel(name: str) -> ctypes._NamedFuncPointer | None:
-    """The function stepgraph_`name`, which takes the address of an array of Argument; IndexError for an index outside of its table."""
+    """The function stepgraph_`name`, which takes packed arguments; IndexError for an index outside of its table; None without library."""
     library = load()
-    if isinstance(library, Unavailable):
-        return None
+    return None if isinstance(library, Unavailable) else _declared(library, name)
+
+
+@functools.cache
+def _declared(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = library[f"stepgraph_{name}"]
-    function.argtypes, function.restype = (c_void_p,), c_int
+    function.argtypes, function.restype = (c_char_p,), c_int
     function.errcheck = functools.partial(_check, name)  # type: ignore[assignment]
     return function
-
-
-def argument_block(values: Iterable[Argument]) -> ctypes.Array[Argument]:
-    found = tuple(values)
-    return (Argument * len(found))(*found)
 
 
 def _check(name: str, code: int, function: object, given: object) -> int:

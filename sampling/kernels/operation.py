@@ -6,7 +6,6 @@ on a GPU. All give the same results. It writes into tensors that the caller allo
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import inspect
@@ -26,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Run = Callable[[], object]
 C_FLOATS = (torch.float32, torch.bfloat16)
+NONE = bytes(native.ARGUMENT.size)
 log = logging.getLogger(__name__)
 
 
@@ -107,10 +107,9 @@ class Operation(Generic[P, R]):
         in_c = self.c is not None and given[0].is_cpu and not native.why_not()
         if not self.triton and not in_c:
             return self.reference(*given)  # type: ignore[call-arg]
-        arranged = tuple(
-            arrange(value) if arrange is not None and value is not None else value
-            for arrange, value in zip(self._arrange, given, strict=True)
-        )
+        arranged = [
+            value if arrange is None or value is None else arrange(value) for arrange, value in zip(self._arrange, given, strict=True)
+        ]
         if not self.triton and not self._supported(arranged):
             return self.reference(*given)  # type: ignore[call-arg]
         outputs = self._outputs(*given)
@@ -120,14 +119,13 @@ class Operation(Generic[P, R]):
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
         inputs, outputs = arguments[: len(self._names)], arguments[len(self._names) :]
-        if self.c is None or not inputs[0].is_cpu or not all(output.is_contiguous() for output in outputs):
+        if self.c is None or not inputs[0].is_cpu:
             return None
         kernel = native.kernel(self.c.name)
-        if kernel is None or not self.c.supports(*inputs):
+        if kernel is None or not self.c.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
             return None
-        block = native.argument_block(map(_c_argument, arguments))
-        run = functools.partial(kernel, ctypes.addressof(block))
-        run.__dict__["kept"] = block, arguments  # the kernel reads their memory
+        run = functools.partial(kernel, b"".join([_pack(value) for value in arguments]))
+        run.__dict__["arguments"] = arguments  # the kernel reads their memory
         return run
 
     def run_reference(self, *arguments: Any) -> None:
@@ -141,9 +139,9 @@ class Operation(Generic[P, R]):
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         return tuple(values[name] for name in self._names)
 
-    def _supported(self, inputs: tuple[Any, ...]) -> bool:
+    def _supported(self, inputs: Sequence[Any]) -> bool:
         """Whether the kernel in C may replace the reference, whose gradient torch knows."""
-        learning = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        learning = torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in inputs])
         return self.c is not None and not learning and self.c.supports(*inputs)
 
     def _on_cpu(self, *arguments: Any) -> None:
@@ -220,13 +218,15 @@ def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
 
 
-def _c_argument(value: Tensor | float | torch.dtype | None) -> native.Argument:
+def _pack(value: Tensor | float | torch.dtype | None) -> bytes:
+    """An argument as C reads it."""
+    if isinstance(value, Tensor):
+        padding = (0,) * (4 - value.dim())
+        bfloat16 = value.dtype is torch.bfloat16
+        return native.ARGUMENT.pack(value.data_ptr(), *value.shape, *padding, *value.stride(), *padding, bfloat16, 0, 0.0)
     if value is None or isinstance(value, torch.dtype):
-        return native.Argument()
-    if not isinstance(value, Tensor):
-        return native.Argument(integer=int(value), real=float(value))
-    sizes = native.FourIntegers(*value.shape), native.FourIntegers(*value.stride())
-    return native.Argument(value.data_ptr(), *sizes, value.dtype is torch.bfloat16)
+        return NONE
+    return native.ARGUMENT.pack(0, *[0] * 9, int(value), value)
 
 
 def same_float_type(*tensors: Tensor) -> bool:

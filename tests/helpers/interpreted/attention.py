@@ -141,7 +141,7 @@ def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, siz
 
 
 def test_heads_that_are_too_wide_are_refused() -> None:
-    with pytest.raises(ValueError, match="got heads of 300 numbers, want at most 256"):
+    with pytest.raises(ValueError, match="got heads of size 300, expected at most 256"):
         run(make_case([9], 1, 2, 1, 300, page=16))
 
 
