@@ -15,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 BUDGETS = {
-    "runtime": 9_149,
-    "graphs": 6_841,
-    "sampling": 10_608,
-    "tools": 13_223,
-    "tests": 38_376,
+    "runtime": 8_990,
+    "graphs": 6_354,
+    "sampling": 10_469,
+    "tools": 13_144,
+    "tests": 35_919,
 }
-DECODE_RING_BUDGET = 7_726
+# Frozen when the modules around the ring were merged into its files (native rows, counters, draft choice); the target is 5,500.
+DECODE_RING_BUDGET = 8_267
 DECODE_RING = (
     "runtime/engine.py",
     "runtime/scheduler.py",

@@ -164,9 +164,9 @@ def test_pooled_graphs_need_no_additional_memory() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("on_capture_failure", "ignore", "want 'raise' or 'eager'"),
-        ("capture_bytes", 0, "want a whole number >= 1, or None"),
-        ("capture_bytes", True, "want a whole number >= 1, or None"),
+        ("on_capture_failure", "ignore", "expected one of 'raise', 'eager'"),
+        ("capture_bytes", 0, "expected a whole number >= 1, or None"),
+        ("capture_bytes", True, "expected a whole number >= 1, or None"),
     ],
 )
 def test_invalid_capture_options_raise_value_error(field: str, value: object, expected: str) -> None:
