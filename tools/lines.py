@@ -18,7 +18,7 @@ BUDGETS = {
     "runtime": 8_990,
     "graphs": 6_354,
     "sampling": 10_469,
-    "tools": 13_144,
+    "tools": 13_145,
     "tests": 35_919,
 }
 # Frozen when the modules around the ring were merged into its files (native rows, counters, draft choice); the target is 5,500.
