@@ -123,7 +123,7 @@ def unroll(
 
 
 def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None) -> Tensor:
-    """Attention of one text at its last step, last C pairs. query [C, heads, size]; keys, values: [P, kv_heads, size], then [C, ...] a step."""
+    """Attention of one text at its last step, C pairs. query [C, heads, size]; keys, values: [P, kv_heads, size], [C, ...] per step."""
     count, heads, size = query.shape
     pairs, kv_heads = keys[0].shape[:2]
     grouped = query.view(count, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3) * size**-0.5
