@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"train_demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train_demo: interrupted; the same command goes on from here", file=sys.stderr)
+        print("train_demo: interrupted; run the same command to continue", file=sys.stderr)
         return train_head.INTERRUPTED
 
 

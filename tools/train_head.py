@@ -77,7 +77,7 @@ def check(options: argparse.Namespace) -> None:
     if options.resume and not work.is_dir():
         raise ValueError(f"--resume: {options.out} has no training to resume")
     if not options.resume and options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ValueError(f"--out: {options.out} is not an empty folder; want a new one, or --resume")
+        raise ValueError(f"--out: {options.out} is not an empty folder; expected a new one, or --resume")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -68,7 +68,7 @@ class TrainingSet:
             stored = load_file(cache)
             sizes = [length - 1 for length in self._states.lengths]
             if len(stored["total"]) != sum(sizes):
-                raise ValueError(f"{cache}: belongs to other texts; want the same --data, or a new --out")
+                raise ValueError(f"{cache}: belongs to other texts; expected the same --data, or a new --out")
             totals, bests = (stored[name].split(sizes) for name in ("total", "best"))
             self.wishes = [Wishes(*pair) for pair in zip(totals, bests, strict=True)]
             return

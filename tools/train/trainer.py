@@ -137,10 +137,10 @@ class Trainer:
             raise ValueError(f"{path}: no checkpoint to resume from: {error}") from None
         changed = [f"{name} {plan.get(name)!r} -> {value!r}" for name, value in asdict(self.plan).items() if plan.get(name) != value]
         if changed:
-            raise ValueError(f"{path}: belongs to another plan: {', '.join(changed)}; want the same flags, or a new --out")
+            raise ValueError(f"{path}: belongs to another plan: {', '.join(changed)}; expected the same flags, or a new --out")
         wanted = {"proposed", *(f"{kind}.{name}" for name in self._named for kind in ("weight", "mean", "square"))}
         if stored.keys() != wanted or not torch.equal(stored["proposed"], self.head.proposed):
-            raise ValueError(f"{path}: belongs to another head; want the same target and data, or a new --out")
+            raise ValueError(f"{path}: belongs to another head; expected the same target and data, or a new --out")
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(stored[f"weight.{name}"])
