@@ -1,9 +1,9 @@
-"""Train the demonstration's draft: an EAGLE-3 head for SmolLM2-135M-Instruct, on what that model answers to prompts made here.
+"""Train the demonstration's draft: an EAGLE-3 head for SmolLM2-135M-Instruct, on that model's answers to generated prompts.
 
     python tools/train_demo.py --work folder            answers, training, measuring, card; hours on a CPU
-    python tools/train_demo.py --work folder --install  the same, and put the head into runtime/demo/head
+    python tools/train_demo.py --work folder --install  the same, and copy the head into runtime/demo/head
 
-Each part goes on where it was left: answers that --work holds are not asked for again, and training resumes from its checkpoint.
+Every part can be resumed: existing answers in --work are kept, and training continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_BYTES = 12_000_000  # of the head, in a wheel
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--work", type=Path, required=True, metavar="FOLDER", help="for answers, checkpoints and the head; some gigabytes")
-    add("--prompts", type=int, default=3000, metavar="N", help="prompts to make, some of them alike (default: %(default)s)")
-    add("--answers", type=int, default=112, metavar="N", help="tokens of an answer, at most (default: %(default)s)")
-    add("--steps", type=int, default=3000, metavar="N", help="batches to learn from (default: %(default)s)")
+    add("--work", type=Path, required=True, metavar="FOLDER", help="folder for answers, checkpoints and the head; some gigabytes")
+    add("--prompts", type=int, default=3000, metavar="N", help="prompts to generate, including duplicates (default: %(default)s)")
+    add("--answers", type=int, default=112, metavar="N", help="token limit of an answer (default: %(default)s)")
+    add("--steps", type=int, default=3000, metavar="N", help="training steps (default: %(default)s)")
     add("--draft-vocab", type=int, default=2944, metavar="N", help="tokens that the head may propose (default: %(default)s)")
     add("--intermediate-size", type=int, default=1024, metavar="N", help="width of its perceptron (default: %(default)s)")
-    add("--lr", type=float, default=1e-3, metavar="X", help="greatest learning rate (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the first weights, the order and the split (default: %(default)s)")
+    add("--lr", type=float, default=1e-3, metavar="X", help="peak learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of initial weights, order and split (default: %(default)s)")
     add("--measured", type=int, default=20, metavar="N", help="prompts of each kind to measure on (default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="that trains (default: %(default)s)")
     add("--install", action="store_true", help="copy the head into the package")
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"train_demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train_demo: interrupted; the same command goes on from here", file=sys.stderr)
+        print("train_demo: interrupted; run the same command to continue", file=sys.stderr)
         return train_head.INTERRUPTED
 
 

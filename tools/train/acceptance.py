@@ -1,4 +1,4 @@
-"""How often a head's drafts hold in a real engine, on texts that it did not learn from."""
+"""Acceptance of a head's drafts in an engine, on held-out texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepgraph.runtime.models.llama import Llama
 def measure(
     target: Llama, draft: DraftModel, vocabulary: Vocabulary, prompts: Sequence[Sequence[int]], drafts: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Greedy, and sampled at temperature 1: how often draft 1, 2, ... of a round held, and the tokens of a round.
+    """Greedy and at temperature 1: acceptance rate of draft 1, 2, ... of a round, and tokens per round.
 
     A request's first round has no drafts yet and its last one is cut off, so neither counts.
     """
@@ -24,7 +24,7 @@ def measure(
         num_speculative_tokens=drafts,
         max_length=longest,
         buckets=(rows,),
-        eager=target.embedding.device.type == "cpu",  # the same tokens, and sooner than after recording for so few rounds
+        eager=target.embedding.device.type == "cpu",  # the same tokens; capture would take longer than these few rounds
     )
     result: dict[str, Any] = {"drafts": drafts}
     with Engine(target, draft, vocabulary=vocabulary, config=config) as engine:

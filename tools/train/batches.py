@@ -1,7 +1,7 @@
-"""Saved states as batches to train on: whole texts, in an order that follows from the seed, each place with what the target would say.
+"""Training batches from saved states: whole texts in a seeded order, each position with the target's distribution.
 
-The target's distribution is taken over all of its tokens once; of it, a batch keeps the part that the head can propose, unscaled:
-where the target wants a token that the head does not have, there is little to learn.
+The distribution is normalised over all tokens of the target. A batch keeps the part that the head can propose without rescaling,
+so that positions where the target prefers other tokens have little weight.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from stepgraph.runtime.extras.states_folder import SavedStates, SavedText
 from stepgraph.runtime.models.llama import Llama
 from tools.train.plan import TrainingPlan
 
-_SLICE = 256  # places whose logits over the whole vocabulary are in memory at once
+_SLICE = 256  # positions whose full logits are in memory at once
 
 
 class Wishes(NamedTuple):
-    """What the target said at every state of one text."""
+    """The target's prediction at every state of one text."""
 
-    total: Tensor  # [n - 1] float32, logarithm of the sum over all tokens
+    total: Tensor  # [n - 1] float32, logsumexp over all tokens
     best: Tensor  # [n - 1] int64, its likeliest token
 
 
 class Batch(NamedTuple):
-    """P pairs of texts one behind the other, and C chains that grow from those near enough to an answer to foresee some of it.
+    """P pairs of concatenated texts, and C chains that start at pairs near enough to an answer to predict some of it.
 
-    For each of S steps, what the chains take, should say, and whether that counts.
+    For each of S steps: input tokens, target states, and whether the step counts.
     """
 
     features: Tensor  # [P, F]
     lengths: tuple[int, ...]  # pairs of each text
-    begins: tuple[int, ...]  # the pair of each text that its first chain grows from
-    tokens: tuple[Tensor, ...]  # per step the token that is taken: [P], later [C]
-    hidden: Tensor  # [P + texts * S, H] the target's states that the chains should foresee
+    begins: tuple[int, ...]  # the pair of each text at which its first chain starts
+    tokens: tuple[Tensor, ...]  # input tokens per step: [P], later [C]
+    hidden: Tensor  # [P + texts * S, H] target states to predict
     total: Tensor  # [P + texts * S]
     best: Tensor  # [P + texts * S]
-    goals: tuple[Tensor, ...]  # per step [C], index of the foreseen state in the three above
+    goals: tuple[Tensor, ...]  # per step [C], index of the state to predict in the three above
     counts: tuple[Tensor, ...]  # per step [C] bool
 
 
 class TrainingSet:
-    """Texts to learn from, and texts held out; a text's side depends on its tokens and the seed alone."""
+    """Training and held-out texts; the split of a text depends on its tokens and the seed only."""
 
     def __init__(self, states: SavedStates, target: Llama, plan: TrainingPlan) -> None:
         self._states, self._target, self._plan = states, target, plan
@@ -63,12 +63,12 @@ class TrainingSet:
             raise ValueError(f"--data: got {len(self.learned)} texts to learn from and {len(self.held_out)} held out, want {wanted}")
 
     def prepare(self, cache: Path, num_tokens: int, progress: bool = False) -> None:
-        """Ask the target what it wants at every state, or read what was found before. From `num_tokens` on, ids are padding."""
+        """Compute the target's prediction at every state, or read it from the cache. Ids from `num_tokens` on are padding."""
         if cache.exists():
             stored = load_file(cache)
             sizes = [length - 1 for length in self._states.lengths]
             if len(stored["total"]) != sum(sizes):
-                raise ValueError(f"{cache}: is of other texts; want the same --data, or a new --out")
+                raise ValueError(f"{cache}: belongs to other texts; expected the same --data, or a new --out")
             totals, bests = (stored[name].split(sizes) for name in ("total", "best"))
             self.wishes = [Wishes(*pair) for pair in zip(totals, bests, strict=True)]
             return
@@ -80,7 +80,7 @@ class TrainingSet:
         part.replace(cache)
 
     def frequencies(self) -> Tensor:
-        """[vocab_size] how often each token is to be foreseen in what is learned from: in the texts, and by the target's wish."""
+        """[vocab_size] frequency of each token in the training data: in the texts and as the target's best token."""
         found = torch.zeros(self._target.vocab_size, dtype=torch.int64)
         for index in self.learned:
             text = self._states[index]
@@ -90,7 +90,7 @@ class TrainingSet:
         return found
 
     def order(self) -> Iterator[list[int]]:
-        """The texts of every batch, for ever: a pass over all of them in an order of its own follows the other."""
+        """The texts of every batch, endlessly; every pass over the texts has a new order."""
         epoch = 0
         while True:
             made = torch.Generator().manual_seed(self._plan.seed * 1_000_003 + epoch)
@@ -99,7 +99,7 @@ class TrainingSet:
             epoch += 1
 
     def grouped(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Whole texts, in this order, up to the tokens of a batch."""
+        """Whole texts in this order, up to the token limit of a batch."""
         group: list[int] = []
         size = 0
         for index in indices:
@@ -113,7 +113,7 @@ class TrainingSet:
             yield group
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The texts' pairs and what each chain should say."""
+        """The batch of these texts."""
         steps = self._plan.unrolled
         parts: list[tuple[Tensor, ...]] = []
         tokens: list[list[Tensor]] = [[] for _ in range(steps)]
@@ -128,7 +128,7 @@ class TrainingSet:
             states, pairs = len(ids) - 1, len(ids) - 2
             features = text.features if self._plan.kind == "eagle3" else text.hidden
             parts.append((features[:pairs], text.hidden[:states], wish.total[:states], wish.best[:states]))
-            begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step foresees the answer's first token
+            begin = min(pairs, max(0, text.prompt_length - 1 - steps))  # its last step predicts the answer's first token
             for step in range(steps):
                 position = torch.arange(begin if step else 0, pairs)
                 tokens[step].append(ids[(position + 1 + step).clamp(max=len(ids) - 1)])
@@ -144,7 +144,7 @@ class TrainingSet:
         return Batch(features, tuple(lengths), tuple(begins), taken, hidden, total, best, aims, counted)
 
     def prompts(self, most: int, longest: int) -> list[list[int]]:
-        """Beginnings of texts that were held out, to decode from."""
+        """Prompts from held-out texts."""
         found = []
         for index in self.held_out[:most]:
             text = self._states[index]
@@ -155,7 +155,7 @@ class TrainingSet:
 
 @torch.no_grad()
 def wishes(target: Llama, text: SavedText, num_tokens: int) -> Wishes:
-    """In the target's own dtype, as an engine computes them."""
+    """Logits in the target's dtype, as in an engine."""
     device = target.embedding.device
     totals, bests = [], []
     for part in text.hidden.split(_SLICE):
@@ -175,7 +175,7 @@ def _to(part: Tensor | tuple[Tensor, ...], device: torch.device) -> Tensor | tup
 
 
 def _side(token_ids: Tensor, seed: int) -> float:
-    """From 0 to 1: the same wherever and whenever the text is met."""
+    """A number from 0 to 1 that depends on the text and the seed only."""
     digest = hashlib.sha256(str(seed).encode() + token_ids.numpy().tobytes()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -1,4 +1,4 @@
-"""What the target thinks of the training texts: each is run once, and its states are kept in a folder, as an engine keeps them."""
+"""Hidden states of the training texts, saved in a folder in the format of the engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tools.train.texts import Text
 
 PAGE_SIZE = 64
 SHARD_BYTES = 64 << 20
-ROWS = 32  # that answer at a time
-SAMPLE = 64  # tokens that saved states are checked by
-CLOSE = 0.1  # how far off they may be: another order of additions in bfloat16, not another model
+ROWS = 32  # concurrent answers
+SAMPLE = 64  # tokens for checking saved states
+CLOSE = 0.1  # tolerance for another order of additions in bfloat16
 
 
 def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool = False) -> SavedStates:
-    """Run the target over every text that the folder does not hold yet; an interrupt keeps what was done."""
+    """Run the target over every text that is not in the folder yet. An interrupt keeps the finished texts."""
     layout = states_layout(target)
     done = len(SavedStates(folder)) if (folder / INDEX).exists() else 0
     got = sum(len(text.token_ids) for text in texts) * layout.width * target.feature_dtype.itemsize
@@ -37,7 +37,7 @@ def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool =
     try:
         for saved in tqdm(run(target, texts[done:]), desc="target", unit="text", initial=done, total=len(texts), disable=not progress):
             while not writer.put(saved) and not writer.error:
-                time.sleep(0.05)  # the disk is slower than the target
+                time.sleep(0.05)  # wait for the disk
             if writer.error:
                 break
     finally:
@@ -49,7 +49,7 @@ def collect(target: Llama, texts: Sequence[Text], folder: Path, progress: bool =
 
 @torch.no_grad()
 def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
-    """What the target thinks of each text, in one pass."""
+    """Hidden states of each text, in one pass."""
     device = target.embedding.device
     longest = max((len(text.token_ids) for text in texts), default=1)
     pages = -(-longest // PAGE_SIZE)
@@ -65,7 +65,7 @@ def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
 
 @torch.no_grad()
 def check_states(states: SavedStates, target: Llama) -> None:
-    """Saved states are this target's: their sizes fit, and of the first text they are what the target finds now."""
+    """Check that saved states belong to this target: sizes match, and the states of the first text are reproduced."""
     got, wanted = states.layout, states_layout(target)
     if (got.vocab_size, got.feature_layers, got.feature_size, got.hidden_size) != (
         wanted.vocab_size,
@@ -73,15 +73,15 @@ def check_states(states: SavedStates, target: Llama) -> None:
         wanted.feature_size,
         wanted.hidden_size,
     ):
-        raise ValueError(f"{states.folder}: holds states of {got}, want states of {wanted}")
+        raise ValueError(f"{states.folder}: got states of {got}, expected states of {wanted}")
     if not len(states):
-        raise ValueError(f"{states.folder}: holds no texts")
+        raise ValueError(f"{states.folder}: got no texts, expected at least one")
     text = states[0]
     part = Text(tuple(text.token_ids[:SAMPLE].tolist()), 1)
     found = next(run(target, [part]))
     error = float((found.hidden.float() - text.hidden[: SAMPLE - 1].float()).norm() / text.hidden[: SAMPLE - 1].float().norm())
     if error > CLOSE:
-        raise ValueError(f"{states.folder}: the states of its first text are {error:.0%} off, want states of this target")
+        raise ValueError(f"{states.folder}: the states of its first text are {error:.0%} off, expected states of this target")
 
 
 def answer(
@@ -93,7 +93,7 @@ def answer(
     folder: Path,
     progress: bool = False,
 ) -> SavedStates:
-    """Let the target answer every prompt, and keep its states as it does: a head that learns from these learns what it will be asked."""
+    """Let the target answer every prompt and save its states: training data like the texts that the head will draft."""
     answered = (
         {tuple(text.token_ids[: text.prompt_length].tolist()) for text in SavedStates(folder)} if (folder / INDEX).exists() else set()
     )

@@ -1,4 +1,4 @@
-"""What tools/train_head.py does once its flags are checked: states, head, training, report."""
+"""The work of tools/train_head.py after its flags are checked: states, head, training, report."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tools.train.texts import read_texts
 from tools.train.trainer import Trainer
 from tools.train.vocabulary import check_count, choose_proposed
 
-MOST_PROPOSED = 8192  # where --draft-vocab says nothing
+MOST_PROPOSED = 8192  # default of --draft-vocab
 
 
 def run(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: torch {torch.__version__} sees no GPU here, want cpu")
+        raise ValueError(f"--device: torch {torch.__version__} sees no GPU here, expected cpu")
     started = time.perf_counter()
     progress, work = not options.quiet, options.out / "training"
     checkpoint = open_checkpoint(options.target)
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         "held_out": trainer.evaluate(),
         "tokens_per_second": round(speed, 1),
     }
-    if options.kind == "mtp":  # whatever was saved, it is fed with the hidden states
+    if options.kind == "mtp":  # an MTP head reads the hidden states only
         target.feature_layers, target.feature_size = (), target.hidden_size
     prompts = data.prompts(options.report_texts, min(options.max_length, positions - options.report_tokens))
     decoded = (
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train(trainer: Trainer, checkpoint: Path, every: int, progress: bool) -> bool:
-    """Until the end, or the first Ctrl-C, which ends it after the step under way; a second one ends it at once."""
+    """Train to the end or to the first Ctrl-C, which completes the current step; a second one interrupts it."""
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number) if not asked else signal.default_int_handler(number, None))
     try:
@@ -101,28 +101,26 @@ def train(trainer: Trainer, checkpoint: Path, every: int, progress: bool) -> boo
 
 
 def check_room(options: argparse.Namespace, positions: int) -> None:
-    """Prompts are cut to what the target's positions leave for an answer: something has to be left."""
+    """Check that prompts and answers fit into the target's positions."""
     for flag, value in (("answers", options.answers), ("report-tokens", options.report_tokens)):
         if value >= positions:
             raise ValueError(f"--{flag}: got {value}, expected fewer than the target's {positions} positions")
 
 
 def feature_layers(options: argparse.Namespace, checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Of the target: those that saved states hold, else the usual ones. An MTP head needs none."""
+    """Feature layers: those of the saved states, otherwise the defaults. None for an MTP head."""
     if not options.data.is_dir():
         return default_feature_layers(checkpoint.config.num_layers) if options.kind == "eagle3" else ()
     layout: StatesLayout = read_index(options.data)[0]
     if options.kind == "mtp":
-        return layout.feature_layers  # to hold the states against the target's
+        return layout.feature_layers  # to compare the states with the target
     if not layout.feature_layers:
-        raise ValueError(
-            f"--data: {options.data} holds no states that enter layers; save them with Engine(feature_layers=...) for an eagle3 head"
-        )
+        raise ValueError(f"--data: {options.data} has no layer input states; save them with Engine(feature_layers=...) for an eagle3 head")
     return layout.feature_layers
 
 
 def gather(options: argparse.Namespace, checkpoint: Checkpoint, target: Llama) -> SavedStates:
-    """The states to learn from: saved ones, or those of texts."""
+    """The training states: saved ones, or those of texts."""
     progress, folder = not options.quiet, options.out / "training" / "states"
     if options.data.is_dir():
         states = SavedStates(options.data)

@@ -1,4 +1,4 @@
-"""Heads to be trained: their sizes, the weights they begin with, and how they get into a folder that an engine loads."""
+"""Heads for training: sizes, initial weights, and saving in a folder that an engine loads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stepgraph.runtime.models.mtp import Mtp, MtpModule
 from tools.train.unroll import Eagle3Learner, Learner, MtpLearner
 
 KINDS = ("eagle3", "mtp")
-_NOISE = 0.02  # on top of what is taken over, so that no two rows learn the same
+_NOISE = 0.02  # added to copied weights, so that rows differ
 
 
 class Head:
-    """A head in float32 beside its target, of which it knows the embedding and the head; those are not trained.
+    """A float32 head with the embedding and output head of its target, which are not trained.
 
-    `proposed` are the target's ids of the tokens that it learns to propose; an MTP head goes on to propose all of them.
+    `proposed`: target ids of the tokens that the loss covers; an MTP head still proposes all tokens.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Head:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained."""
+        """The trained parameters."""
         shared = ("embedding",) if isinstance(self.module, Eagle3) else ("embedding", "head")
         return {name: parameter for name, parameter in self.module.named_parameters() if name not in shared}
 
     @property
     def out(self) -> Tensor:
-        """[D, H], what logits over the proposed tokens are taken with."""
+        """[D, H], output rows of the proposed tokens."""
         return self.module.head if isinstance(self.module, Eagle3) else self.target_rows
 
     @property
     def target_rows(self) -> Tensor:
-        """[D, H], the target's own of these tokens."""
+        """[D, H], the target's output rows of these tokens."""
         return _output(self.target)[self.proposed]
 
     def drafter(self) -> DraftModel:
-        """As an engine runs it, in the target's dtype."""
+        """The head in the target's dtype, as in an engine."""
         target, module = self.target, self.module
         made: Eagle3 | Mtp
         if isinstance(module, Eagle3):
@@ -84,14 +84,14 @@ class Head:
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
-    """Near the input, in the middle, near the end: what EAGLE-3 heads are fed with where nothing is said; spread out for a tiny target."""
+    """Default layers of an EAGLE-3 head: near the input, in the middle, near the end; distinct for a tiny target."""
     if layers >= 6:
         return 2, layers // 2, layers - 3
     return 0, layers // 2, layers
 
 
 def _eagle3(target: Llama, proposed: Tensor, feature_layers: tuple[int, ...], generator: torch.Generator, middle: int | None) -> Eagle3:
-    """The layer begins as the target's last one and sees the state nearest to it; tokens are mixed in as training finds useful."""
+    """The layer starts as a copy of the target's last one, on the state nearest to it; the weights of the token part start small."""
     ours = target.config
     layer = replace(
         ours,
@@ -132,7 +132,7 @@ def _mtp(target: Llama, generator: torch.Generator, middle: int | None) -> Mtp:
 
 
 def _copy_layer(layer: LlamaLayer, its: nn.Module, columns: slice) -> None:
-    """Take over what has the same shape; attention's products see the state in `columns` of what they take."""
+    """Copy parameters of equal shape; attention reads the state in `columns` of its input."""
     assert isinstance(its, LlamaLayer)
     layer.qkv[:, columns].copy_(its.qkv)
     for name, parameter in layer.named_parameters():
@@ -147,7 +147,7 @@ def _own(head: nn.Module, shared: tuple[str, ...]) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Norms of one; products that keep the size of what goes in."""
+    """Norm weights of one; matrices that keep the scale of their input."""
     if parameter.dim() == 1:
         parameter.fill_(1)
     else:

@@ -1,4 +1,4 @@
-"""What a training does."""
+"""Training configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What a training does; with the same data and the same plan it ends in the same weights."""
+    """Training configuration. The same data and plan give the same weights."""
 
     kind: str
     draft_vocab: int | None  # None: all of the target's tokens
@@ -15,8 +15,8 @@ class TrainingPlan:
     batch_tokens: int
     rate: float
     unrolled: int  # steps of the chain
-    dtype: str  # of the products while training: float32 or bfloat16
+    dtype: str  # dtype of matrix products: float32 or bfloat16
     seed: int
     eval_share: float
-    longest: int  # tokens of a text that are used, its answer included
+    longest: int  # token limit of a text, including its answer
     middle: int | None  # width of the head's perceptron; None: the target's

@@ -1,6 +1,6 @@
 """Training texts as token ids: from plain text, or from JSON lines of texts, conversations or ids.
 
-Encoding is left to the tokenizer's own library, which `transformers` finds in a folder or a GGUF file.
+Text is encoded by the tokenizer of the model folder or GGUF file, loaded with `transformers`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ KINDS = ("text", "messages", "token_ids")
 
 class Text(NamedTuple):
     token_ids: tuple[int, ...]
-    prompt_length: int  # the tokens in front, at least one, that nobody has to guess
+    prompt_length: int  # tokens of the prompt, at least one, which are not trained on
 
 
 def read_texts(path: Path, target: Path, vocab_size: int, longest: int, answered: bool = False) -> list[Text]:
     """The texts of a .txt or .jsonl file, cut to `longest` tokens. ValueError names file, line and field.
 
-    answered: the target is going to answer them, so conversations may end with a question, and all of a text is its prompt.
+    answered: the target will answer the texts, so a conversation may end with a question, and the whole text is the prompt.
     """
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"{path}: got the ending {path.suffix!r}, expected .txt, .jsonl, or a folder of saved hidden states")
@@ -30,18 +30,18 @@ def read_texts(path: Path, target: Path, vocab_size: int, longest: int, answered
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: no UTF-8: {error}") from None
+        raise ValueError(f"{path}: not UTF-8: {error}") from None
     encoder = Encoder(target, answered)
     found = _plain(written, encoder, longest) if path.suffix == ".txt" else _lines(written, path, encoder)
     texts = [_checked(text, where, vocab_size, longest, answered) for where, text in found]
     usable = [text for text in texts if len(text.token_ids) >= (1 if answered else 3)]
     if not usable:
-        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if answered else '3 tokens'}, expected some")
+        raise ValueError(f"{path}: got {len(texts)} texts of at least {'1 token' if answered else '3 tokens'}, expected at least one")
     return usable
 
 
 class Encoder:
-    """A target's tokenizer, opened when the first text needs it."""
+    """A target's tokenizer, opened on first use."""
 
     def __init__(self, target: Path, answered: bool = False) -> None:
         self._target, self._answered = target, answered
@@ -59,7 +59,7 @@ class Encoder:
             folder = self._target.parent if file else self._target
             try:
                 self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **file)
-            except Exception as error:  # the library raises whatever its parsers raise
+            except Exception as error:  # the library raises exceptions of many types
                 raise ValueError(f"{self._target}: no tokenizer could be read: {error}") from None
         return self._tokenizer
 
@@ -68,7 +68,7 @@ class Encoder:
         return Text(tuple(ids), len(ids) if self._answered else 1)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Text:
-        """The last message is the answer, where it is the assistant's; what comes before it is the prompt."""
+        """If the last message is from the assistant it is the answer, and the previous messages are the prompt."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("messages: the tokenizer has no chat template; give 'text' or 'token_ids'")
         answer = messages[-1]["role"] == "assistant" and not self._answered
@@ -85,14 +85,14 @@ class Encoder:
     def _templated(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         try:
             made = self.tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"messages: the chat template fails: {error}") from None
         ids: list[int] = made if isinstance(made, list) else made["input_ids"]
         return ids
 
 
 def _plain(written: str, encoder: Encoder, longest: int) -> Iterator[tuple[str, Text]]:
-    """One text in pieces."""
+    """Split a text into pieces of at most `longest` tokens."""
     ids = encoder.text(written).token_ids
     for start in range(0, len(ids), longest):
         yield f"token {start}", Text(ids[start : start + longest], 1)
@@ -106,7 +106,7 @@ def _lines(written: str, path: Path, encoder: Encoder) -> Iterator[tuple[str, Te
         try:
             entry = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{where}: no JSON: {error}") from None
+            raise ValueError(f"{where}: not JSON: {error}") from None
         kinds = [kind for kind in KINDS if isinstance(entry, dict) and kind in entry]
         if len(kinds) != 1:
             raise ValueError(f"{where}: got {line.strip()!r:.80}, expected an object with one of {', '.join(KINDS)}")

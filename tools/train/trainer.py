@@ -1,7 +1,7 @@
-"""The training itself: steps over batches, a checkpoint from which it goes on bit for bit, and what a head says of held-out texts.
+"""Training: steps over batches, bit-exact checkpoints, and evaluation on held-out texts.
 
-A head is taught what the target would say, not what the text says: cross-entropy against the target's own distribution, at every
-step of the unrolled chain, later steps counting less.
+The loss is cross-entropy against the target's distribution, not the text's tokens, at every step of the unrolled chain; later
+steps have less weight.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from tools.train.heads import Head
 from tools.train.plan import TrainingPlan
 from tools.train.unroll import unroll
 
-DECAY = 0.8  # what a step of the chain counts, against the one before
-CLIP = 1.0  # greatest length of a gradient
+DECAY = 0.8  # weight of a chain step relative to the one before
+CLIP = 1.0  # gradient norm limit
 WEIGHT_DECAY = 0.01
-WARM_UP = 0.05  # share of the steps over which the rate rises
+WARM_UP = 0.05  # warm-up share of the steps
 
 
 class Lesson(NamedTuple):
-    """One batch, judged. A step of the chain without a place that counts says zero."""
+    """Loss of one batch. A chain step without counted positions is zero."""
 
     loss: Tensor
     losses: list[Tensor]  # per step of the chain
-    hits: list[Tensor]  # per step: share of places where the head's first choice is the target's
+    hits: list[Tensor]  # per step: share of positions where the head's best token is the target's
 
 
 class Trainer:
-    """A head, its optimiser, and how far they are."""
+    """A head, its optimiser and progress."""
 
     def __init__(self, head: Head, data: TrainingSet, plan: TrainingPlan) -> None:
         self.head, self.data, self.plan = head, data, plan
         self.device = head.target.embedding.device
-        self.done = self.tokens = 0  # steps, and the tokens of those of this run
+        self.done = self.tokens = 0  # steps, and tokens of this run
         self._named = head.parameters
         self._optimizer = torch.optim.AdamW(self._named.values(), lr=plan.rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
         self._places = torch.full((head.target.vocab_size,), -1, device=self.device)  # of a token among the proposed
         self._places[head.proposed.to(self.device)] = torch.arange(len(head.proposed), device=self.device)
 
     def train(self, checkpoint: Path, every: int, progress: bool = False, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Go on to the plan's last step, or to the next one when `stop` says so. True where it is done."""
+        """Train to the plan's last step; stop after the current step when `stop()` is true. True if finished."""
         plan = self.plan
         batches = itertools.islice(self.data.order(), self.done, plan.steps)
         bar = tqdm(total=plan.steps, initial=self.done, desc="train", unit="step", disable=not progress)
@@ -77,7 +77,7 @@ class Trainer:
         return self.done == plan.steps
 
     def judge(self, batch: Batch) -> Lesson:
-        """Run the chains of a batch and hold them against what the target says."""
+        """Loss of a batch."""
         head, batch = self.head, moved(batch, self.device)
         with self._precision():
             wanted, best = self._wanted(batch)
@@ -97,7 +97,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, list[float]]:
-        """Loss and share of first choices that are the target's, per step of the chain, over all that was held out."""
+        """Loss and top-1 agreement per chain step, over the held-out texts."""
         totals = torch.zeros(2, self.plan.unrolled)
         weights = torch.zeros(self.plan.unrolled)
         for indices in self.data.grouped(self.data.held_out):
@@ -110,7 +110,7 @@ class Trainer:
         return {"losses": losses, "hits": hits}
 
     def save(self, path: Path) -> None:
-        """Weights, moments and the step, under one name that always holds a whole file."""
+        """Save weights, moments and step atomically."""
         tensors = {f"weight.{name}": parameter.detach() for name, parameter in self._named.items()}
         for name, parameter in self._named.items():
             state = self._optimizer.state.get(parameter) or {
@@ -128,7 +128,7 @@ class Trainer:
         part.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of the same plan."""
+        """Load a checkpoint of the same plan."""
         try:
             with safe_open(path, framework="pt") as file:
                 target_probs, stored = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -137,10 +137,10 @@ class Trainer:
             raise ValueError(f"{path}: no checkpoint to resume from: {error}") from None
         changed = [f"{name} {plan.get(name)!r} -> {value!r}" for name, value in asdict(self.plan).items() if plan.get(name) != value]
         if changed:
-            raise ValueError(f"{path}: was made by another plan: {', '.join(changed)}; want the same flags, or a new --out")
+            raise ValueError(f"{path}: belongs to another plan: {', '.join(changed)}; expected the same flags, or a new --out")
         wanted = {"proposed", *(f"{kind}.{name}" for name in self._named for kind in ("weight", "mean", "square"))}
         if stored.keys() != wanted or not torch.equal(stored["proposed"], self.head.proposed):
-            raise ValueError(f"{path}: holds another head; want the same target and data, or a new --out")
+            raise ValueError(f"{path}: belongs to another head; expected the same target and data, or a new --out")
         with torch.no_grad():
             for name, parameter in self._named.items():
                 parameter.copy_(stored[f"weight.{name}"])
@@ -164,7 +164,7 @@ class Trainer:
 
     @torch.no_grad()
     def _wanted(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[N, D] the target's probabilities of the proposed tokens, and [N] the place of its likeliest; -1 where that is not proposed."""
+        """[N, D] target probabilities of the proposed tokens, [N] index of the likeliest token, -1 if it is not proposed."""
         rows = self.head.target_rows
         logits = functional.linear(batch.hidden.to(rows.dtype), rows).float()
         return (logits - batch.total[:, None]).exp(), self._places[batch.best]
@@ -175,7 +175,7 @@ class Trainer:
 
 
 def scale(step: int, steps: int) -> float:
-    """Of the learning rate: up to one in a straight line, then down to nothing along half a cosine."""
+    """Learning rate factor: linear warm-up to one, then cosine decay to zero."""
     warm = max(1, round(WARM_UP * steps))
     if step < warm:
         return (step + 1) / warm

@@ -1,9 +1,9 @@
-"""A head run over its own states for several steps, for whole texts at once and under autograd.
+"""Unrolls a head over its own states for several steps, for whole texts at once, with autograd.
 
-What decoding does at one place is done here at every place of a text. Pair i of a text is the target's state at position i and
-the token behind it. At step 1 a pair sees the pairs up to its own. At step s a chain has grown from pair i: it takes the token
-at i + s and its own last state, stands at position i + s - 1, and sees the pairs up to i at step 1, then its own steps. So the
-entries of other chains, and those of true states behind pair i, stay out of its sight, as they do while drafting.
+Computes drafting at every position of a text at once. Pair i of a text is the target's state at position i and the token after it.
+At step 1 a pair attends to the pairs up to its own. At step s the chain of pair i reads the token at i + s and its own last state,
+has position i + s - 1, and attends to the pairs up to i and then to its own steps. It does not see entries of other chains or true
+states after pair i, as in drafting.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from stepgraph.runtime.models.mtp import Mtp, MtpModule
 
 
 class Entering(NamedTuple):
-    taken: Tensor  # [P, in], what attention takes
-    shortcut: Tensor  # [P, H], what it is added to
+    taken: Tensor  # [P, in], input of attention
+    shortcut: Tensor  # [P, H], residual
 
 
 class Learner(Protocol):
-    """What differs between the kinds of heads: what enters the layer and what is made of what leaves it."""
+    """Differences between the kinds of heads: the input of the layer and the use of its output."""
 
     layer: LlamaLayer
     frequencies: Tensor
 
     def begin(self, features: Tensor) -> Tensor:
-        """[P, F] of the target -> [P, H], as if the head had left them."""
+        """[P, F] target features -> [P, H] states of the head."""
 
     def enter(self, states: Tensor, embedded: Tensor) -> Entering: ...
 
     def leave(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """What is fed back, and what the logits are taken from."""
+        """The state for the next step, and the input of the output head."""
 
 
 class Eagle3Learner:
@@ -61,7 +61,7 @@ class Eagle3Learner:
 
 
 class MtpLearner:
-    """One module, used again and again."""
+    """One module, applied repeatedly."""
 
     def __init__(self, head: Mtp) -> None:
         (module,) = head.depths
@@ -86,11 +86,11 @@ class MtpLearner:
 def unroll(
     learner: Learner, features: Tensor, embedded: Sequence[Tensor], lengths: Sequence[int], begins: Sequence[int] | None = None
 ) -> Iterator[Tensor]:
-    """What the logits of every step are taken from, [C, H] each: of the C chains that grow from a text's pair `begins` or a later one.
+    """Inputs of the output head per step, [C, H] each, for the C chains that start at pair `begins` of a text or later.
 
-    features [P, F]: the pairs of all texts, one text behind the other, `lengths` pairs each; pairs that no chain grows from are
-    only seen. embedded: the tokens that each step takes, [P, H] at step 1, [C, H] later; where a text has no token so far on,
-    anything: nothing but that chain sees it. begins: None is the first pair of every text.
+    features [P, F]: the pairs of all texts, concatenated, `lengths` pairs each; pairs without a chain are only attended to.
+    embedded: input tokens of each step, [P, H] at step 1, [C, H] later; arbitrary after the end of a text, where only that chain
+    sees it. begins: None is the first pair of every text.
     """
     layer, config = learner.layer, learner.layer.config
     sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -98,7 +98,7 @@ def unroll(
     counts = [length - first for length, first in zip(lengths, firsts, strict=True)]
     positions = torch.cat([torch.arange(length, device=features.device) for length in lengths])
     grown = torch.cat([torch.arange(length, device=features.device) >= first for length, first in zip(lengths, firsts, strict=True)])
-    chain: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # for every step, the entries of each text
+    chain: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []  # per step, the cache entries of each text
     states = learner.begin(features)
     for step, tokens in enumerate(embedded):
         taken, shortcut = learner.enter(states, tokens)
@@ -123,7 +123,7 @@ def unroll(
 
 
 def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None) -> Tensor:
-    """One text at its last step, its last C pairs. query [C, heads, size]; keys, values: [P, kv_heads, size], then [C, ...] a step."""
+    """Attention of one text at its last step, C pairs. query [C, heads, size]; keys, values: [P, kv_heads, size], [C, ...] per step."""
     count, heads, size = query.shape
     pairs, kv_heads = keys[0].shape[:2]
     grouped = query.view(count, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3) * size**-0.5
@@ -134,7 +134,7 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], wind
         visible = visible & (behind + len(keys) - 1 - seen < window)
     shared = (grouped.flatten(1, 2) @ keys[0].permute(1, 2, 0)).unflatten(1, (heads // kv_heads, count))
     own = [(grouped * key.transpose(0, 1)[:, None]).sum(-1, keepdim=True) for key in keys[1:]]
-    if window:  # a chain longer than the window loses sight of its own beginning
+    if window:  # a chain longer than the window does not see its own start
         own = [each if len(own) - index < window else each - torch.inf for index, each in enumerate(own, 1)]
     scores = torch.cat([shared.float().masked_fill(~visible, -torch.inf), *(each.float() for each in own)], -1)
     weights: Tensor = scores.softmax(-1).to(values[0].dtype)

@@ -1,4 +1,4 @@
-"""Which tokens a head learns to propose: the frequent ones, and those without which it could not draft under a grammar."""
+"""Selects the tokens that a head proposes: the frequent ones, and those that grammars need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
 def always_proposed(vocabulary: Vocabulary) -> list[int]:
-    """Stop ids, and every token of one printable character of ASCII: digits, letters, JSON's punctuation. The lowest id of each."""
+    """Stop ids, and the lowest id of every printable ASCII character."""
     found: dict[bytes, int] = {}
     for token_id, spelled in enumerate(vocabulary.tokens):
         if len(spelled) == 1 and (0x20 <= spelled[0] < 0x7F or spelled == b"\n") and token_id not in vocabulary.stop_token_ids:
@@ -18,7 +18,7 @@ def always_proposed(vocabulary: Vocabulary) -> list[int]:
 
 
 def check_count(vocabulary: Vocabulary, count: int) -> None:
-    """ValueError where a head cannot propose so many of the target's tokens."""
+    """ValueError if `count` is out of range."""
     least, known = len(always_proposed(vocabulary)), len(vocabulary.tokens)
     if not least <= count <= known:
         raise ValueError(
@@ -27,7 +27,7 @@ def check_count(vocabulary: Vocabulary, count: int) -> None:
 
 
 def choose_proposed(frequencies: Tensor, vocabulary: Vocabulary, count: int | None) -> Tensor:
-    """[count] the target's ids, in their order; None: all of them. Of equals the lower id."""
+    """[count] target ids in ascending order; None for all. Ties go to the lower id."""
     known = len(vocabulary.tokens)
     if count is None or count == known:
         return torch.arange(known)

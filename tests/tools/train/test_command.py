@@ -88,7 +88,7 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
         ('{"text": 3}', r"data.jsonl:2: text: got 3, expected a string"),
         ('{"text": "a", "token_ids": []}', r"data.jsonl:2: got .*, expected an object with one of text, messages, token_ids"),
         ("[1]", r"data.jsonl:2: got '\[1\]', expected an object with one of"),
-        ('{"text', r"data.jsonl:2: no JSON"),
+        ('{"text', r"data.jsonl:2: not JSON"),
         ('{"messages": []}', r"data.jsonl:2: messages: got \[\], expected a list of objects with role and content"),
         (
             '{"messages": [{"role": "user", "content": "hi"}]}',
@@ -145,9 +145,9 @@ def test_wrong_flags_exit_with_2(flags: dict[str, Any], tmp_path: Path) -> None:
     (full / "file").touch()
     for change, more, message in (
         ({"kind": "medusa"}, (), "invalid choice: 'medusa'"),
-        ({"data": tmp_path / "no.txt"}, (), "train_head: --data: " + str(tmp_path / "no.txt") + " is not there"),
-        ({"out": full}, (), "full is not an empty folder; want a new one, or --resume"),
-        ({}, ("--resume",), "out holds no training"),
+        ({"data": tmp_path / "no.txt"}, (), "train_head: --data: " + str(tmp_path / "no.txt") + " does not exist"),
+        ({"out": full}, (), "full is not an empty folder; expected a new one, or --resume"),
+        ({}, ("--resume",), "out has no training to resume"),
         ({}, ("--ttt-steps", 9), "train_head: --ttt-steps: got 9, expected a whole number from 1 to 8"),
         ({}, ("--lr", "nan"), "train_head: --lr: got nan, expected more than 0, at most 1"),
         ({}, ("--seed", 1 << 64), "train_head: --seed: got 18446744073709551616, expected a whole number from 0 to 1099511627776"),
@@ -165,7 +165,7 @@ def test_wrong_data_is_refused(flags: dict[str, Any], tmp_path: Path, capsys: py
     one = write(tmp_path / "one.jsonl", {"token_ids": [5, 6, 7, 8]})
     for index, (data, message) in enumerate(
         (
-            (empty, "empty.jsonl: got 0 texts of at least 3 tokens, expected some"),
+            (empty, "empty.jsonl: got 0 texts of at least 3 tokens, expected at least one"),
             (strange, "data.csv: got the ending '.csv', expected .txt, .jsonl, or a folder of saved hidden states"),
             (tmp_path, "states.json: No such file or directory, expected a folder written by EngineConfig.save_hidden_states"),
             (one, "texts to learn from and "),
@@ -195,7 +195,7 @@ def test_train_from_prompts_and_load_in_an_engine(
 
     monkeypatch.setattr(TrainingSet, "order", interrupted)
     assert train_head.main(listed(flags, *steps)) == 130
-    assert "interrupted; --resume goes on from here" in capsys.readouterr().err
+    assert "interrupted; continue with --resume" in capsys.readouterr().err
     monkeypatch.undo()
     assert train_head.main(listed(flags, *steps, "--resume")) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -248,7 +248,7 @@ def test_train_from_saved_hidden_states(flags: dict[str, Any], kind: str, tmp_pa
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["feature_layers"] == [1, 2, 4]
     other = {**flags, "target": folder_of("llama-2"), "out": tmp_path / "other"}
     assert train_head.main(listed(other, "--steps", 2, *SHORT, "--quiet")) == 2
-    assert "off, want states of this target" in capsys.readouterr().err
+    assert "off, expected states of this target" in capsys.readouterr().err
 
 
 def test_states_without_features_are_refused_for_eagle3(flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,4 +256,4 @@ def test_states_without_features_are_refused_for_eagle3(flags: dict[str, Any], t
     writer.put(SavedText(torch.arange(4), 1, *[torch.zeros(3, 64)] * 2))
     writer.close()
     assert train_head.main(listed({**flags, "data": tmp_path / "states"}, "--quiet")) == 2
-    assert "holds no states that enter layers; save them with Engine(feature_layers=...)" in capsys.readouterr().err
+    assert "has no layer input states; save them with Engine(feature_layers=...)" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_resume_is_bit_exact(lesson: Lesson, tmp_path: Path, dtype: str) -> None
     saved, others = load_file(checkpoint), load_file(tmp_path / "other.safetensors")
     assert saved.keys() == others.keys() and all(torch.equal(tensor, others[name]) for name, tensor in saved.items())
     other = lesson.trainer(**{**options, "seed": 1})
-    with pytest.raises(ValueError, match=r"checkpoint.safetensors: was made by another plan: seed 0 -> 1; want the same flags"):
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors: belongs to another plan: seed 0 -> 1; expected the same flags"):
         other.resume(checkpoint)
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     with pytest.raises(ValueError, match="no checkpoint to resume from"):

@@ -1,4 +1,4 @@
-"""The card that goes with the demonstration's draft: what it is, how it was made, what was measured."""
+"""The model card of the demonstration's draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of the demonstration's target to its own prompts, under their schemas, with the hidden states that a draft learns from."""
+"""Answers of the demonstration's target to generated prompts under their schemas, with hidden states."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tools.train.heads import default_feature_layers
 from tools.train.texts import Encoder
 
 LONGEST_PROMPT = 320
-ROWS = 16  # that answer at a time
+ROWS = 16  # concurrent answers
 SHARD_BYTES = 64 << 20
 
 
 def collect(target: Path, folder: Path, count: int, new_tokens: int, progress: bool = False) -> SavedStates:
-    """Let the target answer the prompts of the first `count` seeds, greedily; those that the folder holds already are not asked again."""
+    """Let the target answer the prompts of the first `count` seeds greedily; skips answers that are in the folder."""
     checkpoint = open_checkpoint(target, torch.bfloat16)
     model = checkpoint.load("cpu", default_feature_layers(checkpoint.config.num_layers), progress)
     held: set[tuple[int, ...]] = set()
@@ -34,7 +34,7 @@ def collect(target: Path, folder: Path, count: int, new_tokens: int, progress: b
         max_length=LONGEST_PROMPT + new_tokens,
         buckets=(ROWS,),
         greedy_only=True,
-        compile_isolation="none",  # the schemas are ours
+        compile_isolation="none",  # no isolation: the schemas are trusted
         max_queued=2 * ROWS,
         save_hidden_states=folder,
         states_shard_bytes=SHARD_BYTES,
@@ -55,12 +55,12 @@ def collect(target: Path, folder: Path, count: int, new_tokens: int, progress: b
             bar.update(sum(event.finish_reason is not None for event in engine.step()))
     stats = engine.stats()
     if stats.saving_error or stats.unsaved_texts:
-        raise ValueError(f"{folder}: {stats.unsaved_texts} texts could not be kept: {stats.saving_error or 'the disk is too slow'}")
+        raise ValueError(f"{folder}: {stats.unsaved_texts} texts could not be saved: {stats.saving_error or 'the disk is too slow'}")
     return SavedStates(folder)
 
 
 def unique(target: Path, count: int, *, held_out: bool = False) -> list[tuple[tuple[int, ...], DemoPrompt]]:
-    """The prompts of the first `count` seeds with their ids; of equal ones the first."""
+    """The distinct prompts of the first `count` seeds, with their ids."""
     found: dict[tuple[int, ...], DemoPrompt] = {}
     for ids, each in encoded(target, (prompt(seed, held_out=held_out) for seed in range(count))):
         found.setdefault(ids, each)

@@ -1,4 +1,4 @@
-"""How far the demonstration's draft sees ahead: on prompts whose names, places and things it was not trained on."""
+"""Acceptance of the demonstration's draft on prompts with held-out names, places and things."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(target: Path, head: Path, count: int, progress: bool = False) -> dict[str, Any]:
-    """For every variant and kind of prompt: tokens of a round, and how often draft 1, 2, ... of a round held."""
+    """Tokens per round and acceptance of draft 1, 2, ... for every variant and kind of prompt."""
     prompts = {kind: list(encoded(target, (prompt(seed, kind, held_out=True) for seed in range(count)))) for kind in KINDS}
     found: dict[str, Any] = {"drafts": DRAFTS, "prompts_of_each_kind": count, "new_tokens": NEW_TOKENS}
     bar = tqdm(total=len(VARIANTS) * len(KINDS), desc="measure", unit="kind", disable=not progress)
@@ -69,7 +69,7 @@ def _variant(
 
 
 def held(jobs: list[list[StepEvent]]) -> dict[str, Any]:
-    """A request's first round has no drafts yet, and its last one is cut off: neither counts for the places."""
+    """Acceptance per draft position, without the first round, which has no drafts, and the last, which is cut short."""
     accepted = [event.num_accepted_drafts for events in jobs for event in events[1:-1]]
     counted = max(1, len(accepted))
     tokens, rounds = sum(len(event.tokens) for events in jobs for event in events), sum(len(events) for events in jobs)
@@ -80,7 +80,7 @@ def held(jobs: list[list[StepEvent]]) -> dict[str, Any]:
 
 
 def _mean(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of kinds, each counting alike."""
+    """Mean over kinds with equal weight."""
     columns = zip(*(each["held"] for each in figures), strict=True)
     return {
         "tokens_per_round": round(sum(each["tokens_per_round"] for each in figures) / len(figures), 3),

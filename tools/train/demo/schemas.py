@@ -1,4 +1,4 @@
-"""The schemas and tools that the demonstration asks answers in."""
+"""Schemas and tools of the demonstration's prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to extract records from, and wishes to call tools for."""
+"""Texts for record extraction, and requests for tool calls."""
 
 from __future__ import annotations
 

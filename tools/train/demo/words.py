@@ -1,4 +1,4 @@
-"""What the prompts of the demonstration are made of. A fifth of every list is kept for measuring and never trained on."""
+"""Word lists of the demonstration's prompts. A fifth of every list is held out for measurements."""
 
 from __future__ import annotations
 
