@@ -1,4 +1,4 @@
-"""Refusals that no other test comes to: each names the field, what it got and what it wanted, before anything is made."""
+"""Errors of bad input that no other test covers: each names the field, the value and the accepted values, before anything is created."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: open_host_link("rust", *host_buffers(1), 1), r"host_link: got 'rust', expected one of auto, native, python"),
     (lambda: GrammarLimits(compile_seconds=4000), r"GrammarLimits\.compile_seconds: got 4000, expected at most 3600"),
-    (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, want 0 to 1"),
-    (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, want whole numbers from 0 to 2"),
+    (lambda: ToyDraft(TARGET, agreement=1.5), r"ToyDraft\.agreement: got 1\.5, expected a number from 0 to 1"),
+    (lambda: Llama(read_config(CONFIG), feature_layers=(3,)), r"Llama\.feature_layers: got 3, expected whole numbers from 0 to 2"),
     (
         lambda: read_config(CONFIG | {"num_attention_heads": 5}),
-        r"config\.num_attention_heads: got 5, want a divisor of hidden_size=24, or a head_dim",
+        r"config\.num_attention_heads: got 5, expected a divisor of hidden_size=24, or a head_dim",
     ),
     (
         lambda: read_config(CONFIG | {"rope_scaling": LLAMA3}),
-        r"config\.rope_scaling\.high_freq_factor: got 4\.0, want more than low_freq_factor=4\.0",
+        r"config\.rope_scaling\.high_freq_factor: got 4\.0, expected more than low_freq_factor=4\.0",
     ),
     (lambda: mapped(torch.arange(4)), r"Engine\.draft\.d2t: got 4 entries of torch\.int64, expected 5 of torch\.int64"),
     (lambda: mapped(torch.arange(5).int()), r"Engine\.draft\.d2t: got 5 entries of torch\.int32, expected 5 of torch\.int64"),

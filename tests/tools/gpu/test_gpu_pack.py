@@ -57,7 +57,7 @@ def test_bundle_installs(packed: Path, tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert manifest["joined"]["model.gguf"]["parts"] == [f"parts/model.gguf.{number:03d}" for number in range(3)]
     check = subprocess.run([sys.executable, "install.py", "--check"], cwd=packed, capture_output=True, text=True, check=False)
-    assert (check.returncode, check.stdout) == (0, "every file is as it was packed\n")
+    assert (check.returncode, check.stdout) == (0, "every file is intact\n")
 
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "site"))
     if sys.version_info < (3, 12) or not sys.platform.startswith("linux"):  # one of the wheels is for another platform
@@ -99,14 +99,14 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "full" / "file").touch()
     for arguments, wanted in (
         ([f"--wheels={tmp_path / 'wheels.txt'}"], "wheels.txt:1: got 'torch>=2', expected name==version"),
-        ([f"--model={tmp_path / 'none.gguf'}"], "none.gguf, want a file that is there"),
-        ([f"--libraries={tmp_path / 'none'}"], "none, want a folder that is there"),
+        ([f"--model={tmp_path / 'none.gguf'}"], "none.gguf, expected a file that is there"),
+        ([f"--libraries={tmp_path / 'none'}"], "none, expected a folder that is there"),
         ([f"--wheels={tmp_path / 'none.txt'}", f"--libraries={tmp_path / 'full'}"], "got 0 .so files and 0 flashinfer-python to pack"),
     ):
         assert gpu_pack.main([f"--out={tmp_path / 'bundle'}", *arguments]) == 1
         assert wanted in capsys.readouterr().err
     assert gpu_pack.main([f"--out={tmp_path / 'full'}"]) == 1
-    assert "which is not empty, want a new folder" in capsys.readouterr().err
+    assert "which is not empty, expected a new or empty folder" in capsys.readouterr().err
     assert gpu_pack.main([f"--install={tmp_path / 'full'}"]) == 1
     assert "got no manifest.json" in capsys.readouterr().err
 
