@@ -1,0 +1,384 @@
+// The subset construction. See automaton.h.
+
+#include "automaton.h"
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+namespace stepgraph {
+
+namespace {
+
+struct Hash {
+    size_t operator()(const Ints &values) const {
+        uint64_t hash = 1469598103934665603ull ^ values.size();
+        for (int32_t value : values) {
+            hash = (hash ^ (uint32_t)value) * 1099511628211ull;
+            hash ^= hash >> 29;
+        }
+        return hash;
+    }
+};
+
+void sort_unique(Ints &values) {
+    std::sort(values.begin(), values.end());
+    values.erase(std::unique(values.begin(), values.end()), values.end());
+}
+
+// What a set of states reaches without reading a byte: states that read, call or end; and loops to enter or to run again.
+struct Reached {
+    Ints members, enters, agains;
+    void add(const Reached &other) {
+        members.insert(members.end(), other.members.begin(), other.members.end());
+        enters.insert(enters.end(), other.enters.begin(), other.enters.end());
+        agains.insert(agains.end(), other.agains.begin(), other.agains.end());
+    }
+    void sort() { sort_unique(members), sort_unique(enters), sort_unique(agains); }
+};
+
+struct Target { // a state, and the counters that are set on the way to it
+    int32_t state = DEAD;
+    std::array<int32_t, 2 * MAX_SETS> sets;
+};
+
+class Determiniser {
+public:
+    Determiniser(const Nfa &nfa, const Limits &limits, const Poll &poll)
+        : nfa(nfa), limits(limits), poll(poll), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0) {}
+
+    Automaton run() {
+        find_live();
+        split_classes();
+        if (!live[nfa.starts[0]]) throw Unfit("no text satisfies it");
+        Target start = resolve(closure(nfa.starts[0]));
+        automaton.start = start.state;
+        for (size_t index = 0; index < start.sets.size() && start.sets[index] >= 0; index += 2)
+            automaton.counters[start.sets[index]] = start.sets[index + 1];
+        for (size_t called = 0; called < nfa.starts.size(); called++)
+            called_starts.push_back(called && live[nfa.starts[called]] ? closure(nfa.starts[called]).members : Ints());
+        for (size_t done = 0;; done++) {
+            if (done == sets.size() && !add_returns()) break;
+            if (done % 256 == 0) poll();
+            expand(done);
+        }
+        automaton.states = (int32_t)sets.size();
+        automaton.symbols = (int32_t)symbols.size();
+        automaton.finish_sets = (int32_t)finish_sets.size();
+        automaton.go.assign((size_t)automaton.finish_sets * automaton.symbols, DEAD);
+        for (auto &[pair, state] : returns) automaton.go[(size_t)pair.first * automaton.symbols + pair.second] = state;
+        return std::move(automaton);
+    }
+
+private:
+    [[noreturn]] void uncountable(int32_t loop) { throw Uncountable{nfa.loops[loop].expression}; }
+
+    // States from which the end of their automaton can be reached.
+    void find_live() {
+        size_t count = nfa.states.size();
+        std::vector<Ints> before(count);
+        std::vector<std::vector<std::pair<int32_t, int32_t>>> calls_before(count); // (caller, automaton) by the state after the call
+        live.assign(count, 0);
+        Ints stack;
+        for (size_t index = 0; index < count; index++) {
+            const Nfa::State &state = nfa.states[index];
+            for (const Nfa::Edge &edge : state.edges) before[edge.to].push_back((int32_t)index);
+            for (int32_t to : state.next) before[to].push_back((int32_t)index);
+            for (const Nfa::Call &call : state.calls) calls_before[call.back].push_back({(int32_t)index, call.automaton});
+            if (state.kind != Nfa::PLAIN) before[nfa.loops[state.target_loop].head].push_back((int32_t)index);
+            if (state.kind == Nfa::AGAIN) before[nfa.loops[state.target_loop].exit].push_back((int32_t)index);
+            if (state.final_of >= 0) stack.push_back((int32_t)index), live[index] = 1;
+        }
+        std::vector<char> productive(nfa.starts.size(), 0);
+        std::vector<Ints> waiting(nfa.starts.size());
+        auto mark = [&](int32_t state) { if (!live[state]) live[state] = 1, stack.push_back(state); };
+        while (!stack.empty()) {
+            int32_t state = stack.back();
+            stack.pop_back();
+            for (int32_t from : before[state]) mark(from);
+            for (auto &[caller, called] : calls_before[state]) {
+                if (productive[called]) mark(caller);
+                else waiting[called].push_back(caller);
+            }
+            if (!stack.empty()) continue;
+            for (size_t called = 0; called < nfa.starts.size(); called++) {
+                if (productive[called] || !live[nfa.starts[called]]) continue;
+                productive[called] = 1;
+                for (int32_t caller : waiting[called]) mark(caller);
+            }
+        }
+    }
+
+    void split_classes() {
+        std::array<bool, 257> cut{};
+        for (size_t index = 0; index < nfa.states.size(); index++)
+            if (live[index])
+                for (const Nfa::Edge &edge : nfa.states[index].edges) cut[edge.low] = cut[edge.high + 1] = true;
+        for (int byte = 1; byte < 256; byte++) automaton.class_of[byte] = (uint8_t)(automaton.class_of[byte - 1] + cut[byte]);
+        automaton.classes = automaton.class_of[255] + 1;
+        buckets.resize((size_t)automaton.classes);
+    }
+
+    const Reached &closure(int32_t start) {
+        Reached &found = closures[start];
+        if (known[start]) return found;
+        known[start] = 1;
+        Ints stack{start};
+        stamps[start] = ++stamp;
+        while (!stack.empty()) {
+            int32_t index = stack.back();
+            const Nfa::State &state = nfa.states[index];
+            stack.pop_back();
+            if (!live[index]) continue;
+            if (state.kind == Nfa::ENTER) found.enters.push_back(state.target_loop);
+            if (state.kind == Nfa::AGAIN) found.agains.push_back(state.target_loop);
+            if (!state.edges.empty() || !state.calls.empty() || state.final_of >= 0) found.members.push_back(index);
+            for (int32_t to : state.next)
+                if (stamps[to] != stamp) stamps[to] = stamp, stack.push_back(to);
+        }
+        found.sort();
+        return found;
+    }
+
+    Reached closure_of(const Ints &states) {
+        Reached found;
+        for (int32_t state : states) found.add(closure(state));
+        found.sort();
+        return found;
+    }
+
+    int32_t intern(const Ints &members) {
+        if (members.empty()) return DEAD;
+        auto [at, is_new] = index_of.emplace(members, (int32_t)sets.size());
+        if (is_new) {
+            if ((int64_t)sets.size() >= limits.states) throw Unfit("it has more than " + std::to_string(limits.states) + " states");
+            sets.push_back(&at->first);
+        }
+        return at->second;
+    }
+
+    // The state of a set, once the loops in `enters` are entered.
+    Target resolve(const Reached &base) {
+        Target target;
+        target.sets.fill(-1);
+        if (base.enters.empty()) {
+            check_counters(base.members);
+            target.state = intern(base.members);
+            return target;
+        }
+        Reached all = base;
+        Ints wait = base.enters, entered;
+        while (!wait.empty()) {
+            int32_t loop = wait.back();
+            wait.pop_back();
+            if (std::count(entered.begin(), entered.end(), loop)) continue;
+            if (entered.size() == MAX_SETS) uncountable(loop);
+            for (int32_t member : base.members)
+                if (nfa.is_inside(member, loop)) uncountable(loop);
+            target.sets[2 * entered.size()] = nfa.loops[loop].counter;
+            target.sets[2 * entered.size() + 1] = nfa.loops[loop].count;
+            entered.push_back(loop);
+            const Reached &head = closure(nfa.loops[loop].head);
+            if (!head.agains.empty()) uncountable(head.agains[0]);
+            all.add(head);
+            wait.insert(wait.end(), head.enters.begin(), head.enters.end());
+        }
+        sort_unique(all.members);
+        check_counters(all.members);
+        if (entered.size() == 2 && target.sets[0] > target.sets[2]) { // one order, so that equal moves are equal
+            std::swap(target.sets[0], target.sets[2]);
+            std::swap(target.sets[1], target.sets[3]);
+        }
+        target.state = intern(all.members);
+        return target;
+    }
+
+    void check_counters(const Ints &members) {
+        if (nfa.loops.empty()) return;
+        std::array<int32_t, MAX_COUNTERS> owner;
+        owner.fill(-1);
+        for (int32_t member : members)
+            for (int32_t loop = nfa.states[member].loop; loop >= 0; loop = nfa.loops[loop].parent) {
+                int32_t &seen = owner[nfa.loops[loop].counter];
+                if (seen >= 0 && seen != loop) uncountable(loop);
+                seen = loop;
+            }
+    }
+
+    // The move to the states in `base`, of which one may be the end of a loop's body.
+    void move_to(Reached &base, Move &move) {
+        if (base.agains.empty()) {
+            Target target = resolve(base);
+            move.target = target.state;
+            move.sets = target.sets;
+            return;
+        }
+        int32_t loop = base.agains[0];
+        if (base.agains.size() > 1 || std::count(base.enters.begin(), base.enters.end(), loop)) uncountable(loop);
+        for (int32_t member : base.members)
+            if (nfa.is_inside(member, loop)) uncountable(loop);
+        base.agains.clear();
+        auto joined = [&](int32_t state) {
+            const Reached &added = closure(state);
+            if (!added.agains.empty()) uncountable(loop);
+            Reached all = base;
+            all.add(added);
+            all.sort();
+            return resolve(all);
+        };
+        Target more = joined(nfa.loops[loop].head), last = joined(nfa.loops[loop].exit);
+        move.counter = nfa.loops[loop].counter;
+        move.target = more.state;
+        move.sets = more.sets;
+        move.last_target = last.state;
+        move.last_sets = last.sets;
+    }
+
+    int32_t entry_of(const Move &move) {
+        bool is_plain = move.push < 0 && move.counter < 0 && move.sets[0] < 0;
+        if (is_plain) return move.target;
+        Ints key{move.target, move.push, move.counter, move.last_target};
+        key.insert(key.end(), move.sets.begin(), move.sets.end());
+        key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
+        auto [at, is_new] = move_index.emplace(std::move(key), (int32_t)automaton.moves.size());
+        if (is_new) automaton.moves.push_back(move);
+        return SPECIAL + at->second;
+    }
+
+    // Called automata that `state` may start, and the states after each call.
+    std::map<int32_t, Ints> calls_of(const Ints &members) const {
+        std::map<int32_t, Ints> calls;
+        for (int32_t member : members)
+            for (const Nfa::Call &call : nfa.states[member].calls)
+                if (live[call.back] && !called_starts[call.automaton].empty()) calls[call.automaton].push_back(call.back);
+        return calls;
+    }
+
+    void expand(size_t number) {
+        const Ints members = *sets[number];
+        bool accepts = false, continues = false;
+        Ints finished;
+        for (int32_t member : members) {
+            const Nfa::State &state = nfa.states[member];
+            if (state.final_of == 0) accepts = true;
+            if (state.final_of > 0) finished.push_back(state.final_of);
+            continues |= !state.edges.empty() || !state.calls.empty();
+        }
+        automaton.accepts.push_back(accepts);
+        automaton.pop.push_back(-1);
+        if (!finished.empty()) {
+            if (continues || accepts) throw Nondeterministic("it may end a nested part or continue it, after the same text");
+            sort_unique(finished);
+            auto [at, is_new] = finish_index.emplace(finished, (int32_t)finish_sets.size());
+            if (is_new) finish_sets.push_back(finished);
+            automaton.pop.back() = at->second;
+        }
+        size_t row = automaton.next.size(), classes = (size_t)automaton.classes;
+        if ((int64_t)(row + classes) * 4 > limits.table_bytes * 8) throw Unfit("its table takes more than " + std::to_string(limits.table_bytes * 8) + " bytes");
+        automaton.next.resize(row + classes, DEAD);
+        for (Ints &bucket : buckets) bucket.clear();
+        for (int32_t member : members)
+            for (const Nfa::Edge &edge : nfa.states[member].edges)
+                if (live[edge.to])
+                    for (int at = automaton.class_of[edge.low]; at <= automaton.class_of[edge.high]; at++) buckets[at].push_back(edge.to);
+        std::map<int32_t, Ints> calls = calls_of(members);
+        for (size_t at = 0; at < classes; at++) {
+            const Ints &targets = buckets[at];
+            if (calls.empty() && targets.empty()) continue;
+            if (calls.empty() && at && targets == buckets[at - 1]) { // neighbouring classes often have equal targets
+                automaton.next[row + at] = automaton.next[row + at - 1];
+                continue;
+            }
+            Move move;
+            Ints inside = call_targets(calls, (int)at, move.push);
+            if (inside.empty() && targets.empty()) continue;
+            if (!inside.empty() && !targets.empty()) throw Nondeterministic("it may begin a nested part or continue, with the same text");
+            Reached reached = closure_of(inside.empty() ? targets : inside);
+            move_to(reached, move);
+            automaton.next[row + at] = entry_of(move);
+        }
+    }
+
+    // The states inside called automata after a byte of this class; `push` becomes the symbol of what follows the calls.
+    Ints call_targets(const std::map<int32_t, Ints> &calls, int byte_class, int32_t &push) {
+        Ints inside, key;
+        Symbol symbol;
+        for (auto &[called, backs] : calls) {
+            size_t before = inside.size();
+            for (int32_t member : called_starts[called]) {
+                const Nfa::State &state = nfa.states[member];
+                if (!state.calls.empty()) throw Nondeterministic("a nested part begins with another nested part");
+                if (state.final_of >= 0) throw Nondeterministic("a nested part may be empty");
+                for (const Nfa::Edge &edge : state.edges)
+                    if (live[edge.to] && automaton.class_of[edge.low] <= byte_class && byte_class <= automaton.class_of[edge.high])
+                        inside.push_back(edge.to);
+            }
+            if (inside.size() == before) continue;
+            Reached after = closure_of(backs);
+            if (!after.enters.empty()) uncountable(after.enters[0]);
+            if (!after.agains.empty()) uncountable(after.agains[0]);
+            key.push_back(-1 - called);
+            key.insert(key.end(), after.members.begin(), after.members.end());
+            symbol.push_back({called, after.members});
+        }
+        if (inside.empty()) return inside;
+        sort_unique(inside);
+        auto [at, is_new] = symbol_index.emplace(key, (int32_t)symbols.size());
+        if (is_new) symbols.push_back(symbol);
+        push = at->second;
+        return inside;
+    }
+
+    // States entered when a finish set meets a symbol. Returns whether there are new states.
+    bool add_returns() {
+        size_t before = sets.size();
+        for (size_t finish = 0; finish < finish_sets.size(); finish++)
+            for (size_t symbol = 0; symbol < symbols.size(); symbol++) {
+                if (finish < finish_done && symbol < symbols_done) continue;
+                Ints members;
+                bool all = true;
+                for (int32_t called : finish_sets[finish]) {
+                    bool found = false;
+                    for (auto &[automaton_number, after] : symbols[symbol])
+                        if (automaton_number == called) {
+                            found = true;
+                            members.insert(members.end(), after.begin(), after.end());
+                        }
+                    all &= found;
+                }
+                if (!all) continue; // a text that ends all of these was not called here
+                sort_unique(members);
+                check_counters(members);
+                int32_t state = intern(members);
+                if (state >= 0) returns[{(int32_t)finish, (int32_t)symbol}] = state;
+            }
+        finish_done = finish_sets.size();
+        symbols_done = symbols.size();
+        return sets.size() > before;
+    }
+
+    using Symbol = std::vector<std::pair<int32_t, Ints>>; // called automaton, members after it
+
+    const Nfa &nfa;
+    const Limits &limits;
+    const Poll &poll;
+    Automaton automaton;
+    std::vector<char> live, known;
+    std::vector<Reached> closures;
+    Ints stamps;
+    int32_t stamp = 0;
+    std::unordered_map<Ints, int32_t, Hash> index_of;
+    std::vector<const Ints *> sets;
+    std::vector<Ints> buckets, called_starts, finish_sets;
+    std::vector<Symbol> symbols;
+    std::map<Ints, int32_t> finish_index, symbol_index;
+    std::unordered_map<Ints, int32_t, Hash> move_index;
+    std::map<std::pair<int32_t, int32_t>, int32_t> returns;
+    size_t finish_done = 0, symbols_done = 0;
+};
+
+} // namespace
+
+Automaton determinise(const Nfa &nfa, const Limits &limits, const Poll &poll) { return Determiniser(nfa, limits, poll).run(); }
+
+} // namespace stepgraph

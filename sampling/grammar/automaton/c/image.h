@@ -1,0 +1,74 @@
+/* A compiled grammar as one block of int32, without pointers: the same on the host and in device memory, and in the cache. */
+
+#ifndef STEPGRAPH_AUTOMATON_IMAGE_H
+#define STEPGRAPH_AUTOMATON_IMAGE_H
+
+#include <stdint.h>
+
+enum { IMAGE_VERSION = 1, IMAGE_COUNTERS = 3, IMAGE_MOVE_INTS = 12 };
+
+/* The header. Names in capitals after IMAGE_CROSSING are offsets of tables, in int32 from the start of the image. */
+enum image_field {
+    IMAGE_FORMAT, /* IMAGE_VERSION */
+    IMAGE_SIZE,
+    IMAGE_STATES,
+    IMAGE_CLASSES,
+    IMAGE_SYMBOLS,
+    IMAGE_FINISH_SETS,
+    IMAGE_START,
+    IMAGE_START_COUNTERS, /* [IMAGE_COUNTERS] */
+    IMAGE_ROWS = IMAGE_START_COUNTERS + IMAGE_COUNTERS, /* distinct mask rows */
+    IMAGE_CROSSING, /* the largest number of crossing tokens of a state */
+    IMAGE_CLASS_OF, /* [256] byte class of each byte */
+    IMAGE_BYTE_OF, /* [classes] the only byte of a class, or -1 */
+    IMAGE_NEXT, /* [states, classes] state, -1, or IMAGE_SPECIAL + index of a move */
+    IMAGE_MOVES, /* [moves, IMAGE_MOVE_INTS] target, push, counter, last target, two (counter, value) pairs to set, the same for the last */
+    IMAGE_LEAVE, /* [states] finish set of a state that is left at once; -1 none; -2 none, and the text may end here */
+    IMAGE_RETURN, /* [finish sets, symbols] state after a nested part, or -1 */
+    IMAGE_ROW_OF, /* [states] mask row */
+    IMAGE_BASE_OF, /* [rows] dense row; -1: no bit set; -2 - n: row n of the vocabulary's plain text */
+    IMAGE_STATUS_OF, /* [rows] mask status without crossing tokens */
+    IMAGE_CHANGE_START, /* [rows + 1] into the next two */
+    IMAGE_CHANGE_WORD, /* word of the row that differs from the base */
+    IMAGE_CHANGE_VALUE,
+    IMAGE_DENSE, /* [dense rows, mask words] */
+    IMAGE_CROSS_START, /* [states + 1]; tokens whose legality depends on the stack; only with symbols */
+    IMAGE_CROSS,
+    IMAGE_HEADER, /* number of header fields */
+};
+
+enum { IMAGE_SPECIAL = 1 << 30 };
+
+/* The tokens of a vocabulary, shared by the images compiled for it. */
+typedef struct {
+    const uint8_t *text; /* the bytes of all tokens; tokens that are not text have none */
+    const int32_t *starts; /* [num_tokens + 1] */
+    const int32_t *plain; /* [plain_rows, words] row n: tokens of at most n characters that are plain inside any JSON string */
+    const int32_t *stop_words; /* [words] one bit per stop token */
+    int64_t num_tokens, plain_rows, words;
+} image_vocabulary;
+
+/* Where a text is in a grammar. Saved per token, so that a rollback restores one; stack nodes are never changed. */
+typedef struct {
+    int32_t state; /* -1: a stop token ended the text */
+    int32_t top, free; /* node on top of the stack, or -1, and the next node to use */
+    int32_t counters[IMAGE_COUNTERS];
+} image_place;
+
+typedef struct {
+    int32_t *symbols, *parents; /* [capacity] */
+    int32_t capacity;
+} image_stack;
+
+image_place image_start(const int32_t *image);
+
+/* Follow bytes. 1; 0 and no change of `place` if they are not legal; -1 if the stack has no room. */
+int image_walk(const int32_t *image, image_place *place, image_stack *stack, const uint8_t *text, int64_t size);
+
+/* Write the mask row [words] of a place and return its status. */
+int32_t image_fill(const int32_t *image, const image_vocabulary *vocabulary, const image_place *place, image_stack *stack, int32_t *mask);
+
+/* Write bytes that must come next, at most `room`; returns their number. The text may not end before them. */
+int64_t image_forced(const int32_t *image, const image_place *place, image_stack *stack, uint8_t *text, int64_t room);
+
+#endif

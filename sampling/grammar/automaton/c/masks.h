@@ -1,0 +1,55 @@
+// Mask rows of an automaton over a vocabulary, and the image that holds both.
+
+#pragma once
+
+#include "automaton.h"
+
+extern "C" {
+#include "image.h"
+}
+
+namespace stepgraph {
+
+// The tokens in sorted order as a tree of bytes in preorder. The tokens below a node whose text after it is plain are known: in a state from
+// which every plain text is legal they are set at once, and only nodes that have other tokens below them are visited.
+struct Trie {
+    std::vector<uint8_t> byte;
+    Ints depth; // [nodes]
+    Ints skip; // [nodes] the next node that is not below this one
+    Ints first_token; // [nodes + 1] tokens that end at a node: first_token[node] .. first_token[node + 1]
+    Ints tokens;
+    Ints plain_from; // [tokens] the text of a token is plain from this byte on
+    Ints reach; // [nodes] the largest plain_from below or at the node
+    Ints plain_characters; // [nodes] the most characters that a token below has after the node, if they are plain
+    std::vector<char> starts_plain; // [nodes] whether a token below is plain from the byte after the node on, and not before
+    Ints bits_start; // [nodes + 1] words and bits of the tokens below a node whose text after it is plain, for nodes with many of them
+    Ints bit_words;
+    std::vector<uint32_t> bits;
+};
+
+struct Vocabulary {
+    Vocabulary(const uint8_t *text, const int32_t *starts, int32_t num_tokens, const int32_t *stops, int32_t num_stops, int32_t words);
+    image_vocabulary view() const;
+
+    std::vector<uint8_t> text;
+    Ints starts, stops, stop_words, plain;
+    int32_t words, longest = 0, longest_plain = 0; // bytes, characters
+    Trie trie;
+    // Tokens that are not plain, by the suffix from their first character that is not plain.
+    Trie suffixes; // its tokens are numbers of suffixes
+    Ints suffix_start, suffix_tokens; // [suffixes + 1] into the tokens with this suffix
+    std::vector<std::vector<std::pair<int32_t, int32_t>>> by_characters; // [characters before the suffix] (suffix, token)
+};
+
+// Plain characters are those that may be anywhere in a JSON string as they are.
+struct PlainText {
+    static constexpr int STATES = 10; // 0: between characters
+    int8_t next[STATES][256];
+    PlainText();
+    int plain_from(const uint8_t *text, int size) const; // the first byte from which on all characters are plain; `size` if none
+    int plain_until(const uint8_t *text, int size) const; // the first byte that does not begin a plain character, or `size`
+};
+
+std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits, const Poll &poll);
+
+} // namespace stepgraph

@@ -1,0 +1,230 @@
+// Minimisation of states and stack symbols together, after Valmari and Lehtinen, "Efficient minimization of DFAs with partial transition
+// functions" (2008): partition refinement over states ("blocks") and over edges ("cords").
+
+#include "automaton.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <unordered_map>
+
+namespace stepgraph {
+
+namespace {
+
+class Partition { // of 0..size-1 into sets; elements are marked, then each set is split into its marked and unmarked part
+public:
+    Ints elements, location, set_of, first, past;
+    int32_t sets = 0;
+
+    explicit Partition(int32_t size) : elements(size), location(size), set_of(size, 0), first(size + 1), past(size + 1), marked(size + 1, 0) {
+        std::iota(elements.begin(), elements.end(), 0);
+        std::iota(location.begin(), location.end(), 0);
+        sets = size > 0;
+        past[0] = size;
+    }
+
+    void mark(int32_t element) {
+        int32_t set = set_of[element], from = location[element], to = first[set] + marked[set];
+        elements[from] = elements[to];
+        location[elements[from]] = from;
+        elements[to] = element;
+        location[element] = to;
+        if (!marked[set]++) touched.push_back(set);
+    }
+
+    void split() {
+        for (; !touched.empty(); touched.pop_back()) {
+            int32_t set = touched.back(), middle = first[set] + marked[set];
+            if (middle != past[set]) {
+                if (marked[set] <= past[set] - middle) { // the smaller part gets the new number
+                    first[sets] = first[set];
+                    past[sets] = first[set] = middle;
+                } else {
+                    past[sets] = past[set];
+                    first[sets] = past[set] = middle;
+                }
+                for (int32_t at = first[sets]; at < past[sets]; at++) set_of[elements[at]] = sets;
+                marked[sets++] = 0;
+            }
+            marked[set] = 0;
+        }
+    }
+
+private:
+    Ints marked, touched;
+};
+
+struct Edges { // from, label, to
+    Ints from, label, to;
+    void add(int32_t source, int32_t name, int32_t target) { from.push_back(source), label.push_back(name), to.push_back(target); }
+};
+
+// One byte class for all bytes with equal columns.
+void merge_classes(Automaton &automaton) {
+    size_t states = (size_t)automaton.states, classes = (size_t)automaton.classes;
+    std::vector<uint64_t> hashes(classes, 0);
+    for (size_t state = 0; state < states; state++)
+        for (size_t at = 0; at < classes; at++)
+            hashes[at] = (hashes[at] ^ (uint32_t)automaton.next[state * classes + at]) * 0x9e3779b97f4a7c15ull ^ hashes[at] >> 29;
+    auto equal = [&](size_t left, size_t right) {
+        for (size_t state = 0; state < states; state++)
+            if (automaton.next[state * classes + left] != automaton.next[state * classes + right]) return false;
+        return true;
+    };
+    std::multimap<uint64_t, int32_t> seen;
+    Ints kept, renamed(classes);
+    for (size_t at = 0; at < classes; at++) {
+        auto [same, end] = seen.equal_range(hashes[at]);
+        while (same != end && !equal((size_t)kept[same->second], at)) ++same;
+        if (same != end) {
+            renamed[at] = same->second;
+            continue;
+        }
+        renamed[at] = (int32_t)kept.size();
+        seen.emplace(hashes[at], renamed[at]);
+        kept.push_back((int32_t)at);
+    }
+    if (kept.size() == classes) return;
+    Ints next(states * kept.size());
+    for (size_t state = 0; state < states; state++)
+        for (size_t at = 0; at < kept.size(); at++) next[state * kept.size() + at] = automaton.next[state * classes + (size_t)kept[at]];
+    automaton.next.swap(next);
+    automaton.classes = (int32_t)kept.size();
+    for (uint8_t &value : automaton.class_of) value = (uint8_t)renamed[value];
+}
+
+Edges edges_of(const Automaton &automaton) {
+    Edges edges;
+    std::map<Ints, int32_t> labels; // beyond those of plain moves, which are the byte classes
+    auto label = [&](Ints key) { return labels.emplace(std::move(key), automaton.classes + (int32_t)labels.size()).first->second; };
+    for (int32_t state = 0; state < automaton.states; state++)
+        for (int32_t at = 0; at < automaton.classes; at++) {
+            int32_t entry = automaton.next[(size_t)state * automaton.classes + at];
+            if (entry == DEAD) continue;
+            if (entry < SPECIAL) {
+                edges.add(state, at, entry);
+                continue;
+            }
+            const Move &move = automaton.moves[entry - SPECIAL];
+            Ints key{0, at, move.counter, move.push >= 0, move.last_target >= 0};
+            key.insert(key.end(), move.sets.begin(), move.sets.end());
+            key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
+            edges.add(state, label(key), move.target);
+            if (move.push >= 0) edges.add(state, label({1, at}), automaton.states + move.push);
+            if (move.last_target >= 0) edges.add(state, label({2, at}), move.last_target);
+        }
+    for (int32_t finish = 0; finish < automaton.finish_sets; finish++)
+        for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) {
+            int32_t to = automaton.go[(size_t)finish * automaton.symbols + symbol];
+            if (to >= 0) edges.add(automaton.states + symbol, label({3, finish}), to);
+        }
+    return edges;
+}
+
+// Blocks of equivalent states and symbols (numbered from `states` on).
+Partition equivalent(const Automaton &automaton, const Edges &edges) {
+    int32_t nodes = automaton.states + automaton.symbols, count = (int32_t)edges.from.size();
+    Partition blocks(nodes), cords(count);
+    std::map<std::array<int32_t, 3>, Ints> kinds;
+    for (int32_t state = 0; state < automaton.states; state++) kinds[{0, automaton.accepts[state], automaton.pop[state]}].push_back(state);
+    for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) kinds[{1, 0, 0}].push_back(automaton.states + symbol);
+    for (auto kind = std::next(kinds.begin()); kind != kinds.end(); ++kind) {
+        for (int32_t node : kind->second) blocks.mark(node);
+        blocks.split();
+    }
+    std::map<int32_t, Ints> by_label;
+    for (int32_t edge = 0; edge < count; edge++) by_label[edges.label[edge]].push_back(edge);
+    for (auto label = by_label.begin(); label != by_label.end(); ++label) {
+        if (label == by_label.begin()) continue;
+        for (int32_t edge : label->second) cords.mark(edge);
+        cords.split();
+    }
+    Ints start(nodes + 1, 0), incoming(count); // edges into each node
+    for (int32_t to : edges.to) start[to + 1]++;
+    std::partial_sum(start.begin(), start.end(), start.begin());
+    Ints fill(start.begin(), start.end() - 1);
+    for (int32_t edge = 0; edge < count; edge++) incoming[fill[edges.to[edge]]++] = edge;
+    int32_t block = 0;
+    for (int32_t cord = 0; cord < cords.sets; cord++) {
+        for (int32_t at = cords.first[cord]; at < cords.past[cord]; at++) blocks.mark(edges.from[cords.elements[at]]);
+        blocks.split();
+        for (; block < blocks.sets; block++) {
+            for (int32_t at = blocks.first[block]; at < blocks.past[block]; at++) {
+                int32_t node = blocks.elements[at];
+                for (int32_t edge = start[node]; edge < start[node + 1]; edge++) cords.mark(incoming[edge]);
+            }
+            cords.split();
+        }
+    }
+    return blocks;
+}
+
+} // namespace
+
+Automaton minimise(Automaton automaton) {
+    merge_classes(automaton);
+    Partition blocks = equivalent(automaton, edges_of(automaton));
+    int32_t classes = automaton.classes;
+    Ints number(blocks.sets, -1), kept;
+    auto keep = [&](int32_t state) {
+        if (state < 0) return;
+        int32_t &known = number[blocks.set_of[state]];
+        if (known < 0) known = (int32_t)kept.size(), kept.push_back(state);
+    };
+    keep(automaton.start); // breadth first: states that follow each other are close in memory
+    for (size_t at = 0; at < kept.size(); at++) {
+        for (int32_t c = 0; c < classes; c++) {
+            int32_t entry = automaton.next[(size_t)kept[at] * classes + c];
+            if (entry >= SPECIAL) {
+                keep(automaton.moves[entry - SPECIAL].target);
+                keep(automaton.moves[entry - SPECIAL].last_target);
+            } else {
+                keep(entry);
+            }
+        }
+        if (at + 1 == kept.size())
+            for (int32_t state : automaton.go) keep(state);
+    }
+    Ints symbol_number(blocks.sets, -1), symbols;
+    for (int32_t symbol = 0; symbol < automaton.symbols; symbol++) {
+        int32_t &known = symbol_number[blocks.set_of[automaton.states + symbol]];
+        if (known < 0) known = (int32_t)symbols.size(), symbols.push_back(symbol);
+    }
+    auto renamed = [&](int32_t state) { return state < 0 ? DEAD : number[blocks.set_of[state]]; };
+    Automaton smaller;
+    smaller.states = (int32_t)kept.size();
+    smaller.classes = classes;
+    smaller.symbols = (int32_t)symbols.size();
+    smaller.finish_sets = automaton.finish_sets;
+    smaller.counters = automaton.counters;
+    smaller.class_of = automaton.class_of;
+    std::map<Ints, int32_t> moves;
+    for (int32_t state : kept) {
+        smaller.pop.push_back(automaton.pop[state]);
+        smaller.accepts.push_back(automaton.accepts[state]);
+        for (int32_t c = 0; c < classes; c++) {
+            int32_t entry = automaton.next[(size_t)state * classes + c];
+            if (entry >= SPECIAL) {
+                Move move = automaton.moves[entry - SPECIAL];
+                move.target = renamed(move.target);
+                move.last_target = renamed(move.last_target);
+                if (move.push >= 0) move.push = symbol_number[blocks.set_of[automaton.states + move.push]];
+                Ints key{move.target, move.push, move.counter, move.last_target};
+                key.insert(key.end(), move.sets.begin(), move.sets.end());
+                key.insert(key.end(), move.last_sets.begin(), move.last_sets.end());
+                auto [at, is_new] = moves.emplace(std::move(key), (int32_t)smaller.moves.size());
+                if (is_new) smaller.moves.push_back(move);
+                smaller.next.push_back(SPECIAL + at->second);
+            } else {
+                smaller.next.push_back(renamed(entry));
+            }
+        }
+    }
+    for (int32_t finish = 0; finish < smaller.finish_sets; finish++)
+        for (int32_t symbol : symbols) smaller.go.push_back(renamed(automaton.go[(size_t)finish * automaton.symbols + symbol]));
+    merge_classes(smaller);
+    return smaller;
+}
+
+} // namespace stepgraph

@@ -1,0 +1,620 @@
+// See nfa.h. States are created per (expression, continuation), so that right recursion becomes a loop. Left-linear rules are built
+// apart. Other recursion must be between literal bytes: such alternatives become automata of their own, which are called.
+
+#include "nfa.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <map>
+#include <set>
+#include <string_view>
+#include <unordered_map>
+
+namespace stepgraph {
+
+bool Nfa::is_inside(int32_t state, int32_t loop) const {
+    for (int32_t at = states[state].loop; at >= 0; at = loops[at].parent)
+        if (at == loop) return true;
+    return false;
+}
+
+namespace {
+
+// Kinds of expressions in xgrammar's serialised grammar.
+enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
+
+constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a frame takes about 300 bytes of stack
+constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
+
+using Range = std::pair<int32_t, int32_t>;
+using ByteRanges = std::vector<Range>; // of one encoded character, byte by byte
+
+int encode(int32_t code, uint8_t *bytes) { // also surrogates, as the library does
+    if (code < 0x80) return bytes[0] = (uint8_t)code, 1;
+    int size = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const uint8_t lead[] = {0, 0, 0xC0, 0xE0, 0xF0};
+    for (int at = size - 1; at > 0; at--, code >>= 6) bytes[at] = (uint8_t)(0x80 | (code & 0x3F));
+    bytes[0] = (uint8_t)(lead[size] | code);
+    return size;
+}
+
+// The encoded characters low..high as sequences of byte ranges.
+void byte_ranges(int32_t low, int32_t high, std::vector<ByteRanges> &out) {
+    for (int32_t last : {0x7F, 0x7FF, 0xFFFF})
+        if (low <= last && last < high) {
+            byte_ranges(low, last, out);
+            return byte_ranges(last + 1, high, out);
+        }
+    if (high > 0x7F)
+        for (int at = 1; at < 4; at++) {
+            int32_t rest = (1 << (6 * at)) - 1;
+            if ((low & ~rest) == (high & ~rest)) continue;
+            if (low & rest) {
+                byte_ranges(low, low | rest, out);
+                return byte_ranges((low | rest) + 1, high, out);
+            }
+            if ((high & rest) != rest) {
+                byte_ranges(low, (high & ~rest) - 1, out);
+                return byte_ranges(high & ~rest, high, out);
+            }
+        }
+    uint8_t first[4], last[4];
+    int size = encode(low, first);
+    encode(high, last);
+    ByteRanges found;
+    for (int at = 0; at < size; at++) found.push_back({first[at], last[at]});
+    out.push_back(found);
+}
+
+std::vector<Range> merged(std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end());
+    std::vector<Range> out;
+    for (Range range : ranges) {
+        if (!out.empty() && range.first <= out.back().second + 1) out.back().second = std::max(out.back().second, range.second);
+        else out.push_back(range);
+    }
+    return out;
+}
+
+// The characters of a class expression: whether it is negated, then the first and last character of each range.
+std::vector<Range> class_ranges(const int32_t *content, int size) {
+    std::vector<Range> ranges;
+    for (int at = 1; at + 1 < size; at += 2) ranges.push_back({content[at], content[at + 1]});
+    ranges = merged(ranges);
+    if (!content[0]) return ranges;
+    std::vector<Range> gaps;
+    int32_t start = 0;
+    for (Range range : ranges) {
+        if (start < range.first) gaps.push_back({start, range.first - 1});
+        start = range.second + 1;
+    }
+    if (start <= LAST_CODE_POINT) gaps.push_back({start, LAST_CODE_POINT});
+    return gaps;
+}
+
+struct View {
+    int32_t kind, size;
+    const int32_t *data;
+};
+
+class GrammarGraph { // which rules refer to which, and how
+public:
+    explicit GrammarGraph(const Grammar &grammar) : grammar(grammar) {}
+
+    View view(int32_t expression) const {
+        const int32_t *at = grammar.data + grammar.offsets[expression];
+        return {at[0], at[1], at + 2};
+    }
+
+    // Calls `found(rule)` for each reference in an expression; `cut` expressions count as if they had none.
+    template <class Found> void each_reference(int32_t expression, const std::set<int32_t> &cut, const Found &found) const {
+        if (cut.count(expression)) return;
+        View at = view(expression);
+        if (at.kind == RULE || at.kind == REPEAT) found(at.data[0]);
+        else if (at.kind == SEQUENCE || at.kind == CHOICES)
+            for (int index = 0; index < at.size; index++) each_reference(at.data[index], cut, found);
+        else if (at.kind == TAGS)
+            for (int index = 1; index < at.size - 2; index += 2) found(at.data[index]);
+    }
+
+    // Strongly connected components of the rules that the root reaches and that refer to themselves.
+    std::vector<std::set<int32_t>> recursive_components(const std::set<int32_t> &cut) const {
+        int count = grammar.num_rules, time = 0;
+        std::vector<Ints> references(count);
+        for (int rule = 0; rule < count; rule++)
+            each_reference(grammar.bodies[rule], cut, [&](int32_t to) { references[rule].push_back(to); });
+        std::vector<std::set<int32_t>> components;
+        Ints order(count, -1), low(count), stack;
+        std::vector<char> on_stack(count, 0);
+        std::vector<std::pair<int32_t, size_t>> work;
+        auto open = [&](int32_t rule) {
+            order[rule] = low[rule] = time++;
+            stack.push_back(rule);
+            on_stack[rule] = 1;
+            work.push_back({rule, 0});
+        };
+        open(grammar.root);
+        while (!work.empty()) {
+            auto &[rule, next] = work.back();
+            if (next < references[rule].size()) {
+                int32_t to = references[rule][next++];
+                if (order[to] < 0) open(to);
+                else if (on_stack[to]) low[rule] = std::min(low[rule], order[to]);
+                continue;
+            }
+            int32_t done = rule;
+            work.pop_back();
+            if (!work.empty()) low[work.back().first] = std::min(low[work.back().first], low[done]);
+            if (low[done] != order[done]) continue;
+            std::set<int32_t> component;
+            int32_t member;
+            do {
+                member = stack.back();
+                stack.pop_back();
+                on_stack[member] = 0;
+                component.insert(member);
+            } while (member != done);
+            const Ints &own = references[done];
+            if (component.size() > 1 || std::find(own.begin(), own.end(), done) != own.end()) components.push_back(component);
+        }
+        return components;
+    }
+
+    // Whether all references inside a component are at the end ('r') or at the start ('l') of their alternatives; else 0.
+    char linearity(const std::set<int32_t> &component, const std::set<int32_t> &cut) const {
+        bool right = true, left = true;
+        std::function<void(int32_t, bool, bool)> walk = [&](int32_t expression, bool at_start, bool at_end) {
+            if (cut.count(expression)) return;
+            View at = view(expression);
+            if (at.kind == RULE && component.count(at.data[0])) {
+                right &= at_end;
+                left &= at_start;
+            } else if (at.kind == REPEAT && component.count(at.data[0])) {
+                right = left = false;
+            } else if (at.kind == CHOICES) {
+                for (int index = 0; index < at.size; index++) walk(at.data[index], at_start, at_end);
+            } else if (at.kind == SEQUENCE) {
+                for (int index = 0; index < at.size; index++)
+                    walk(at.data[index], at_start && index == 0, at_end && index == at.size - 1);
+            } else if (at.kind == TAGS) {
+                each_reference(expression, cut, [&](int32_t rule) { if (component.count(rule)) right = left = false; });
+            }
+        };
+        for (int32_t rule : component) walk(grammar.bodies[rule], true, true);
+        return right ? 'r' : left ? 'l' : 0;
+    }
+
+    template <class Found> void each_alternative(int32_t expression, const Found &found) const {
+        View at = view(expression);
+        if (at.kind != CHOICES) return found(expression);
+        for (int index = 0; index < at.size; index++) each_alternative(at.data[index], found);
+    }
+
+    // The first byte of an alternative that begins and ends with different literal bytes; else -1.
+    int bracket_of(int32_t alternative) const {
+        View at = view(alternative), first = at, last = at;
+        if (at.kind == SEQUENCE && at.size) first = view(at.data[0]), last = view(at.data[at.size - 1]);
+        if (first.kind != BYTES || last.kind != BYTES || !first.size || !last.size) return -1;
+        return first.data != last.data || first.size > 1 ? first.data[0] & 255 : -1;
+    }
+
+    // The number of bytes of the shortest text of each rule, at most MANY.
+    static constexpr int32_t MANY = 1 << 20;
+    Ints shortest_texts() const {
+        Ints shortest(grammar.num_rules, MANY);
+        std::function<int32_t(int32_t)> length = [&](int32_t expression) -> int32_t {
+            View at = view(expression);
+            int32_t found = 0;
+            switch (at.kind) {
+            case BYTES: return at.size;
+            case CLASS: return 1;
+            case RULE: return shortest[at.data[0]];
+            case REPEAT: return (int32_t)std::min<int64_t>(MANY, (int64_t)shortest[at.data[0]] * at.data[1]);
+            case SEQUENCE:
+                for (int index = 0; index < at.size; index++) found = std::min(MANY, found + length(at.data[index]));
+                return found;
+            case CHOICES:
+                found = MANY;
+                for (int index = 0; index < at.size; index++) found = std::min(found, length(at.data[index]));
+                return found;
+            default: return 0;
+            }
+        };
+        for (bool changed = true; changed;) {
+            changed = false;
+            for (int rule = 0; rule < grammar.num_rules; rule++) {
+                int32_t found = length(grammar.bodies[rule]);
+                if (found < shortest[rule]) shortest[rule] = found, changed = true;
+            }
+        }
+        return shortest;
+    }
+
+    const Grammar &grammar;
+};
+
+class Builder {
+public:
+    Builder(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled)
+        : graph(grammar), limits(limits), unrolled(unrolled), shortest(graph.shortest_texts()) {}
+
+    Nfa build(bool all_brackets) {
+        choose_called(all_brackets);
+        Ints order{-1};
+        for (int32_t alternative : called) {
+            automaton_of[alternative] = (int32_t)order.size();
+            order.push_back(alternative);
+        }
+        for (size_t index = 0; index < order.size(); index++) {
+            int32_t final = state(-1);
+            nfa.states[final].final_of = (int32_t)index;
+            int32_t start = index ? expression(order[index], final, true) : rule(graph.grammar.root, final);
+            nfa.starts.push_back(start);
+        }
+        return std::move(nfa);
+    }
+
+private:
+    int32_t state(int32_t loop) {
+        if ((int64_t)nfa.states.size() >= limits.nfa_states) throw Unfit("it has more than " + std::to_string(limits.nfa_states) + " NFA states");
+        nfa.states.emplace_back();
+        nfa.states.back().loop = loop;
+        return (int32_t)nfa.states.size() - 1;
+    }
+    int32_t state_before(int32_t continuation) { return state(nfa.states[continuation].loop); }
+    void follow(int32_t from, int32_t to) { nfa.states[from].next.push_back(to); }
+    void edge(int32_t from, int low, int high, int32_t to) { nfa.states[from].edges.push_back({low, high, to}); }
+
+    void choose_called(bool all_brackets) {
+        std::vector<std::set<int32_t>> hard;
+        for (auto &component : graph.recursive_components({}))
+            if (!graph.linearity(component, {})) hard.push_back(component);
+        for (auto &component : hard)
+            for (int32_t rule : component)
+                graph.each_alternative(graph.grammar.bodies[rule], [&](int32_t alternative) {
+                    bool recursive = false;
+                    graph.each_reference(alternative, {}, [&](int32_t to) { recursive |= component.count(to) > 0; });
+                    if (recursive && graph.bracket_of(alternative) >= 0) called.insert(alternative);
+                });
+        for (auto &component : graph.recursive_components(called)) {
+            char kind = graph.linearity(component, called);
+            if (!kind) throw Unfit("it has a recursion that is not enclosed in literal text");
+            if (kind == 'l')
+                for (int32_t rule : component) left_linear[rule] = component;
+        }
+        if (called.empty() || !all_brackets) return;
+        std::set<int> brackets;
+        for (int32_t alternative : called) brackets.insert(graph.bracket_of(alternative));
+        std::set<int32_t> reached{graph.grammar.root};
+        Ints wait{graph.grammar.root};
+        while (!wait.empty()) {
+            int32_t body = graph.grammar.bodies[wait.back()];
+            wait.pop_back();
+            graph.each_reference(body, {}, [&](int32_t to) { if (reached.insert(to).second) wait.push_back(to); });
+            graph.each_alternative(body, [&](int32_t alternative) {
+                if (brackets.count(graph.bracket_of(alternative))) called.insert(alternative);
+            });
+        }
+    }
+
+    // Each of these returns the state from which the expression and then the continuation are read.
+
+    int32_t rule(int32_t number, int32_t continuation) {
+        auto key = std::make_pair(~number, continuation);
+        auto known = memo.find(key);
+        if (known != memo.end()) return known->second;
+        auto left = left_linear.find(number);
+        if (left != left_linear.end()) return left_rule(number, continuation, left->second);
+        int32_t start = memo[key] = state_before(continuation);
+        int32_t body = expression(graph.grammar.bodies[number], continuation, false);
+        follow(start, body);
+        return start;
+    }
+
+    // A left-linear component: one state per rule that means "this rule is complete".
+    int32_t left_rule(int32_t number, int32_t continuation, const std::set<int32_t> &component) {
+        int32_t start = memo[{~number, continuation}] = state_before(continuation);
+        std::map<int32_t, int32_t> complete;
+        for (int32_t member : component) complete[member] = state_before(continuation);
+        follow(complete[number], continuation);
+        for (int32_t member : component)
+            graph.each_alternative(graph.grammar.bodies[member], [&](int32_t alternative) {
+                View at = graph.view(alternative);
+                Ints parts = at.kind == SEQUENCE ? Ints(at.data, at.data + at.size) : Ints{alternative};
+                int32_t from = start, to = complete[member];
+                size_t first = 0;
+                if (!parts.empty()) {
+                    View head = graph.view(parts[0]);
+                    if (head.kind == RULE && component.count(head.data[0])) {
+                        from = complete[head.data[0]];
+                        first = 1;
+                    }
+                }
+                for (size_t part = parts.size(); part-- > first;) to = expression(parts[part], to, false);
+                follow(from, to);
+            });
+        return start;
+    }
+
+    int32_t expression(int32_t number, int32_t continuation, bool as_automaton) {
+        if (!as_automaton && called.count(number)) return call(number, continuation);
+        auto key = std::make_pair(number, continuation);
+        auto known = memo.find(key);
+        if (known != memo.end()) return known->second;
+        View at = graph.view(number);
+        if (at.kind == RULE) return rule(at.data[0], continuation);
+        if (++depth > MAX_DEPTH) throw Unfit("its rules are nested more than " + std::to_string(MAX_DEPTH) + " deep");
+        int32_t start = memo[key] = state_before(continuation); // right recursion inside the expression returns here
+        switch (at.kind) {
+        case EMPTY: follow(start, continuation); break;
+        case BYTES: bytes(start, at, continuation); break;
+        case CLASS: characters(start, class_ranges(at.data, at.size), continuation); break;
+        case CLASS_STAR:
+            follow(start, continuation);
+            characters(start, class_ranges(at.data, at.size), start);
+            break;
+        case SEQUENCE: {
+            int32_t to = continuation;
+            for (int index = at.size; index-- > 0;) to = expression(at.data[index], to, false);
+            follow(start, to);
+            break;
+        }
+        case CHOICES:
+            for (int index = 0; index < at.size; index++) {
+                int32_t to = expression(at.data[index], continuation, false);
+                follow(start, to);
+            }
+            break;
+        case REPEAT: {
+            int32_t repeated = at.data[0];
+            follow(start, repeat([&, repeated](int32_t to) { return rule(repeated, to); }, shortest[repeated], number, at.data[1], at.data[2], continuation));
+            break;
+        }
+        case REGEX: follow(start, regex(at, number, continuation)); break;
+        case TAGS: tags(start, at, continuation); break;
+        default: throw Unfit("it refers to token ids");
+        }
+        depth--;
+        return start;
+    }
+
+    int32_t call(int32_t alternative, int32_t continuation) {
+        int32_t start = state_before(continuation);
+        nfa.states[start].calls.push_back({automaton_of[alternative], continuation});
+        // Another run of the automaton could use the counter of a loop around the call.
+        for (int32_t loop = nfa.states[start].loop; loop >= 0; loop = nfa.loops[loop].parent) unrolled.insert(nfa.loops[loop].expression);
+        return start;
+    }
+
+    void bytes(int32_t start, const View &at, int32_t continuation) {
+        if (!at.size) follow(start, continuation);
+        for (int index = 0, from = start; index < at.size; index++) {
+            int32_t to = index == at.size - 1 ? continuation : state_before(continuation);
+            edge(from, at.data[index] & 255, at.data[index] & 255, to);
+            from = to;
+        }
+    }
+
+    // Edges for one character; equal ends of encoded characters share their states.
+    void characters(int32_t start, const std::vector<Range> &ranges, int32_t continuation) {
+        std::vector<ByteRanges> sequences;
+        for (Range range : ranges) byte_ranges(range.first, range.second, sequences);
+        std::map<ByteRanges, int32_t> tails;
+        std::function<int32_t(const ByteRanges &, size_t)> tail = [&](const ByteRanges &sequence, size_t at) -> int32_t {
+            if (at == sequence.size()) return continuation;
+            ByteRanges rest(sequence.begin() + (long)at, sequence.end());
+            auto known = tails.find(rest);
+            if (known != tails.end()) return known->second;
+            int32_t from = tails[rest] = state_before(continuation), to = tail(sequence, at + 1);
+            edge(from, sequence[at].first, sequence[at].second, to);
+            return from;
+        };
+        for (const ByteRanges &sequence : sequences) {
+            int32_t to = tail(sequence, 1);
+            edge(start, sequence[0].first, sequence[0].second, to);
+        }
+    }
+
+    template <class Body>
+    int32_t repeat(const Body &body, int32_t shortest_body, int32_t number, int32_t low, int32_t high, int32_t continuation) {
+        int32_t to = continuation;
+        if (high < 0) {
+            int32_t head = state_before(continuation);
+            follow(head, continuation);
+            int32_t first = body(head);
+            follow(head, first);
+            to = head;
+        } else {
+            to = times(body, shortest_body, (int64_t)number * 2, high - low, true, to);
+        }
+        return times(body, shortest_body, (int64_t)number * 2 + 1, low, false, to);
+    }
+
+    // `count` times the body, or up to `count` times. The last iterations, as many as a token can go through, are written out, so that the
+    // tokens that are legal inside the counted loop before them do not depend on its counter.
+    template <class Body>
+    int32_t times(const Body &body, int32_t shortest_body, int64_t key, int64_t count, bool optional, int32_t continuation) {
+        int32_t to = continuation;
+        int nesting = 0;
+        for (int32_t loop = nfa.states[continuation].loop; loop >= 0; loop = nfa.loops[loop].parent) nesting++;
+        int64_t in_token = shortest_body ? 1 + (limits.longest_token - 1) / shortest_body : count; // iterations that one token can end
+        bool counted = count > in_token + 8 && nesting < MAX_COUNTERS && !unrolled.count(key);
+        int64_t written = counted ? in_token : count;
+        for (int64_t index = 0; index < written; index++) {
+            int32_t first = body(to);
+            if (optional) {
+                int32_t head = state_before(continuation);
+                follow(head, continuation);
+                follow(head, first);
+                first = head;
+            }
+            to = first;
+        }
+        if (!counted) return to;
+        int32_t loop = (int32_t)nfa.loops.size(), outer = nfa.states[continuation].loop;
+        nfa.loops.push_back({-1, -1, to, (int32_t)(count - written), nesting, outer, key});
+        int32_t head = state(loop), again = state(loop), enter = state(outer);
+        if (optional) follow(head, continuation);
+        int32_t first = body(again);
+        follow(head, first);
+        nfa.loops[loop].head = head;
+        nfa.loops[loop].again = again;
+        nfa.states[again].kind = Nfa::AGAIN;
+        nfa.states[enter].kind = Nfa::ENTER;
+        nfa.states[again].target_loop = nfa.states[enter].target_loop = loop;
+        return enter;
+    }
+
+    // A regular expression of the one form that the JSON grammars contain: (?:[...]|[...]){low,high}
+    int32_t regex(const View &at, int32_t number, int32_t continuation) {
+        std::string text;
+        for (int index = 1; index < at.size; index++) text += (char)at.data[index];
+        std::string_view rest(text);
+        auto fail = [&] { return Unfit("it has the regular expression " + text.substr(0, 60)); };
+        auto take = [&](std::string_view prefix) {
+            if (rest.substr(0, prefix.size()) != prefix) throw fail();
+            rest.remove_prefix(prefix.size());
+        };
+        auto integer = [&]() -> int32_t {
+            int64_t value = -1;
+            for (; !rest.empty() && rest[0] >= '0' && rest[0] <= '9' && value < 100'000'000; rest.remove_prefix(1))
+                value = (value < 0 ? 0 : value * 10) + (rest[0] - '0');
+            return (int32_t)value;
+        };
+        take("(?:");
+        std::vector<Range> ranges;
+        while (true) {
+            take("[");
+            class_members(rest, ranges, fail);
+            take("]");
+            if (rest.empty() || rest[0] != '|') break;
+            take("|");
+        }
+        take("){");
+        int32_t low = integer();
+        take(",");
+        int32_t high = integer();
+        take("}");
+        if (low < 0 || !rest.empty() || (high >= 0 && high < low)) throw fail();
+        ranges = merged(ranges);
+        auto body = [&](int32_t to) {
+            int32_t start = state_before(to);
+            characters(start, ranges, to);
+            return start;
+        };
+        return repeat(body, 1, number, low, high, continuation);
+    }
+
+    template <class Fail> void class_members(std::string_view &rest, std::vector<Range> &ranges, const Fail &fail) {
+        auto code = [&]() -> int32_t {
+            if (rest.empty() || (rest[0] & 0x80)) throw fail();
+            if (rest[0] != '\\' || rest.size() < 2) {
+                int32_t found = rest[0];
+                rest.remove_prefix(1);
+                return found;
+            }
+            if (rest[1] != 'u') {
+                int32_t found = rest[1];
+                rest.remove_prefix(2);
+                return found;
+            }
+            bool braces = rest.size() > 2 && rest[2] == '{';
+            size_t begin = braces ? 3 : 2, end = braces ? rest.find('}') : 6;
+            if (end == std::string_view::npos || end > rest.size()) throw fail();
+            int32_t found = (int32_t)std::stol(std::string(rest.substr(begin, end - begin)), nullptr, 16);
+            rest.remove_prefix(end + braces);
+            return found;
+        };
+        while (!rest.empty() && rest[0] != ']') {
+            int32_t first = code(), last = first;
+            if (rest.size() > 1 && rest[0] == '-' && rest[1] != ']') {
+                rest.remove_prefix(1);
+                last = code();
+            }
+            ranges.push_back({first, last});
+        }
+    }
+
+    // Free text; after each trigger its rule, then free text again. A trigger ends at its first occurrence.
+    void tags(int32_t start, const View &at, int32_t continuation) {
+        struct Node { std::array<int32_t, 256> next; int32_t rule = -1, fail = 0; };
+        std::vector<Node> nodes(1);
+        nodes[0].next.fill(-1);
+        for (int index = 0; index + 2 < at.size; index += 2) {
+            View trigger = graph.view(at.data[index]);
+            int32_t node = 0;
+            for (int byte = 0; byte < trigger.size; byte++) {
+                int32_t value = trigger.data[byte] & 255;
+                if (nodes[node].next[value] < 0) {
+                    nodes[node].next[value] = (int32_t)nodes.size();
+                    nodes.emplace_back();
+                    nodes.back().next.fill(-1);
+                }
+                node = nodes[node].next[value];
+            }
+            nodes[node].rule = at.data[index + 1];
+        }
+        Ints order; // breadth first
+        for (int32_t &next : nodes[0].next) {
+            if (next > 0) order.push_back(next);
+            else next = 0;
+        }
+        for (size_t index = 0; index < order.size(); index++) {
+            Node &node = nodes[order[index]];
+            const Node &shorter = nodes[node.fail];
+            if (node.rule < 0) node.rule = shorter.rule;
+            for (int byte = 0; byte < 256; byte++) {
+                int32_t &next = node.next[byte];
+                if (next < 0) {
+                    next = shorter.next[byte];
+                    continue;
+                }
+                nodes[next].fail = shorter.next[byte];
+                order.push_back(next);
+            }
+        }
+        Ints states;
+        for (size_t index = 0; index < nodes.size(); index++) states.push_back(state_before(continuation));
+        follow(start, states[0]);
+        for (size_t index = 0; index < nodes.size(); index++) {
+            if (nodes[index].rule >= 0) {
+                int32_t body = rule(nodes[index].rule, states[0]);
+                follow(states[index], body);
+                continue;
+            }
+            follow(states[index], continuation);
+            for (int low = 0, high; low < 256; low = high + 1) {
+                for (high = low; high < 255 && nodes[index].next[high + 1] == nodes[index].next[low];) high++;
+                edge(states[index], low, high, states[nodes[index].next[low]]);
+            }
+        }
+    }
+
+    struct PairHash {
+        size_t operator()(const std::pair<int32_t, int32_t> &pair) const {
+            return std::hash<int64_t>()((int64_t)pair.first << 32 | (uint32_t)pair.second);
+        }
+    };
+
+    GrammarGraph graph;
+    const Limits &limits;
+    std::unordered_set<int64_t> &unrolled;
+    Ints shortest; // [rules] bytes of the shortest text
+    Nfa nfa;
+    std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> memo; // (expression, or ~rule, and continuation) -> state
+    std::set<int32_t> called; // alternatives with an automaton of their own
+    std::map<int32_t, int32_t> automaton_of;
+    std::map<int32_t, std::set<int32_t>> left_linear; // by rule
+    int depth = 0;
+};
+
+} // namespace
+
+Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, bool all_brackets) {
+    size_t before = unrolled.size();
+    Nfa nfa = Builder(grammar, limits, unrolled).build(all_brackets);
+    return unrolled.size() == before ? std::move(nfa) : Nfa();
+}
+
+} // namespace stepgraph

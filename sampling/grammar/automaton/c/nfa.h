@@ -1,0 +1,59 @@
+// A grammar as a nondeterministic automaton over bytes, with calls of other automata and with loops that count.
+
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace stepgraph {
+
+using Ints = std::vector<int32_t>;
+
+constexpr int MAX_COUNTERS = 3; // of nested loops that are live at once; also the number of counters of a matcher's state
+
+// Why a grammar has no automaton within the limits. The host link is used for it.
+struct Unfit : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct Limits {
+    int64_t nfa_states, states, table_bytes, mask_bytes, mask_steps;
+    int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
+};
+
+// The parsed grammar of xgrammar: expressions as (kind, size, data...) at `offsets`, and the body of each rule.
+struct Grammar {
+    const int32_t *data, *offsets, *bodies;
+    int32_t num_expressions, num_rules, root;
+};
+
+struct Nfa {
+    struct Edge { int32_t low, high, to; }; // a range of bytes
+    struct Call { int32_t automaton, back; }; // run another automaton to its end, then continue in state `back`
+    // A loop runs at most `count` times through its body, from `head` to the state `again`, and then continues in `exit`.
+    struct Loop { int32_t head, again, exit, count, counter, parent; int64_t expression; };
+    enum Kind : uint8_t { PLAIN, ENTER, AGAIN };
+    struct State {
+        std::vector<Edge> edges;
+        Ints next; // without reading a byte
+        std::vector<Call> calls;
+        int32_t final_of = -1; // the automaton that ends here
+        int32_t loop = -1; // the innermost loop that the state is inside of
+        Kind kind = PLAIN;
+        int32_t target_loop = -1; // of ENTER and AGAIN
+    };
+    std::vector<State> states;
+    Ints starts; // of automaton 0, the grammar, and of the called ones
+    std::vector<Loop> loops;
+    bool is_inside(int32_t state, int32_t loop) const;
+};
+
+// `unrolled`: expressions of loops to write out. `all_brackets`: call everything that opens with the bracket of a recursive alternative.
+// Adds to `unrolled` and returns an empty automaton where a loop has to be written out after all.
+Nfa build_nfa(const Grammar &grammar, const Limits &limits, std::unordered_set<int64_t> &unrolled, bool all_brackets);
+
+} // namespace stepgraph
