@@ -12,8 +12,7 @@ from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.model import History
 from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.request import Job
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count
 

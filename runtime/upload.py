@@ -18,8 +18,7 @@ from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
 from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.request import Job
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.sampler import Param
