@@ -50,7 +50,7 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._parts.hidden_states._writer  # type: ignore[union-attr]
+        writer = engine._parts.hidden_states.writer  # type: ignore[union-attr]
         with engine.step_lock, engine.queue.lock, writer._lock, engine._scheduler._recorder._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
