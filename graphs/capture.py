@@ -19,28 +19,12 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import MakeRange, Span, StageRun
 
 Step = Callable[[StaticBuffers], None]
 Check = Literal["once", "twice"]
 MAIN = "main"
-
-
-class CaptureError(RuntimeError):
-    """A step cannot be replayed as a graph. Names the rule and the line of the step that breaks it."""
-
-    def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
-        self.rule, self.file, self.line, self.source = rule, file, line, source
-        where = f"\n  {file}:{line}\n    {source}" if file else ""
-        super().__init__(f"[{rule}] {message}{where}")
-
-
-class HostNodeError(RuntimeError):
-    """A host node raised an exception in a replay; the cause is chained."""
-
-    def __init__(self, node: str, cause: BaseException) -> None:
-        self.node = node
-        super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
 class StreamEvent(Protocol):

@@ -12,7 +12,8 @@ import torch
 from tqdm import tqdm
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, CaptureError, Recorded, RecordedReport, Step, run_eager
+from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, Step, run_eager
+from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.shapes import GraphKey, checked_buckets, dispatch, graph_keys
 
 OnFailure = Literal["raise", "eager"]

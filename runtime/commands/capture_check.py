@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """The output with --json, the output without, and the exit code."""
     from stepgraph.graphs.backends import capture
-    from stepgraph.graphs.capture import CaptureError
+    from stepgraph.graphs.errors import CaptureError
 
     sys.path.insert(0, str(Path.cwd()))
     try:

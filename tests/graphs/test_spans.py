@@ -209,7 +209,7 @@ class CountingDriver:
     def captured_nodes(self, stream: int) -> int:
         return self.nodes
 
-    def launch_host(self, stream: int, callback: object) -> None:
+    def cuLaunchHostFunc(self, stream: int, address: int, data: int) -> None:
         self.nodes += 1
 
 
