@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import MakeRange, Span, StageRun
 
 Step = Callable[[StaticBuffers], None]
@@ -156,7 +155,6 @@ class Backend(Protocol):
 
 
 _local = threading.local()
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a stage without a range creates no object
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -191,39 +189,3 @@ def use_context(context: CaptureContext) -> Iterator[None]:
         yield
     finally:
         _local.context = previous
-
-
-class EagerContext:
-    """Runs a step without recording: one stream, and a host node is a call."""
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
-        self._synchronize = synchronize
-        self._ranges = ranges
-
-    def stream(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING if self._ranges is None else self._ranges(name)
-
-    def record(self) -> StreamEvent:
-        return self
-
-    def wait(self, event: StreamEvent) -> None:
-        pass
-
-    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._synchronize()  # device copies may still be writing the pinned memory that the node reads
-        try:
-            with self.stage(name):
-                host_call(name, function)()
-        except Exception as error:
-            raise HostNodeError(name, error) from error
-
-
-@torch.no_grad()
-def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
-    """Run a step once without recording it. Every replay must equal this bit for bit."""
-    synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
-    with use_context(EagerContext(synchronize, ranges)):
-        step(buffers)
