@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 
 CONTROL = b"<|im_start|>"
 PRINTABLE = Vocabulary.printable([b"abc", b"\xc3\xa9"])

@@ -225,14 +225,16 @@ class GrammarCompiler:
         checked_isolation("GrammarCompiler.isolation", isolation)
         self.limits, self._isolation = limits or GrammarLimits(), isolation
         self._vocabulary, self._check_masks = vocabulary, check_masks
-        self._max_threads, self._max_compiles = max_threads, max_compiles
+        self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
         self._lock = threading.Lock()
         self._cache = GrammarCache(cache_bytes)
         self._waiting: deque[CacheEntry] = deque()
         self._running: dict[CacheEntry, CompileWorker | None] = {}
-        self._workers: list[CompileWorker] = []
-        self._idle_workers: list[CompileWorker] = []
+        self._workers = [
+            CompileWorker(vocabulary, self.limits, max_threads) if isolation == "process" else None for _ in range(max_compiles)
+        ]
+        self._idle_workers = list(self._workers)
         self._threads = set[threading.Thread]()
         self._failures = self._compiles = 0
         self._seconds = self._longest = 0.0
@@ -254,7 +256,7 @@ class GrammarCompiler:
     @property
     def stats(self) -> CompileStats:
         with self._lock:
-            cache, started = self._cache, sum(worker.started for worker in self._workers)
+            cache, started = self._cache, sum(worker.started for worker in self._workers if worker)
             return CompileStats(
                 hits=cache.hits,
                 misses=cache.misses,
@@ -311,7 +313,7 @@ class GrammarCompiler:
             self._cache.clear()
         for entry in waiting:
             entry.result.set_exception(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
-        for worker in idle:
+        for worker in filter(None, idle):
             worker.close()
         for thread in tuple(self._threads) if seconds else ():
             thread.join(seconds)
@@ -364,11 +366,13 @@ class GrammarCompiler:
         """Compile until nothing is waiting."""
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._waiting or not self._idle_workers:
                     self._threads.discard(threading.current_thread())
                     return
                 entry = self._waiting.popleft()
-                worker = self._running[entry] = self._worker()
+                worker = self._running[entry] = self._idle_workers.pop()
+                if worker:
+                    worker.begin()
             compiled, error = self._compiled(entry.constraint, worker)
             with self._lock:
                 del self._running[entry]
@@ -379,7 +383,7 @@ class GrammarCompiler:
                     self._longest = max(self._longest, compiled.seconds)
                 else:
                     self._failures += self._cache.forget(entry)
-                if worker is not None and not self._closed:
+                if not self._closed:
                     self._idle_workers.append(worker)
             if worker is not None and self._closed:
                 worker.close()
@@ -387,16 +391,6 @@ class GrammarCompiler:
                 entry.settle(compiled)
             else:
                 entry.result.set_exception(error)
-
-    def _worker(self) -> CompileWorker | None:
-        if self._isolation == "none":
-            return None
-        if not self._idle_workers:
-            self._workers.append(CompileWorker(self._vocabulary, self.limits, self._max_threads))
-            self._idle_workers.append(self._workers[-1])
-        worker = self._idle_workers.pop()
-        worker.begin()
-        return worker
 
     def _compiled(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[CompiledConstraint | None, ValueError | None]:
         start = time.perf_counter()

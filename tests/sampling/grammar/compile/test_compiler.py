@@ -206,7 +206,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 
 compiler = GrammarCompiler(Vocabulary.printable(), 1, isolation="process")
 compiler.compile(Constraint.regex("a+"))
-(worker,) = compiler._idle_workers
+worker = compiler._idle_workers[-1]
 first, child = worker.pid, os.fork()
 if child == 0:
     compiler.compile(Constraint.regex("b+"))  # with a worker of its own
@@ -246,8 +246,8 @@ def test_late_kill_does_not_cancel_the_next_compile(monkeypatch: pytest.MonkeyPa
     """The last claim is released just as the compile returns, and the killed worker has not ended yet."""
     compiler = isolated()
     compiler.compile(Constraint.regex("a"))
-    (worker,) = compiler._idle_workers
-    assert worker._process is not None
+    worker = compiler._idle_workers[-1]
+    assert worker is not None and worker._process is not None
     popen, dying = worker._process.popen, list[int]()
     kill = popen.kill
     monkeypatch.setattr(popen, "kill", lambda: kill() if dying else dying.append(popen.pid))
