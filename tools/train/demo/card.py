@@ -14,12 +14,12 @@ dequantised). One decoder layer over the inputs of layers {layers} of the target
 {parameters:,} parameters in bfloat16, {bytes:,} bytes.
 
 **Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under
-eight JSON schemas, tool calls, small talk, code. {learned:,} answers were trained on, {held_out:,} were held out. A fifth of all names, places
-and things occurs in no training prompt; the measurements below use prompts made of those.
+eight JSON schemas, tool calls, small talk, code. {learned:,} answers were trained on, {held_out:,} were held out. A fifth of all names,
+places and things occurs in no training prompt; the measurements below use prompts made of those.
 
 **Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with cosine decay, chains of {unrolled} drafts over
-the head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses}; top-1
-agreement with the target: {hits}.
+the head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses};
+top-1 agreement with the target: {hits}.
 
 ```
 {command}
