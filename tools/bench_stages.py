@@ -39,7 +39,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.gpu.checks.context import Context, summary
-from tools.gpu.checks.kernels import stopwatch
+from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
@@ -167,12 +167,9 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         calls = scene.calls()
         counts = {name: len(seen(call).calls) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
-        watches["prompt"] = partial(_until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
-        times: dict[str, list[float]] = {name: [] for name in watches}
-        for _ in range(turns + 1):
-            for name, watch in watches.items():
-                times[name].append(watch())
-        figures = {name: {"us": summary(times[name][1:]), "operations": counts[name]} for name in calls}
+        watches["prompt"] = partial(until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
+        times = take_turns(watches, range(turns))
+        figures = {name: {"us": summary(times[name]), "operations": counts[name]} for name in calls}
         nodes = scene.host_nodes(turns + 1) if constrained else {}
         return {
             "models": pair.name,
@@ -185,14 +182,6 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         }
     finally:
         scene.engine.close()
-
-
-def _until_done(context: Context, call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    if not context.rehearsal:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6
 
 
 def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = tuple(MODELS)) -> dict[str, object]:
