@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.model import TargetModel
+from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.build import Drafter, EngineParts, capture_notes
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.record import Recording

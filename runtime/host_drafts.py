@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 
 from stepgraph.graphs.buffers import ResultRecord
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.counters import Counters, loss_of
 from stepgraph.runtime.extras.record import Recorder
 from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of

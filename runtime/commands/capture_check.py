@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """The output with --json, the output without, and the exit code."""
     from stepgraph.graphs.backends import capture
-    from stepgraph.graphs.capture import CaptureError
+    from stepgraph.graphs.errors import CaptureError
 
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -177,7 +177,7 @@ def _require_callable(flag: str, value: str, function: Any, expected: str) -> No
 
 def _replay_equals_eager(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
     """Whether a replay and the step leave the same bits, both started from the current contents of the buffers."""
-    from stepgraph.graphs.capture import run_eager
+    from stepgraph.graphs.eager import run_eager
     from stepgraph.graphs.tape.replay_ops import same_bits
 
     def after(run: Callable[[], None]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from stepgraph.graphs.attention.paged import AttentionShape, by_reference, cache
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.layers.slot_mapping import rope_angles, shift_entries
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
 from stepgraph.runtime.models.llama_config import LlamaConfig
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stepgraph.graphs.buffers import BufferSpec
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.weights import (
     SafetensorsSource,

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, TokenMap, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
