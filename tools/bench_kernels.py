@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.sampling import kernels
 from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.kernels import chain, choice, filters, masks, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context
@@ -90,8 +90,8 @@ def race_figures(context: Context, rows: int, width: int) -> dict[str, object]:
     token = torch.empty(rows, dtype=torch.int64, device=context.device)
     least = weights.numel() * 4 + rows * 24
     scratch = rows * -(-width // RACE_TILE) * 16
-    kernel = partial(choice.race.out, weights, seed, position, int(Purpose.DRAFT), token)
-    plain = partial(choice.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
+    kernel = partial(filters.race.out, weights, seed, position, int(Purpose.DRAFT), token)
+    plain = partial(filters.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
     return {"op": "race", "shape": f"N={rows} V={width}", **_figures(context, least, least + scratch, kernel, plain)}
 
 
@@ -144,7 +144,7 @@ def tag_figures(context: Context, batch: int, places: int) -> dict[str, object]:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
     arguments: Any = (tags, owner, generated, ruled, 2, rows, torch.empty(batch, places, dtype=torch.int64, device=context.device))
     least = batch * (places * 5 * 8 + 3 * 8 + 1)
-    kernel, plain = partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments)
+    kernel, plain = partial(chain.mask_status.out, *arguments), partial(chain.mask_status.run_reference, *arguments)
     return {"op": "mask_status", "shape": f"B={batch} N={places}", **_figures(context, least, least, kernel, plain)}
 
 
@@ -172,8 +172,8 @@ def process_figures(context: Context, batch: int, positions: int, width: int, as
             context,
             int(least),
             int(least + again),
-            partial(masks.process_logits.out, *arguments),
-            partial(masks.process_logits.run_reference, *arguments),
+            partial(processors.process_logits.out, *arguments),
+            partial(processors.process_logits.run_reference, *arguments),
         ),
     }
 

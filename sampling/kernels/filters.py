@@ -5,10 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.choice import race
+from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.kernels.filter_choice import FLASHINFER, filter_module
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+
+
+def _race_outputs(weights: Tensor, *_: object) -> Tensor:
+    assert weights.dim() == 2 and weights.dtype is torch.float32, f"weights {weights.dtype} {weights.shape}"
+    return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
+
+
+@operation(_race_outputs, triton=True)
+def race(weights: Dense, seed: Contiguous, position: Contiguous, purpose: int) -> Tensor:
+    """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
+
+    weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
+    """
+    vocabulary = torch.arange(weights.shape[1], device=weights.device)
+    return sampler.race(weights, rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), vocabulary))
 
 
 def _check(logits: Tensor, params: Tensor) -> None:

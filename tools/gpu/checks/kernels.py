@@ -91,13 +91,13 @@ def _check_race(context: Context, batch: int, width: int) -> Figures:
     weights = sampler.distribution(scores.to(context.device), row.to(context.device))
     seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(context.device) for _ in range(2))
     token = torch.empty(batch, dtype=torch.int64, device=context.device)
-    reference: Call = partial(choice.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
+    reference: Call = partial(filters.race.run_reference, weights, seed, position, Purpose.DRAFT, token)
     different, repeats = 0, context.count(50, 3)
     for step in range(repeats):
-        choice.race.run_reference(weights, seed, position + step, Purpose.DRAFT, token)
+        filters.race.run_reference(weights, seed, position + step, Purpose.DRAFT, token)
         different += int((kernels.race(weights, seed, position + step, Purpose.DRAFT) != token).sum())
     assert different <= repeats * batch // 1000, f"{different} of {repeats * batch} draws differ"
-    times = times_of(context, partial(choice.race.out, weights, seed, position, int(Purpose.DRAFT), token), reference)
+    times = times_of(context, partial(filters.race.out, weights, seed, position, int(Purpose.DRAFT), token), reference)
     return {"draws": repeats * batch, "different": different, **times}
 
 

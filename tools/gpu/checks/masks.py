@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import masks
+from stepgraph.sampling.kernels import chain, processors
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.context import Context, Figures
@@ -167,19 +167,19 @@ def _check_tags(context: Context, batch: int, places: int) -> Figures:
     tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
     status = torch.empty(batch, places, dtype=torch.int64, device=context.device)
     arguments = (tags, owner, generated, ruled, 2, rows, status)
-    masks.mask_status.run_reference(*arguments)
+    chain.mask_status.run_reference(*arguments)
     assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), status), f"N={places}: statuses differ"
-    return times_of(context, partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments))
+    return times_of(context, partial(chain.mask_status.out, *arguments), partial(chain.mask_status.run_reference, *arguments))
 
 
 def _check_process(context: Context, case: Case) -> Figures:
     case = case.on(context.device)
     outputs = case.outputs()
     arguments = case.arguments(outputs)
-    reference = partial(masks.process_logits.run_reference, *arguments)
+    reference = partial(processors.process_logits.run_reference, *arguments)
     reference()
     found = kernels.process(*case)
     for name, ours, expected in zip(kernels.Processed._fields, found, outputs, strict=True):
         same = (ours == expected) | (ours.isnan() & expected.isnan())
         assert bool(same.all()), f"{name} differs at {int((~same).sum())} places"
-    return times_of(context, partial(masks.process_logits.out, *arguments), reference)
+    return times_of(context, partial(processors.process_logits.out, *arguments), reference)

@@ -34,9 +34,9 @@ from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain as chains
 from stepgraph.sampling.kernels import choice as choices
 from stepgraph.sampling.kernels import filters as filtering
-from stepgraph.sampling.kernels import masks as masking
+from stepgraph.sampling.kernels import processors as processing
 from stepgraph.sampling.kernels import rejection as rejecting
-from stepgraph.sampling.kernels.triton import chain, choice, filters, masks, rejection
+from stepgraph.sampling.kernels.triton import chain, choice, filters, processors, rejection
 from stepgraph.sampling.rng import Purpose
 from tools.gpu.checks import spin
 from tools.gpu.checks.kernels import SETTINGS, choice_inputs, filter_inputs, judgement
@@ -61,7 +61,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
     yield _case("masked_argmax", outputs, choice.masked_argmax, choices.masked_argmax.run_reference, taken)
 
     weights, index = torch.rand(3, WIDTH, device=device), torch.arange(3, device=device)
-    yield _case("race", [_numbers(device, 3)], choice.race, choices.race.run_reference, (weights, index, index, Purpose.DRAFT))
+    yield _case("race", [_numbers(device, 3)], filters.race, filtering.race.run_reference, (weights, index, index, Purpose.DRAFT))
 
     sampled = torch.tensor([[1, 2, 3], [4, 0, 2]], device=device)
     finite, stops = torch.ones_like(sampled, dtype=torch.bool), torch.tensor([[-1, 3], [0, -1]], device=device)
@@ -71,12 +71,12 @@ def cases(device: torch.device) -> Iterator[tuple[str, list[Tensor], Call, Call]
 
     tags, owner, generated, under, home = tag_inputs(5, 3, device)
     taken = (tags, owner, generated, under, 2, home)
-    yield _case("mask_status", [_numbers(device, 5, 3)], masks.mask_status, masking.mask_status.run_reference, taken)
+    yield _case("mask_status", [_numbers(device, 5, 3)], chain.mask_status, chains.mask_status.run_reference, taken)
 
     case = make_case(4, 2, WIDTH, torch.bfloat16).on(device)
     outputs = list(case.outputs())
     taken = case.arguments(())
-    yield _case("process_logits", outputs, masks.process_logits, masking.process_logits.run_reference, taken)
+    yield _case("process_logits", outputs, processors.process_logits, processing.process_logits.run_reference, taken)
 
     scores, params = filter_inputs(3, WIDTH)[0].to(device), torch.tensor(SETTINGS[:3], device=device)
     outputs = [torch.full((3, 1, WIDTH), 7.5, device=device)]
