@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.shapes import Limits
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
+from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-
-
-class ModelOutline(Protocol):
-    """The parameters and cache buffers of a model, on the meta device."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Checkpoint(StoredModel):
         return model
 
 
-def describe_memory(name: str, outline: ModelOutline, limits: Limits, shared: nn.Module | None = None) -> str:
+def describe_memory(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared: nn.Module | None = None) -> str:
     """One line for the user about the memory of a model, without the parameters that it shares with the module `shared`."""
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from stepgraph.runtime.models.files.draft_names import extract_tensors, mtp_slices
-from stepgraph.runtime.models.llama import empty_weight
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.runtime.models.parameters import empty_weight
 from tests.helpers.draft_oracles import Drafting, mtp_logits
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 12, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0), head_norms=True)
