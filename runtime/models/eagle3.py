@@ -17,8 +17,8 @@ from torch.nn import functional
 from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import shift_inputs
@@ -43,6 +43,7 @@ class Eagle3(LlamaBase):
     the target's, if the head has none of its own. The first token of a history has no cache entry, as no state precedes it.
     """
 
+    head: nn.Parameter
     lookahead = 1  # the cache entry of a position depends on the token after it
 
     def __init__(

@@ -18,8 +18,8 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm, silu_and_mul
 from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.parameters import empty_weight, randomise
 from stepgraph.sampling.fields import is_int

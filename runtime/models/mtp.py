@@ -20,8 +20,8 @@ from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.layers.slot_mapping import shift_entries
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.parameters import empty_weight, randomise
@@ -30,6 +30,7 @@ from stepgraph.runtime.models.parameters import empty_weight, randomise
 class Mtp(LlamaBase):
     """One module per layer of `config`. Their weights are uninitialised; embedding and head are the target's."""
 
+    head: nn.Parameter
     d2t: Tensor | None = None
 
     def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, llama_slices, read_json

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
