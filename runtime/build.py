@@ -11,15 +11,17 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
-from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs, state_specs
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.extras.hidden_states import HiddenStates, open_states, states_layout
 from stepgraph.runtime.extras.states_folder import StatesLayout

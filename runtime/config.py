@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION
-from stepgraph.graphs.graph_set import OnFailure
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.proposing import ANCHOR
-from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
+from stepgraph.graphs.recording import OnFailure
+from stepgraph.graphs.shapes import bucket_sizes, checked_buckets
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_number, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.model import TargetModel
+from stepgraph.graphs.recording import CaptureReport
 from stepgraph.runtime.build import Drafter, build_engine, capture_notes
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.metrics import prometheus_text

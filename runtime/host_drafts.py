@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.slots import ActiveRequest
 from stepgraph.runtime.upload import PinnedRing

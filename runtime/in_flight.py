@@ -11,7 +11,8 @@ from typing import NamedTuple
 from stepgraph.graphs.buffers import ResultLayout, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import TokenLogprob
 from stepgraph.runtime.slots import ActiveRequest

@@ -27,7 +27,8 @@ import torch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.in_flight import InFlight, RowResult
 from stepgraph.runtime.slots import ActiveRequest

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.in_flight import RowResult
 from stepgraph.runtime.request import (
     FINISH_REASONS,

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.page_cache import CachedPage, PageCache
 from stepgraph.runtime.request import FinishReason, Job
 from stepgraph.sampling.grammar.link.protocol import MatcherRow

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.request import Job
 from stepgraph.runtime.slots import ActiveRequest

@@ -62,7 +62,7 @@ def draw(
     ids: Contiguous | None = None,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sampler.distribution of logits [N, V], and choice.race over it: probabilities [N, width] float32 and tokens [N] int64.
+    """sampler.distribution of logits [N, V], and `race` over it: probabilities [N, width] float32 and tokens [N] int64.
 
     With `ids` [V] int64 the logits belong to those tokens of a vocabulary of `width`: probabilities are written at these ids, zeros
     elsewhere, and each token races with the noise of its id. Without a finite best logit the token is 0.

@@ -43,7 +43,7 @@ def worker_dies(behind: bool) -> Point:
         compiler._cache.clear()
         real = CompileWorker._exchange
 
-        def exchange(worker: CompileWorker, parts: list[bytes], seconds: float) -> list[bytes]:
+        def exchange(worker: CompileWorker, parts: list[Any], seconds: float) -> tuple[str, bool, str]:
             process, due = worker._process, fault.due()
             assert process is not None
             if due and not behind:

@@ -100,8 +100,7 @@ def outcome(call: Callable[[], object]) -> str:
 def worker_pid(engine: Engine) -> int | None:
     compiler = engine._grammar_queue._compiler
     assert compiler is not None
-    (worker,) = compiler._workers
-    return worker.pid
+    return next((worker.pid for worker in compiler._workers if worker is not None and worker.pid is not None), None)
 
 
 def submitted(engine: Engine) -> list[Job]:

@@ -161,7 +161,7 @@ def raises_assertion(check: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracle must detect each of these bugs."""
     from stepgraph.runtime.page_cache import PageCache
-    from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+    from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
     if bug.startswith("native"):
         real_init = NativeRow.__init__

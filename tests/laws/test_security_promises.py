@@ -81,8 +81,9 @@ def test_promise_4_a_worker_that_dies_is_replaced() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, isolation="process", max_compiles=1)
     compiler.compile(Constraint.regex("a"))
     (worker,) = compiler._workers
+    assert worker is not None and worker.pid is not None
     pid = worker.pid
-    assert pid is not None and pid != os.getpid()
+    assert pid != os.getpid()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     compiler.compile(Constraint.regex("b"))

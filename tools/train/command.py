@@ -126,9 +126,10 @@ def gather(options: argparse.Namespace, checkpoint: Checkpoint, target: Llama) -
         states = SavedStates(options.data)
         check_states(states, target)
         return states
-    num_tokens, asked = len(checkpoint.vocabulary.tokens), options.answers > 0
+    num_tokens, answered = len(checkpoint.vocabulary.tokens), options.answers > 0
     longest = min(options.max_length, checkpoint.config.max_positions - options.answers)
-    texts = read_texts(options.data, options.target, num_tokens, longest, asked)
-    if asked:
-        return answer(target, checkpoint.vocabulary, texts, options.answers, options.temperature, folder, progress)
+    texts = read_texts(options.data, options.target, num_tokens, longest, answered)
+    if answered:
+        prompts = dict.fromkeys(text.token_ids for text in texts)
+        return answer(target, checkpoint.vocabulary, prompts, options.answers, options.temperature, folder, progress)
     return collect(target, texts, folder, progress)

@@ -10,14 +10,6 @@ from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
 
-FUEL = {  # llguidance's name of a count -> ours
-    "initial_lexer_fuel": "compile_fuel",
-    "max_grammar_size": "grammar_symbols",
-    "max_lexer_states": "lexer_states",
-    "step_lexer_fuel": "mask_fuel",
-    "step_max_items": "mask_items",
-    "max_items_in_row": "row_items",
-}
 _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
     "one step of the grammar took": "step_seconds",
     "initial lexer configuration": "compile_fuel",
@@ -71,11 +63,6 @@ class GrammarLimits:
             raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, expected at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
             raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, expected at most 3600")
-
-    @property
-    def fuel(self) -> dict[str, int]:
-        """The counts under llguidance's names."""
-        return {name: int(getattr(self, field)) for name, field in FUEL.items()}
 
 
 DEFAULTS = GrammarLimits()

@@ -6,7 +6,6 @@ One thread makes one call at a time; `kill` is for any thread. A process that wa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -14,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, receive, send
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -35,6 +34,7 @@ NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  #
 class _Process:
     popen: subprocess.Popen[bytes]
     connection: socket.socket
+    answers: IO[bytes]  # read from the connection
     stderr: IO[bytes]
     owner: int
 
@@ -43,6 +43,7 @@ class _Process:
             return  # a fork's copy
         self.popen.kill()
         self.popen.wait()
+        self.answers.close()
         self.connection.close()
         self.stderr.close()
 
@@ -60,8 +61,8 @@ class CompileWorker:
 
     def _detach(self) -> None:
         """In a fork: close the copy of the socket, so that the worker still sees its parent end."""
-        if self._process is not None:
-            self._process.connection.close()
+        if self._process is not None and (copy := self._process.connection.detach()) >= 0:
+            os.close(copy)  # close() would wait until `answers` is closed, which takes a lock
 
     @property
     def pid(self) -> int | None:
@@ -72,15 +73,15 @@ class CompileWorker:
         self._kill_pending |= self._cancelled
         self._cancelled = False
 
-    def call(self, name: str, *arguments: str) -> str:
+    def call(self, name: str, *arguments: Any) -> str:
         """The result of a method of `compile_worker.Libraries`; ValueError with the library's message, or CompileAbortedError where
         a limit was reached or the process died."""
         process = self._process
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
-        limits, encoded = self._limits, [part.encode() for part in (name, *arguments)]
+        limits = self._limits
         try:
-            status, result, bloated = self._exchange(encoded, limits.compile_seconds + GRACE_SECONDS)
+            status, bloated, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
         except (OSError, EOFError) as error:  # a time-out is an OSError
             message = self._failure(error)
             self.close()
@@ -92,8 +93,8 @@ class CompileWorker:
         if status == TOO_LARGE:
             raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status != DONE:
-            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
-        return result.decode()
+            raise (CompileAbortedError if status == ABORTED else ValueError)(result)
+        return result
 
     def kill(self) -> None:
         """End the running compile; from any thread."""
@@ -111,36 +112,35 @@ class CompileWorker:
     def _start(self) -> None:
         self.close()
         self._kill_pending = False
-        vocabulary, limits = self._vocabulary, self._limits
+        vocabulary = self._vocabulary
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
             "non_text_ids": sorted(vocabulary.non_text_ids),
-            "num_tokens": len(vocabulary.tokens),
+            "for_xgrammar": [token.decode("latin-1") for token in vocabulary.for_xgrammar],
+            "for_llguidance": [token.decode("latin-1") for token in vocabulary.for_llguidance],
             "width": vocabulary.logits_width,
             "max_threads": self._max_threads,
-            "fuel": limits.fuel,
-            "least_bytes": limits.least_bytes,
+            "limits": asdict(self._limits),
         }
-        bounds = json.dumps([limits.compile_seconds, limits.compile_bytes, limits.result_bytes]).encode()
-        tables = joined(vocabulary.for_xgrammar), joined(vocabulary.for_llguidance)
         self._process = process = _start_process()
         self._finalizer = weakref.finalize(self, process.end)
         self.started += 1
         try:
             if self._cancelled:
                 raise EOFError  # `kill` came before the process existed
-            self._exchange([bounds, json.dumps(options).encode(), *tables], START_SECONDS)
+            self._exchange([options], START_SECONDS)
         except (OSError, EOFError) as error:
             message, stderr = self._failure(error), self._stderr_tail()
             self.close()
             raise CompileAbortedError(f"{message}, before it was ready{stderr and ': ' + stderr}") from None
 
-    def _exchange(self, parts: list[bytes], seconds: float) -> list[bytes]:
+    def _exchange(self, parts: list[Any], seconds: float) -> tuple[str, bool, str]:
+        """The worker's answer: its status, whether it holds much memory, and the result."""
         assert self._process is not None
-        connection = self._process.connection
-        connection.settimeout(seconds)
-        connection.sendall(packed(parts))
-        return received(connection)
+        self._process.connection.settimeout(seconds)
+        send(self._process.connection, *parts)
+        (status, bloated), result = receive(self._process.answers)
+        return status, bloated, result.decode()
 
     def _failure(self, error: BaseException) -> str:
         """Why a call did not return."""
@@ -194,4 +194,4 @@ def _start_process() -> _Process:
             raise CompileAbortedError(f"the compile worker did not start: {error}") from error
         undo.pop_all()
         theirs.close()
-    return _Process(popen, ours, stderr, os.getpid())
+    return _Process(popen, ours, ours.makefile("rb"), stderr, os.getpid())

@@ -24,10 +24,6 @@ MAX_MARKER = 1000  # characters or ids
 MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are removed
 
 
-def checked_backend(name: str, value: object) -> None:
-    check_value(name, value, one_of(get_args(BackendChoice)))
-
-
 @dataclass(frozen=True)
 class Constraint:
     """Created by the constructors below; `payload` is the canonical text of the constraint.
@@ -56,7 +52,7 @@ class Constraint:
             raise ValueError(f"Constraint.any_whitespace: got {clip_repr(self.any_whitespace)}, expected a bool")
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
-        checked_backend("Constraint.backend", self.backend)
+        check_value("Constraint.backend", self.backend, one_of(get_args(BackendChoice)))
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, expected a text or token ids, at least one")

@@ -47,7 +47,7 @@ from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn, MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
 HOST_LINKS = ("auto", "native", "python")
 CALLBACK_TYPES = {  # of the functions in LibraryStruct

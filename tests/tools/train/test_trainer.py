@@ -133,7 +133,7 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Lesson:
     checkpoint = open_checkpoint(folder_of("llama-3.1", lean=True))
     folder = tmp_path_factory.mktemp("states")
     made = torch.Generator().manual_seed(0)
-    prompts = [Text(tuple(torch.randint(4, 100, (6,), generator=made).tolist()), 6) for _ in range(70)]
+    prompts = dict.fromkeys(tuple(torch.randint(4, 100, (6,), generator=made).tolist()) for _ in range(70))
     return Lesson(checkpoint, answer(checkpoint.load("cpu", (0, 2, 4)), checkpoint.vocabulary, prompts, 20, 0.0, folder))
 
 
