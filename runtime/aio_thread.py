@@ -88,17 +88,17 @@ class StepThread:
 
     async def wait_for_room(self) -> None:
         """Wait until the queue may have room. For one task at a time."""
-        while self.engine.step_gate.queue_full and not self.stopping:
+        while self.engine.queue.full and not self.stopping:
             with self._lock:
                 self._room = self.loop.create_future()
-            if self.engine.step_gate.queue_full:  # otherwise room appeared before the thread could see the future
+            if self.engine.queue.full:  # otherwise room appeared before the thread could see the future
                 await self._room
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
         self._cancel_jobs = self._cancel_jobs or not drain
         self.stopping = True
-        self.engine.step_gate.notify()
+        self.engine.queue.wake.notify()
 
     def close(self, seconds: float) -> None:
         """Cancel the jobs, and wait at most `seconds` for the thread."""
@@ -112,8 +112,8 @@ class StepThread:
 
     def _run(self) -> None:
         try:
-            with self.engine.step_gate.exclusive():
-                if not self.engine.step_gate.captured:
+            with self.engine.step_lock.exclusive():
+                if not self.engine.captured:
                     self.engine.capture()
                 self.engine.wait(0)  # raises if the engine is closed
                 self._call_in_loop(_resolve, self.opened)
@@ -136,7 +136,7 @@ class StepThread:
         if not self.stopping:
             return False
         if self._last_jobs is None:
-            self._last_jobs = self.engine.step_gate.jobs
+            self._last_jobs = [queued.job for queued in tuple(self.engine.queue.unfinished.values())]
         if self._cancel_jobs:
             for job in self._last_jobs:
                 self.engine.cancel(job)
@@ -154,7 +154,7 @@ class StepThread:
                 buffer.add(event)
                 if buffer.ended:
                     del self._buffers[event.job_id]
-            has_room = self._room is not None and not self.engine.step_gate.queue_full
+            has_room = self._room is not None and not self.engine.queue.full
             if self._notified or not (self._unread or has_room):
                 return
             self._notified = True

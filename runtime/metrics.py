@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.stats import EngineStats, Histogram, Loss
+from stepgraph.runtime.counters import Loss
+from stepgraph.runtime.stats import EngineStats, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

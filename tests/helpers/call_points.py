@@ -38,7 +38,7 @@ def worker_dies(behind: bool) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        compiler = engine._grammar_queue._compiler
+        compiler = engine._parts.compiler
         assert compiler is not None
         compiler._cache.clear()
         real = CompileWorker._exchange

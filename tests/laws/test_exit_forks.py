@@ -50,8 +50,8 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._parts.hidden_states._writer  # type: ignore[union-attr]
-        with engine._step_lock, engine._scheduler.lock, writer._lock, engine._scheduler._observer._lock:  # type: ignore[union-attr]
+        writer = engine._parts.hidden_states.writer  # type: ignore[union-attr]
+        with engine.step_lock, engine.queue.lock, writer._lock, engine._scheduler._recorder._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
 
@@ -98,7 +98,7 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def worker_pid(engine: Engine) -> int | None:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
     return next((worker.pid for worker in compiler._workers if worker is not None and worker.pid is not None), None)
 
