@@ -23,11 +23,10 @@ from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatu
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
+from stepgraph.sampling.grammar.constraints.schema import MAX_DEPTH, MAX_WHITESPACE
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
-from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
-from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
