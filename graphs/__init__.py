@@ -2,9 +2,13 @@
 
 from stepgraph.graphs.backends import capture, make_backend
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import Backend, CaptureError, HostNodeError, Recorded, RecordedReport, current_context, run_eager
-from stepgraph.graphs.graph_set import CaptureReport, GraphSet
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, current_context
+from stepgraph.graphs.eager import run_eager
+from stepgraph.graphs.errors import CaptureError, HostNodeError
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.recording import CaptureReport
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.graphs.tape.backend import TapeBackend
 
 __all__ = [

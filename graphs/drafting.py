@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, StaticBuffers
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel
-from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import kernels, rng
 from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.bitmask import WORD

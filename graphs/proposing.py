@@ -8,8 +8,8 @@ from torch import Tensor
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, select_draft
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History, Proposer, check_shape
-from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.acceptance import Emission
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt

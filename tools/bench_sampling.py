@@ -19,7 +19,6 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,11 +28,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tools.*
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
 
 from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.buffers import Column
+from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
@@ -41,7 +40,7 @@ from stepgraph.sampling.kernels.operation import OPERATIONS
 from stepgraph.sampling.sampler import Param
 from tools.bench.plain_sampling import plain_sampling
 from tools.gpu.checks.context import Context
-from tools.gpu.checks.kernels import stopwatch
+from tools.gpu.checks.stopwatch import for_seconds, ratio_of, stopwatch, take_turns, until_done
 
 SHAPES = ((1, 4, 32_000), (8, 4, 32_000), (8, 0, 32_000), (1, 4, 151_936))  # rows, drafts, vocabulary
 ASKED = {Param.TEMPERATURE: 0.8, Param.TOP_K: 50, Param.TOP_P: 0.95, Param.REPETITION_PENALTY: 1.1, Param.FREQUENCY_PENALTY: 0.1}
@@ -151,20 +150,20 @@ def measure_shape(context: Context, rows: int, k: int, width: int, seconds: floa
     plain = scene.plain()
     count = len(seen(plain).calls)
     # multinomial waits for the host, so it cannot be captured; it runs eagerly, as in such a loop
-    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(_until_done, context, plain)}
+    watches: dict[str, Callable[[], float]] = {"plain pipeline": partial(until_done, context, plain)}
     for index, entry in enumerate(entries):
         watches[f"{index}"] = stopwatch(context, entry.call)
         if entry.reference is not None:
             watches[f"{index} reference"] = stopwatch(context, entry.reference)
-    times = take_turns(watches, seconds, f"{rows} rows, {k} drafts, {width} tokens")
+    times = take_turns(watches, for_seconds(seconds), f"{rows} rows, {k} drafts, {width} tokens")
     return {
         "rows": rows,
         "drafts": k,
         "vocabulary": width,
         "turns": len(times["plain pipeline"]),
-        "accept_over_plain": _ratio(times["0"], times["plain pipeline"]),
+        "accept_over_plain": ratio_of(times["0"], times["plain pipeline"]),
         "plain_pipeline": {"operations": count, **_cost(times["plain pipeline"], rows)},
-        "operations": [_told(entry, f"{index}", times, rows) for index, entry in enumerate(entries)],
+        "operations": [_figures(entry, f"{index}", times, rows) for index, entry in enumerate(entries)],
     }
 
 
@@ -175,43 +174,16 @@ def _entry(context: Context, stage: str, name: str, call: Call) -> Entry:
     return Entry(stage, name, call, 1, len(seen(plain).calls), None if context.rehearsal else plain)
 
 
-def _until_done(context: Context, call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    if not context.rehearsal:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6
-
-
-def take_turns(watches: Mapping[str, Callable[[], float]], seconds: float, title: str) -> dict[str, list[float]]:
-    """Run every variant once per turn, at least three turns after one for warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in watches}
-    for watch in watches.values():
-        watch()
-    end = time.perf_counter() + seconds
-    with tqdm(desc=title, unit="turn", disable=not sys.stderr.isatty(), leave=False) as bar:
-        while len(times["plain pipeline"]) < 3 or time.perf_counter() < end:
-            for name, watch in watches.items():
-                times[name].append(watch())
-            bar.update()
-    return times
-
-
 def _cost(times: Sequence[float], rows: int) -> dict[str, float]:
     median = statistics.median(times)
     return {"us": round(median, 1), "us_per_row": round(median / rows, 1)}
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles([over / under for over, under in zip(above, below, strict=True)], method="inclusive")
-    return {"p25": round(low, 3), "p50": round(middle, 3), "p75": round(high, 3)}
-
-
-def _told(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: int) -> dict[str, object]:
+def _figures(entry: Entry, key: str, times: Mapping[str, Sequence[float]], rows: int) -> dict[str, object]:
     figures: dict[str, object] = {"stage": entry.stage, "name": entry.name, **_cost(times[key], rows)}
     figures |= {"operations": entry.operations, "plain_operations": entry.plain_operations}
     if entry.reference is not None:
-        figures["over_plain"] = _ratio(times[key], times[f"{key} reference"])
+        figures["over_plain"] = ratio_of(times[key], times[f"{key} reference"])
     return figures
 
 

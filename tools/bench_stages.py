@@ -28,7 +28,8 @@ from tqdm import tqdm
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import GraphKey, drafting, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.capture import EagerContext, use_context
+from stepgraph.graphs.capture import use_context
+from stepgraph.graphs.eager import EagerContext
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
@@ -38,7 +39,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
 from tools.gpu.checks.context import Context, summary
-from tools.gpu.checks.kernels import stopwatch
+from tools.gpu.checks.stopwatch import stopwatch, take_turns, until_done
 
 Call = Callable[[], object]
 KINDS = tuple(itertools.product((False, True), (False, True)))  # constrained, sampled
@@ -148,7 +149,7 @@ class Scene:
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [request.matcher for request in engine._scheduler.active]
-        step = engine._graphs._step_of(self.key)
+        step = engine._graphs._recorder.step_of(self.key)
         for _ in range(rounds):
             engine._parts.host_link.push_batch(matchers)
             with use_context(context), torch.no_grad():
@@ -166,12 +167,9 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         calls = scene.calls()
         counts = {name: len(seen(call).calls) for name, call in calls.items()}
         watches = {name: stopwatch(context, call) for name, call in calls.items() if name != "prompt"}
-        watches["prompt"] = partial(_until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
-        times: dict[str, list[float]] = {name: [] for name in watches}
-        for _ in range(turns + 1):
-            for name, watch in watches.items():
-                times[name].append(watch())
-        figures = {name: {"us": summary(times[name][1:]), "operations": counts[name]} for name in calls}
+        watches["prompt"] = partial(until_done, context, calls["prompt"])  # attention plans on the host, so it cannot be captured
+        times = take_turns(watches, range(turns))
+        figures = {name: {"us": summary(times[name]), "operations": counts[name]} for name in calls}
         nodes = scene.host_nodes(turns + 1) if constrained else {}
         return {
             "models": pair.name,
@@ -184,14 +182,6 @@ def measure(context: Context, pair: Pair, rows: int, drafts: int, kind: tuple[bo
         }
     finally:
         scene.engine.close()
-
-
-def _until_done(context: Context, call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    if not context.rehearsal:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6
 
 
 def report(context: Context, rows: int, drafts: int, turns: int = 20, models: Sequence[str] = tuple(MODELS)) -> dict[str, object]:

@@ -66,7 +66,7 @@ def _device(name: str, document: Mapping[str, Any]) -> Iterator[str]:
     if rounds:
         yield from _table(("a round", "p50, us", "schema / free", "recursive / free", "Python callbacks / free"), rounds)
     others = [
-        (f"{label} {key}", f"{cell['ratio']:.2f}", f"{cell['p25']:.2f} to {cell['p75']:.2f}")
+        (f"{label} {key}", f"{cell['ratio']['median']:.2f}", f"{cell['ratio']['p25']:.2f} to {cell['ratio']['p75']:.2f}")
         for check, label in (("against_hand_written_loop", "hand-written loop,"), ("against_transformers", "transformers, 1B,"))
         for key, cell in figures.get(check, {}).items()
         if isinstance(cell, Mapping) and "ratio" in cell

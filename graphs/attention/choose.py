@@ -9,18 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.attention.paged import AttentionShape, by_reference
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice, AttentionShape, by_reference, run_operation
 from stepgraph.graphs.attention.probe import TOLERANCE, differs
 from stepgraph.graphs.model import Attend
 from stepgraph.sampling.kernels import operation
-
-if TYPE_CHECKING:
-    from stepgraph.graphs.attention.flashinfer import PlannedAttention
 
 ATTENTION = ("auto", "flashinfer", "triton", "reference")
 LEAST_CAPABILITY = (8, 0)
@@ -29,33 +26,13 @@ FLASHINFER_HEAD_SIZES = (64, 128, 256)  # that its kernels are built and tested 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
-    """`rounds` and `prompts`: a name of ATTENTION except auto, or native on the CPU; empty if no model declares its attention."""
-
-    rounds: str = ""
-    prompts: str = ""
-    passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
-    planned: PlannedAttention | None = None
-
-    def round_call(self) -> Attend | None:
-        """ModelInput.attend for one call of a model in a round; None: the operation paged_attention."""
-        if self.rounds == "flashinfer" and self.planned is not None:
-            return self.planned.rounds()
-        return by_reference if self.rounds == "reference" else None
-
-    def prompt_call(self, first: int, count: int) -> Attend | None:
-        """ModelInput.attend for one call of a model with `count` tokens of a prompt from position `first` on."""
-        if self.prompts == "flashinfer" and self.planned is not None:
-            return self.planned.prompt(first, count)
-        return by_reference if self.prompts == "reference" else None
-
-    def __str__(self) -> str:
-        names = self.rounds if self.rounds == self.prompts else f"rounds {self.rounds}, prompts {self.prompts}"
-        return "; ".join((names, *self.passed_over))
+class _Candidate(NamedTuple):
+    why_not: str  # empty if it can run
+    round_call: Callable[[], Attend | None] = run_operation
+    prompt_call: Callable[[int, int], Attend | None] = run_operation
 
 
-OPERATION = AttentionChoice()
+_REFERENCE = _Candidate("", lambda: by_reference, lambda first, count: by_reference)
 
 
 def choose_attention(device: torch.device, requested: str, shapes: tuple[AttentionShape, ...], page_size: int) -> AttentionChoice:
@@ -68,31 +45,31 @@ def choose_attention(device: torch.device, requested: str, shapes: tuple[Attenti
     if requested not in ATTENTION:
         raise ValueError(f"attention: got {requested!r}, expected one of {', '.join(map(repr, ATTENTION))}")
     if requested == "reference":
-        return AttentionChoice("reference", "reference")
+        return _choice({"reference": _REFERENCE}, "reference", "reference")
     if requested == "auto" and not shapes:
         return OPERATION
     if requested == "auto" and device.type != "cuda":
         why = operation.why_no_c(*(shape.dtype for shape in shapes))
-        return AttentionChoice("reference", "reference", (f"no native: {why}",)) if why else AttentionChoice("native", "native")
+        found = {"native": _Candidate(why), "reference": _REFERENCE}
+        return _choice(found, "reference", "reference") if why else _choice(found, "native", "native")
     found = {name: _candidate(name, device, shapes, page_size) for name in ATTENTION[1:] if requested in ("auto", name)}
     if requested != "auto":
         if found[requested].why_not:
             raise ValueError(f"attention: got {requested!r}, expected an implementation that runs on {device}: {found[requested].why_not}")
-        return AttentionChoice(requested, requested, (), found[requested].planned)
+        return _choice(found, requested, requested)
     rounds = next(name for name in ("triton", "reference") if not found[name].why_not)
     prompts = next(name for name in ("flashinfer", rounds) if not found[name].why_not)
+    return _choice(found, rounds, prompts)
+
+
+def _choice(found: Mapping[str, _Candidate], rounds: str, prompts: str) -> AttentionChoice:
     passed_over = tuple(f"no {name}: {one.why_not}" for name, one in found.items() if one.why_not)
-    return AttentionChoice(rounds, prompts, passed_over, found["flashinfer"].planned)
-
-
-class _Candidate(NamedTuple):
-    why_not: str  # empty if it can run
-    planned: PlannedAttention | None = None
+    return AttentionChoice(rounds, prompts, passed_over, found[rounds].round_call, found[prompts].prompt_call)
 
 
 def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ...], page_size: int) -> _Candidate:
     if name == "reference":
-        return _Candidate("")
+        return _REFERENCE
     why = unfit(name, device, shapes)
     if why or name == "triton":
         return _Candidate(why)
@@ -101,7 +78,7 @@ def _candidate(name: str, device: torch.device, shapes: tuple[AttentionShape, ..
         module = importlib.import_module("stepgraph.graphs.attention.flashinfer")
         planned = module.PlannedAttention(device, page_size, shapes)
         wrong = (differs(planned.rounds, planned.prompt, shape, page_size, device) for shape in dict.fromkeys(shapes))
-        return _Candidate(next(filter(None, wrong), ""), planned)
+        return _Candidate(next(filter(None, wrong), ""), planned.rounds, planned.prompt)
     except Exception as error:  # of a compiler, a loader or a driver
         return _Candidate(operation.reason(error))
 

@@ -19,11 +19,11 @@ import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
-from stepgraph.graphs.tape.rules import fail
 from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, describe, timed_programs
 
 _local = threading.local()  # .recording: the capture in progress on this thread

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import storage_key
-from stepgraph.graphs.capture import MAIN, BackendStats, HostNodeError, RecordedReport, host_call
+from stepgraph.graphs.capture import MAIN, BackendStats, RecordedReport, host_call
+from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import STEP, Label, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits

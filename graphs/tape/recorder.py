@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, CaptureError, Step, StreamEvent, use_context
+from stepgraph.graphs.capture import MAIN, Step, StreamEvent, use_context
+from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
 from stepgraph.graphs.tape.replay_ops import bound, repeat, signature, tensors_in, whole, written
-from stepgraph.graphs.tape.rules import Memory, Rules, Site, call_site, fail, generator_key
+from stepgraph.graphs.tape.rules import Memory, Rules, generator_key
 
 Leaf = tuple[str, str]  # ("scalar" | "tensor", what it is)
 

@@ -12,7 +12,7 @@ from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
 
 def innermost(matcher: Matcher) -> Matcher:
@@ -58,4 +58,4 @@ def take_fuel(row: MatcherRow) -> None:
         row.struct.fuel_seconds = -1.0
     else:
         assert isinstance(row.matcher, XGrammarMatcher)
-        row.matcher._fuel_seconds = -1.0
+        row.matcher.fuel_seconds = -1.0

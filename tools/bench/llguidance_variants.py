@@ -19,7 +19,7 @@ class LLGuidanceLoop(PythonLoop):
     """(a) Row by row with the library's Python calls only; its wrong masks after a rollback are not corrected."""
 
     def seat(self, slot: int, grammar: CompiledConstraint) -> None:
-        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.matcher.deep_copy()]
+        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.deep_copy()]
 
     def run(self) -> None:
         masks, size = self.masks, self.masks.shape[2] * 4

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from stepgraph import Engine, EngineConfig, SamplingParams, Vocabulary
+from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.extras.hidden_states import states_layout
-from stepgraph.runtime.extras.states_folder import INDEX, SavedStates, SavedText, StatesWriter
+from stepgraph.runtime.extras.states_folder import INDEX, SavedText, StatesWriter
 from stepgraph.runtime.models.llama import Llama
+from tools.train.saved_states import SavedStates
 from tools.train.texts import Text
 
 PAGE_SIZE = 64
@@ -66,14 +68,9 @@ def run(target: Llama, texts: Sequence[Text]) -> Iterator[SavedText]:
 @torch.no_grad()
 def check_states(states: SavedStates, target: Llama) -> None:
     """Check that saved states belong to this target: sizes match, and the states of the first text are reproduced."""
-    got, wanted = states.layout, states_layout(target)
-    if (got.vocab_size, got.feature_layers, got.feature_size, got.hidden_size) != (
-        wanted.vocab_size,
-        wanted.feature_layers,
-        wanted.feature_size,
-        wanted.hidden_size,
-    ):
-        raise ValueError(f"{states.folder}: got states of {got}, expected states of {wanted}")
+    got, expected = states.layout, states_layout(target)
+    if any(getattr(got, name) != getattr(expected, name) for name in ("vocab_size", "feature_layers", "feature_size", "hidden_size")):
+        raise ValueError(f"{states.folder}: got states of {got}, expected states of {expected}")
     if not len(states):
         raise ValueError(f"{states.folder}: got no texts, expected at least one")
     text = states[0]
@@ -87,40 +84,44 @@ def check_states(states: SavedStates, target: Llama) -> None:
 def answer(
     target: Llama,
     vocabulary: Vocabulary,
-    prompts: Sequence[Text],
+    prompts: Mapping[tuple[int, ...], Constraint | None],
     new_tokens: int,
     temperature: float,
     folder: Path,
     progress: bool = False,
 ) -> SavedStates:
-    """Let the target answer every prompt and save its states: training data like the texts that the head will draft."""
-    answered = (
-        {tuple(text.token_ids[: text.prompt_length].tolist()) for text in SavedStates(folder)} if (folder / INDEX).exists() else set()
-    )
-    asked = list(dict.fromkeys(prompt.token_ids for prompt in prompts))
-    rows = min(ROWS, len(asked))
+    """Let the target answer prompts under their constraints and save its states: training data like the texts that a head will draft.
+
+    Skips prompts whose answers are in the folder.
+    """
+    known = SavedStates(folder) if (folder / INDEX).exists() else ()
+    answered = {tuple(text.token_ids[: text.prompt_length].tolist()) for text in known}
+    rows = min(ROWS, len(prompts))
     config = EngineConfig(
         max_rows=rows,
         num_speculative_tokens=0,
-        max_length=max(len(prompt.token_ids) for prompt in prompts) + new_tokens,
+        max_length=max(map(len, prompts)) + new_tokens,
         page_size=PAGE_SIZE,
         buckets=(rows,),
         greedy_only=temperature == 0,
+        compile_isolation="none",  # the grammars are trusted
         save_hidden_states=folder,
         states_shard_bytes=SHARD_BYTES,
     )
+    remaining = ((seed, prompt) for seed, prompt in enumerate(prompts) if prompt not in answered)
     with (
         Engine(target, vocabulary=vocabulary, config=config) as engine,
-        tqdm(total=len(asked), initial=len(answered), desc="answers", unit="text", disable=not progress) as bar,
+        tqdm(total=len(prompts), initial=len(answered), desc="answers", unit="text", disable=not progress) as bar,
     ):
         engine.capture()
-        for seed, prompt in enumerate(asked):
-            if prompt not in answered:
-                engine.submit(prompt, sampling=SamplingParams(temperature=temperature, seed=seed), max_new_tokens=new_tokens)
-        for event in engine.stream():
-            if event.finish_reason is not None:
-                bar.update()
-    error = engine.stats().saving_error
-    if error:
-        raise ValueError(error)
+        while True:
+            for seed, prompt in itertools.islice(remaining, max(0, rows - engine.stats().waiting)):
+                sampling = SamplingParams(temperature=temperature, seed=seed)
+                engine.submit(prompt, constraint=prompts[prompt], sampling=sampling, max_new_tokens=new_tokens)
+            if not engine.has_work:
+                break
+            bar.update(sum(event.finish_reason is not None for event in engine.step()))
+    stats = engine.stats()
+    if stats.saving_error or stats.unsaved_texts:
+        raise ValueError(f"{folder}: {stats.unsaved_texts} texts could not be saved: {stats.saving_error or 'the disk is too slow'}")
     return SavedStates(folder)

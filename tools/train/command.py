@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.extras.states_folder import SavedStates, StatesLayout, read_index
+from stepgraph.runtime.extras.states_folder import StatesLayout, read_index
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from tools.train.acceptance import measure
@@ -20,6 +20,7 @@ from tools.train.batches import TrainingSet
 from tools.train.collect import answer, check_states, collect
 from tools.train.heads import Head, default_feature_layers
 from tools.train.plan import TrainingPlan
+from tools.train.saved_states import SavedStates
 from tools.train.texts import read_texts
 from tools.train.trainer import Trainer
 from tools.train.vocabulary import check_count, choose_proposed
@@ -126,9 +127,10 @@ def gather(options: argparse.Namespace, checkpoint: Checkpoint, target: Llama) -
         states = SavedStates(options.data)
         check_states(states, target)
         return states
-    num_tokens, asked = len(checkpoint.vocabulary.tokens), options.answers > 0
+    num_tokens, answered = len(checkpoint.vocabulary.tokens), options.answers > 0
     longest = min(options.max_length, checkpoint.config.max_positions - options.answers)
-    texts = read_texts(options.data, options.target, num_tokens, longest, asked)
-    if asked:
-        return answer(target, checkpoint.vocabulary, texts, options.answers, options.temperature, folder, progress)
+    texts = read_texts(options.data, options.target, num_tokens, longest, answered)
+    if answered:
+        prompts = dict.fromkeys(text.token_ids for text in texts)
+        return answer(target, checkpoint.vocabulary, prompts, options.answers, options.temperature, folder, progress)
     return collect(target, texts, folder, progress)

@@ -1,14 +1,18 @@
 """Training texts as token ids: from plain text, or from JSON lines of texts, conversations or ids.
 
-Text is encoded by the tokenizer of the model folder or GGUF file, loaded with `transformers`.
+Text is encoded by the tokenizer of the model folder or GGUF file.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from stepgraph.runtime.text import TextCodec
 
 KINDS = ("text", "messages", "token_ids")
 
@@ -45,50 +49,25 @@ class Encoder:
 
     def __init__(self, target: Path, answered: bool = False) -> None:
         self._target, self._answered = target, answered
-        self._tokenizer: Any = None
 
-    @property
-    def tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            try:
-                import transformers
-            except ModuleNotFoundError:
-                raise ValueError("token ids of text: reading a tokenizer needs transformers: pip install transformers") from None
-            transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
-            file = {"gguf_file": self._target.name} if self._target.is_file() else {}
-            folder = self._target.parent if file else self._target
-            try:
-                self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **file)
-            except Exception as error:  # the library raises exceptions of many types
-                raise ValueError(f"{self._target}: no tokenizer could be read: {error}") from None
-        return self._tokenizer
+    @functools.cached_property
+    def codec(self) -> TextCodec:
+        return TextCodec.open(self._target)
 
     def text(self, text: str) -> Text:
-        ids = self.tokenizer(text)["input_ids"]
+        ids = self.codec.encode(text)
         return Text(tuple(ids), len(ids) if self._answered else 1)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Text:
         """If the last message is from the assistant it is the answer, and the previous messages are the prompt."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("messages: the tokenizer has no chat template; give 'text' or 'token_ids'")
         answer = messages[-1]["role"] == "assistant" and not self._answered
-        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        prompt = self._templated(asked, add_generation_prompt=True) if asked else []
+        question = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        prompt = self.codec.chat(question) if question else []
         if not answer:
             return Text(tuple(prompt), len(prompt))
-        whole = self._templated(messages)
-        shared = next(
-            (index for index, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), min(len(prompt), len(whole))
-        )
-        return Text(tuple(whole), shared)
-
-    def _templated(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        try:
-            made = self.tokenizer.apply_chat_template(list(messages), tokenize=True, **options)
-        except Exception as error:  # a template may raise anything
-            raise ValueError(f"messages: the chat template fails: {error}") from None
-        ids: list[int] = made if isinstance(made, list) else made["input_ids"]
-        return ids
+        whole = self.codec.chat(messages, answer=False)
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+        return Text(tuple(whole), len(list(shared)))
 
 
 def _plain(written: str, encoder: Encoder, longest: int) -> Iterator[tuple[str, Text]]:

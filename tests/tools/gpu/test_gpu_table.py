@@ -33,7 +33,7 @@ def document(device: str = "NVIDIA H200", date: str = "2026-11-21", **changes: A
     over = {"schema": {"median": 1.004}, "recursive": {"median": 1.012}}
     cell = {"over_free": over, "variants": {"free": {"p50_us": 1234.5}}}
     rounds = {"1B batch 1 K=3": cell, "cut": [], "1B": {"p50": 1.012, "noise": 0.02, "p99": 1.08, "noise_p99": 0.01}}
-    loop = {"8B batch 1 free": {"ratio": 1.21, "p25": 1.2, "p75": 1.25}, "cut": []}
+    loop = {"8B batch 1 free": {"ratio": {"median": 1.21, "p25": 1.2, "p75": 1.25}}, "cut": []}
     checked = {"constrained_rounds": rounds, "against_hand_written_loop": loop}
     rows = [
         {"name": name, "verdict": "passed", "seconds": 1.0, "budget": 2.0, "figures": figures, "error": ""}

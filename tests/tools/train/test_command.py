@@ -92,7 +92,7 @@ def test_texts_of_every_kind(target: Path, tmp_path: Path) -> None:
         ('{"messages": []}', r"data.jsonl:2: messages: got \[\], expected a list of objects with role and content"),
         (
             '{"messages": [{"role": "user", "content": "hi"}]}',
-            r"data.jsonl:2: messages: the tokenizer has no chat template; give 'text' or",
+            r"data.jsonl:2: messages: got a conversation for a model without chat template, expected a plain prompt or token ids",
         ),
         ('{"token_ids": [1, 2.5]}', r"data.jsonl:2: token_ids: got \[1, 2.5\], expected a list of whole numbers"),
         ('{"token_ids": [1, 2, 160]}', r"data.jsonl:2: token_ids: got 160, expected ids from 0 to 159"),

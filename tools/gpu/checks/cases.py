@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig
 from tools.gpu.checks.context import Context, Figures
 from tools.gpu.checks.shapes import Shape, pair_of
+from tools.gpu.checks.stopwatch import ratio_of
 
 ROW = {
     "type": "object",
@@ -175,20 +176,24 @@ def cell(context: Context, name: str) -> Iterator[None]:
 
 
 def take_turns(context: Context, cases: Sequence[Case], turns: int, share: float = 1.0) -> dict[str, list[float]]:
-    """Interleaved blocks of every case, in rotating order. Returns the median of each block in microseconds."""
-    found: dict[str, list[float]] = {case.variant.name: [] for case in cases}
+    """Interleaved blocks of every case. Returns the median of each block in microseconds."""
     for case in cases:
         case.block(2)  # warm up
         case.seconds.clear()
-    for turn in context.turns(2 if context.rehearsal else turns, share=share):
-        start = turn % len(cases)
-        for case in (*cases[start:], *cases[:start]):
-            found[case.variant.name].append(case.block(2 if context.rehearsal else 12))
+    return alternate(context, {case.variant.name: case.block for case in cases}, turns, share)
+
+
+def alternate(context: Context, blocks: Mapping[str, Callable[[int], float]], turns: int, share: float = 1.0) -> dict[str, list[float]]:
+    """Call every function once per turn with a number of rounds, in rotating order. Returns their results."""
+    found: dict[str, list[float]] = {name: [] for name in blocks}
+    for turn in context.turns(2 if context.rehearsal else turns, least=2, share=share):
+        start = turn % len(blocks)
+        for name in (*list(blocks)[start:], *list(blocks)[:start]):
+            found[name].append(blocks[name](2 if context.rehearsal else 12))
     return found
 
 
 def ratio(blocks: Mapping[str, Sequence[float]], above: str, below: str) -> dict[str, float]:
     """Median and quartiles of the ratios of blocks that ran in the same turn."""
-    found = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
-    low, high = found[len(found) // 4], found[(3 * len(found)) // 4]
-    return {"median": round(statistics.median(found), 4), "p25": round(low, 4), "p75": round(high, 4), "turns": len(found)}
+    quartiles = ratio_of(blocks[above], blocks[below], digits=4)
+    return {"median": quartiles.pop("p50"), **quartiles, "turns": len(blocks[above])}

@@ -48,7 +48,7 @@ CATALOGUE = (
     *_entries("steps", capture_leaves_buffers_untouched=1, illegal_step_raises=2),
     *_entries("rounds", several_engines=6),
     *_entries("kernels", random_numbers_equal_the_cpus=2, kernels_equal_references=8),
-    *_entries("masks", masks_and_processors_equal_references=8),
+    *_entries("kernels", masks_and_processors_equal_references=8),
     *_entries("kernels", patience=BUILDS, filters_equal_references=8),
     *_entries("kernels", rejection_equals_reference=5),
     *_entries("llama", attention_equals_reference=8),

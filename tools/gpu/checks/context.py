@@ -233,16 +233,6 @@ def outcome(job: Job) -> tuple[list[int], str, str]:
     return job.tokens, str(job.finish_reason), job.error
 
 
-def microseconds(function: Callable[[], object], repeats: int) -> list[float]:
-    """Wall time of each of `repeats` calls."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - start) * 1e6)
-    return times
-
-
 def summary(times: Sequence[float]) -> dict[str, float]:
     ordered = sorted(times)
     return {

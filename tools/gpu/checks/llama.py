@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,15 +11,16 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig, SamplingParams
-from stepgraph.graphs.attention.choose import ATTENTION, AttentionChoice, choose_attention
-from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionShape, attention, paged_attention
+from stepgraph.graphs.attention.choose import ATTENTION, choose_attention
+from stepgraph.graphs.attention.paged import HEAD_SIZES, AttentionChoice, AttentionShape, attention, paged_attention
 from stepgraph.graphs.attention.probe import differs
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from tools.gpu.checks.context import Context, Figures, summary
-from tools.gpu.checks.kernels import device_us, times_of
+from tools.gpu.checks.operations import Call
+from tools.gpu.checks.stopwatch import device_us, times_of, until_done
 
 PAGE = 16
 PROMPTS = [[7, 30, 5], [9], [40 + index for index in range(17)], [12, 12, 3, 90, 33, 100], [60, 61, 62, 63, 64, 65, 66, 67]]
@@ -60,19 +60,25 @@ def attention_inputs(device: torch.device, batch: int, count: int, length: int, 
 
 
 def _check_attention(context: Context, batch: int, count: int, length: int, size: int, window: int) -> Figures:
-    query, keys, values, inputs = attention_inputs(context.device, batch, count, length, size)
+    call, inputs = attention_call(context.device, batch, count, length, size, window)
+    query, keys, values, *others = call.inputs
     found = attention(query, keys, values, inputs, window or None)
-    arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5)
-    expected, output = torch.empty_like(query), torch.empty_like(query)
-    paged_attention.run_reference(query.float(), keys.float(), values.float(), *arguments, expected)
+    expected = paged_attention.reference(query.float(), keys.float(), values.float(), *others)
     live = inputs.slots >= PAGE
     torch.testing.assert_close(found[live].float(), expected[live].float(), rtol=0.02, atol=0.02)
     one = ModelInput(inputs.positions[-1:], inputs.positions[-1:], inputs.slots[-1:], inputs.block_tables[-1:], PAGE)
     alone = attention(query[-1:], keys, values, one, window or None)
     assert torch.equal(alone[0][live[-1]], found[-1][live[-1]]), "the output of a row depends on the batch"
-    kernel = partial(paged_attention.out, query, keys, values, *arguments, output)
-    reference = partial(paged_attention.run_reference, query, keys, values, *arguments, output)
-    return times_of(context, kernel, reference)
+    return times_of(context, call.kernel, call.reference)
+
+
+def attention_call(device: torch.device, batch: int, count: int, length: int, size: int, window: int = 0) -> tuple[Call, ModelInput]:
+    """Least bytes: every key and value of a row, queries and results, once each."""
+    query, keys, values, inputs = attention_inputs(device, batch, count, length, size)
+    held = int((length - torch.arange(batch) * 13 % (length // 2)).sum())
+    tensors = (query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, PAGE, window, size**-0.5)
+    shape = f"B={batch} Q={count} keys={length} size={size}"
+    return Call(paged_attention, shape, tensors, (torch.empty_like(query),), 2 * held * keys[0].nbytes + 2 * query.nbytes), inputs
 
 
 def llama_decodes_alike(context: Context) -> Figures:
@@ -125,24 +131,22 @@ def attention_choices_equal_reference(context: Context) -> Figures:
         assert not why, f"{label}: {why}"
         found[label] = _times(context, chosen, size)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        _check_rope(context, dtype)
+        call = rope_call(context.device, dtype, 40, 128)
+        assert not any(call.different_rows()), f"{call.name}: queries or caches differ"
     shapes = (AttentionShape(torch.bfloat16, 8, 2, 64),)
     found["auto"] = str(choose_attention(context.device, "auto", shapes, PAGE))
     return found
 
 
-def _check_rope(context: Context, dtype: torch.dtype) -> None:
-    """Rotated queries and keys and the cache equal plain torch bit for bit on the same device."""
+def rope_call(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> Call:
     made = torch.Generator().manual_seed(1)
-    query, key, value = torch.randn(40, 12, 128, generator=made).to(context.device, dtype).split([8, 2, 2], 1)
-    cosines, sines = (torch.randn(40, 1, 128, generator=made).to(context.device, dtype) for _ in range(2))
-    slots = torch.randperm(50, generator=made)[:40].to(context.device)
-    cache = torch.zeros(4, 50, 2, 128, dtype=dtype, device=context.device)
-    expected = torch.empty_like(query, memory_format=torch.contiguous_format)
-    found = rope_and_write_kv(query, key, value, cosines, sines, slots, cache[0], cache[1])
-    rope_and_write_kv.run_reference(query, key, value, cosines, sines, slots, cache[2], cache[3], expected)
-    assert torch.equal(found, expected), f"{dtype}: {int((found != expected).sum())} rotated values differ"
-    assert torch.equal(cache[:2], cache[2:]), f"{dtype}: the caches differ"
+    query, key, value = torch.randn(rows, 12, size, generator=made).to(device, dtype).split([8, 2, 2], 1)
+    cosines, sines = (torch.randn(rows, 1, size, generator=made).to(device, dtype) for _ in range(2))
+    slots = torch.randperm(rows + 10, generator=made)[:rows].to(device)
+    keys, values = (torch.zeros(rows + 10, 2, size, dtype=dtype, device=device) for _ in range(2))
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    inputs = (query, key, value, cosines, sines, slots, keys, values)
+    return Call(rope_and_write_kv, f"N={rows} size={size} {str(dtype)[6:]}", inputs, (output,), writes=(6, 7))
 
 
 def _times(context: Context, chosen: AttentionChoice, size: int) -> Figures:
@@ -152,12 +156,8 @@ def _times(context: Context, chosen: AttentionChoice, size: int) -> Figures:
     round_us = device_us(context, partial(attention, query, keys, values, inputs._replace(attend=chosen.round_call())))["median"]
     query, keys, values, inputs = attention_inputs(context.device, 1, chunk, length, size)
 
-    def prompt() -> float:
-        start = time.perf_counter()
-        attention(query, keys, values, inputs._replace(attend=chosen.prompt_call(length - chunk, chunk)))
-        if not context.rehearsal:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6
+    def prompt() -> object:
+        return attention(query, keys, values, inputs._replace(attend=chosen.prompt_call(length - chunk, chunk)))
 
-    prompt()
-    return {"round_us": round_us, "prompt_us": summary([prompt() for _ in range(context.count(20, 2))])["median"]}
+    times = [until_done(context, prompt) for _ in range(1 + context.count(20, 2))]
+    return {"round_us": round_us, "prompt_us": summary(times[1:])["median"]}

@@ -1,10 +1,8 @@
-"""Checks of masks, tags and processors: each operation equals its reference bit for bit, and the time of both in a graph."""
+"""Random inputs of the operations on masks, tags and processors."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +10,8 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import masks
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
-from tools.gpu.checks.context import Context, Figures
-from tools.gpu.checks.kernels import times_of
 
 MAX_BIASES, MAX_STOPS = 32, 4
 KINDS = 4  # of rows: defaults; biases and bans; penalties; all of these and early stop tokens
@@ -132,22 +127,6 @@ def _ruling(batch: int, positions: int, vocabulary: int, made: torch.Generator) 
     return kernels.GrammarMask(packed, rows, torch.arange(batch) % 5 != 4, status)
 
 
-def masks_and_processors_equal_references(context: Context) -> Figures:
-    """Tags, masks, penalties, biases and stop tokens at every position, with and without a draft vocabulary."""
-    found: Figures = {"implementation": kernels.describe(context.device)}
-    for batch, places in itertools.product((1, 64), (1, 5, 9)):
-        found[f"mask_status B={batch} N={places}"] = _check_tags(context, batch, places)
-    for batch, vocabulary in itertools.product((1, 8, 64), (1_000, 151_669, 262_144)):
-        if batch * vocabulary > (400_000 if context.rehearsal else 10_000_000) or not context.fits(f"process B={batch} V={vocabulary}"):
-            continue
-        for dtype, ruled in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-            case = make_case(batch, 4, vocabulary, dtype, ruled=ruled)
-            found[f"process B={batch} V={vocabulary} {str(dtype)[6:]} {'masked' if ruled else 'free'}"] = _check_process(context, case)
-        case = make_case(batch, 1, vocabulary, torch.bfloat16, own=min(vocabulary, 32_000), first=2)
-        found[f"process B={batch} V={vocabulary} own vocabulary"] = _check_process(context, case)
-    return found
-
-
 def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Tags [R, N, 4] of permuted rows, some fields of which are wrong; owner, generated, constrained, rows."""
     made = torch.Generator().manual_seed(batch + places)
@@ -161,25 +140,3 @@ def tag_inputs(batch: int, places: int, device: torch.device) -> tuple[Tensor, T
     ruled = torch.arange(batch) % 4 != 3
     tags, state, ruled, rows = (tensor.to(device) for tensor in (tags, state, ruled, rows))
     return tags, state[:, 0], state[:, 1], ruled, rows
-
-
-def _check_tags(context: Context, batch: int, places: int) -> Figures:
-    tags, owner, generated, ruled, rows = tag_inputs(batch, places, context.device)
-    status = torch.empty(batch, places, dtype=torch.int64, device=context.device)
-    arguments = (tags, owner, generated, ruled, 2, rows, status)
-    masks.mask_status.run_reference(*arguments)
-    assert torch.equal(kernels.mask_status(tags, owner, generated, ruled, 2, rows), status), f"N={places}: statuses differ"
-    return times_of(context, partial(masks.mask_status.out, *arguments), partial(masks.mask_status.run_reference, *arguments))
-
-
-def _check_process(context: Context, case: Case) -> Figures:
-    case = case.on(context.device)
-    outputs = case.outputs()
-    arguments = case.arguments(outputs)
-    reference = partial(masks.process_logits.run_reference, *arguments)
-    reference()
-    found = kernels.process(*case)
-    for name, ours, expected in zip(kernels.Processed._fields, found, outputs, strict=True):
-        same = (ours == expected) | (ours.isnan() & expected.isnan())
-        assert bool(same.all()), f"{name} differs at {int((~same).sum())} places"
-    return times_of(context, partial(masks.process_logits.out, *arguments), reference)

@@ -6,19 +6,19 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from stepgraph.graphs.attention.paged import paged_attention
 from stepgraph.graphs.spans import OUTSIDE
 from stepgraph.runtime.trace import Timeline
-from tools import bench_kernels
+from tools.gpu.checks import operations
 from tools.gpu.checks.cases import Case, Variant, case_of, cell, ratio, take_turns
 from tools.gpu.checks.context import Context, Figures, summary
-from tools.gpu.checks.kernels import device_us, stopwatch
-from tools.gpu.checks.llama import PAGE, attention_inputs
+from tools.gpu.checks.llama import attention_call
+from tools.gpu.checks.operations import Call
 from tools.gpu.checks.shapes import shape_of
+from tools.gpu.checks.stopwatch import device_us, stopwatch
 
 SIZES = ("1B", "8B")
 MOST_NOISE = 0.05  # limit of the noise allowance of a share
@@ -201,43 +201,27 @@ def kernels_against_floor(context: Context) -> Figures:
     bandwidth = copy_bandwidth(context)
     found: Figures = {"copy_gigabytes_per_second": round(bandwidth / 1e9, 1)}
     cut: list[str] = []
-    for name, measure in _measured(context):
+    for call in _measured(context):
         if context.spent > 1:
-            cut.append(name)
+            cut.append(call.name)
             continue
-        least, micros = measure()
-        floor = least / bandwidth * 1e6
-        found[name] = {"least_bytes": least, "floor_us": round(floor, 3), "us": micros, "over_floor": round(micros / floor, 3)}
+        floor, micros = call.least_bytes / bandwidth * 1e6, device_us(context, call.kernel)["median"]
+        figures = {"least_bytes": call.least_bytes, "floor_us": round(floor, 3), "us": micros}
+        found[call.name] = {**figures, "over_floor": round(micros / floor, 3)}
     return {**found, "cut": cut}
 
 
-def _measured(context: Context) -> Iterator[tuple[str, Any]]:
-    """Name and measurement (least bytes, microseconds) of every kernel."""
-    width = 1_000 if context.rehearsal else 128_256
-    batches = (1,) if context.rehearsal else (1, 16, 64)
-    for batch in batches:
-        yield f"masked_argmax B={batch} Q=4", partial(_of_bench, bench_kernels.choice_figures, context, batch, 4, width)
-        yield f"draw N={batch}", partial(_of_bench, bench_kernels.filter_figures, context, batch, width, False)
-        yield f"draw, top-k and top-p N={batch}", partial(_of_bench, bench_kernels.filter_figures, context, batch, width, True)
-        yield f"race N={batch}", partial(_of_bench, bench_kernels.race_figures, context, batch, width)
-        yield f"process B={batch} Q=4", partial(_of_bench, bench_kernels.process_figures, context, batch, 4, width, True)
-        yield f"reject_sample B={batch} K=3", partial(_of_bench, bench_kernels.rejection_figures, context, batch, 3, width)
-        yield f"chain_accept B={batch} K=3", partial(_of_bench, bench_kernels.chain_figures, context, batch, 3)
-        yield f"mask_status B={batch} N=4", partial(_of_bench, bench_kernels.tag_figures, context, batch, 4)
+def _measured(context: Context) -> Iterator[Call]:
+    """A call of every kernel."""
+    device, width = context.device, 1_000 if context.rehearsal else 128_256
+    for batch in (1,) if context.rehearsal else (1, 16, 64):
+        yield operations.masked_argmax(device, batch, 4, width, all_masked=True)
+        yield operations.draw(device, batch, width, operations.UNFILTERED)
+        yield operations.draw(device, batch, width, operations.FILTERED)
+        yield operations.race(device, batch, width)
+        yield operations.process_all_masked(device, batch, 4, width, neutral=False)
+        yield operations.reject_sample(device, batch, 3, width)
+        yield operations.chain_accept(device, batch, 3)
+        yield operations.mask_status(device, batch, 4)
         for length in (60,) if context.rehearsal else (1000, 8000):
-            yield f"attention B={batch} Q=4 keys={length} size=128", partial(_attention, context, batch, 4, length, 128)
-
-
-def _of_bench(measure: Any, context: Context, *sizes: Any) -> tuple[int, float]:
-    figures = measure(context, *sizes)
-    return int(figures["least_bytes"]), float(figures["kernel_us"]["median"])
-
-
-def _attention(context: Context, batch: int, count: int, length: int, size: int) -> tuple[int, float]:
-    """Least bytes: every key and value of a row, queries and results, once each."""
-    query, keys, values, inputs = attention_inputs(context.device, batch, count, length, size)
-    held = int((length - torch.arange(batch) * 13 % (length // 2)).sum())
-    least = 2 * held * keys[0].nbytes + 2 * query.nbytes
-    output = torch.empty_like(query)
-    arguments = (inputs.positions, inputs.slots, inputs.block_tables, PAGE, 0, size**-0.5, output)
-    return least, device_us(context, partial(paged_attention.out, query, keys, values, *arguments))["median"]
+            yield attention_call(device, batch, 4, length, 128)[0]

@@ -16,7 +16,7 @@ from stepgraph.graphs.attention.choose import choose_attention
 from stepgraph.sampling.grammar import GrammarCompiler
 from tools.gpu.baselines.three_graphs import PAGE, Sizes, ThreeGraphs
 from tools.gpu.baselines.transformers_generate import Generator, not_available, same_weights, small_assistant
-from tools.gpu.checks.cases import GRAMMARS, PROMPT, ROW, Case, Variant, case_of, cell, close_all
+from tools.gpu.checks.cases import GRAMMARS, PROMPT, ROW, Case, Variant, alternate, case_of, cell, close_all, ratio
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.shapes import Pair, Shape, pair_of, shape_of
 
@@ -36,7 +36,7 @@ class LoopCase:
         self._loop = ThreeGraphs(backend, self.pair.target, self.pair.draft, self.pair.vocabulary, sizes, attention)
         compiler = GrammarCompiler(self.pair.vocabulary)
         self._grammar = compiler.compile(GRAMMARS[grammar]) if grammar else None
-        self._asked = 0
+        self._admitted = 0
 
     def block(self, rounds: int) -> float:
         """Median of `rounds` steps without an admission, in microseconds."""
@@ -55,8 +55,8 @@ class LoopCase:
     def _fill(self) -> int:
         count = self._loop.rows.count(None)
         for _ in range(count):
-            self._asked += 1
-            prompt = [(7 * self._asked + 3 * index) % 90 for index in range(PROMPT)]
+            self._admitted += 1
+            prompt = [(7 * self._admitted + 3 * index) % 90 for index in range(PROMPT)]
             self._loop.admit(prompt, self._grammar, self._length - PROMPT)
         return count
 
@@ -76,29 +76,19 @@ def against_hand_written_loop(context: Context) -> Figures:
             with cell(context, name), context.backend() as backend:
                 loop = LoopCase(context, backend, shape, rows, grammar)
                 ours = case_of(context, shape, rows, Variant(grammar or "free", grammar))
-                blocks = _alternate(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
+                blocks = _warm_and_alternate(context, {"loop": loop.block, "ours": ours.block}, index / len(cells))
                 context.found[name] = _ratios(blocks, "loop", "ours")
     return context.found
 
 
-def _alternate(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in blocks}
+def _warm_and_alternate(context: Context, blocks: dict[str, Callable[[int], float]], share: float) -> dict[str, list[float]]:
     for block in blocks.values():
-        block(2)  # warm up
-    for _ in context.turns(2 if context.rehearsal else 12, least=2, share=share):
-        for name, block in blocks.items():
-            found[name].append(block(2 if context.rehearsal else 12))
-    return found
+        block(2)
+    return alternate(context, blocks, 12, share)
 
 
 def _ratios(blocks: dict[str, list[float]], above: str, below: str) -> Figures:
-    ratios = sorted(over / under for over, under in zip(blocks[above], blocks[below], strict=True))
-    return {
-        "ratio": round(statistics.median(ratios), 3),
-        "p25": round(ratios[len(ratios) // 4], 3),
-        "p75": round(ratios[(3 * len(ratios)) // 4], 3),
-        **{f"{name}_us": summary(times) for name, times in blocks.items()},
-    }
+    return {"ratio": ratio(blocks, above, below), **{f"{name}_us": summary(times) for name, times in blocks.items()}}
 
 
 def against_transformers(context: Context) -> Figures:
@@ -127,7 +117,7 @@ def against_transformers(context: Context) -> Figures:
         theirs = partial(_per_token, context, generator, pair, mode, grammar if ruled else None, assistant)
         case: Case = ours["schema" if ruled else "free"]
         try:
-            blocks = _alternate(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
+            blocks = _warm_and_alternate(context, {"theirs": theirs, "ours": case.block}, share=index / len(modes))
         except Exception as error:  # library versions may be incompatible
             found[name] = f"not available: {type(error).__name__}: {str(error)[:200]}"
             continue

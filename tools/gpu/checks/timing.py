@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import addressof, byref, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
 from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
-from tools.gpu.checks.context import Context, Figures, Skipped, microseconds, summary
+from tools.gpu.checks.context import Context, Figures, Skipped, summary
 from tools.gpu.checks.driver_calls import WAIT_EQUAL, DriverCalls, MemsetChain
 from tools.gpu.checks.states import ROWS, RoundBench
+from tools.gpu.checks.stopwatch import device_seconds, take_turns, wall_us
 
 
 def _finished(backend: Backend, recorded: Recorded) -> None:
@@ -134,14 +136,16 @@ def figures(context: Context) -> Figures:
     with context.backend(asynchronous=True) as backend:
         nodes = 8
         plain, with_nodes, _ = _host_node_graphs(backend, nodes)
-        alone, loaded, launch = [], [], []
-        for _ in range(repeats):
-            alone += microseconds(lambda: _finished(backend, plain), 1)
-            loaded += microseconds(lambda: _finished(backend, with_nodes), 1)
-            launch += microseconds(plain.replay, 1)
+
+        def launch() -> float:
+            micros = wall_us(plain.replay)
             backend.synchronize()
-        found["launch_us"], found["launch_and_wait_us"] = summary(launch), summary(alone)
-        found["host_node_us"] = round((summary(loaded)["median"] - summary(alone)["median"]) / nodes, 2)
+            return micros
+
+        graphs = {name: partial(wall_us, partial(_finished, backend, graph)) for name, graph in (("alone", plain), ("loaded", with_nodes))}
+        times = {name: summary(each) for name, each in take_turns({**graphs, "launch": launch}, range(repeats)).items()}
+        found["launch_us"], found["launch_and_wait_us"] = times["launch"], times["alone"]
+        found["host_node_us"] = round((times["loaded"]["median"] - times["alone"]["median"]) / nodes, 2)
     for k, constrained in ((0, False), (4, False), (4, True)):
         with context.backend(asynchronous=True) as backend:
             found[f"round K={k} {'constrained' if constrained else 'free'}"] = _round_times(context, backend, k, constrained)
@@ -154,30 +158,22 @@ def _round_times(context: Context, backend: Backend, k: int, constrained: bool) 
     recorded = backend.capture(step, bench.buffers)
     bench.randomise(1)
     start = bench.contents()
-    eager, replay = [], []
 
-    def prepare() -> None:
+    def prepared(call: Callable[[], object]) -> float:
         backend.run(lambda: bench.put(start))
         backend.synchronize()
         if constrained:
             bench.push_batch(ROWS)
+        return wall_us(call)
 
     def eagerly() -> None:
         backend.run(lambda: run_eager(step, bench.buffers))
         backend.synchronize()
 
-    for _ in range(context.count(60, 6)):
-        prepare()
-        eager += microseconds(eagerly, 1)
-        prepare()
-        replay += microseconds(lambda: _finished(backend, recorded), 1)
-    ratio = round(summary(eager)["median"] / summary(replay)["median"], 2)
-    return {
-        "eager_us": summary(eager),
-        "replay_us": summary(replay),
-        "eager_over_replay": ratio,
-        "nodes": sum(recorded.report.nodes.values()),
-    }
+    watches = {"eager_us": partial(prepared, eagerly), "replay_us": partial(prepared, partial(_finished, backend, recorded))}
+    times = {name: summary(each) for name, each in take_turns(watches, range(context.count(60, 6))).items()}
+    ratio = round(times["eager_us"]["median"] / times["replay_us"]["median"], 2)
+    return {**times, "eager_over_replay": ratio, "nodes": sum(recorded.report.nodes.values())}
 
 
 HOLD_SECONDS = 0.2
@@ -275,12 +271,8 @@ def host_node_latency(context: Context) -> Figures:
                     graphs[name] = backend.capture(_asking(ask), buffers)
                 except RuntimeError as refusal:
                     found[name] = f"not available: {refusal}"
-            times: dict[str, list[float]] = {name: [] for name in graphs}
-            for turn in context.turns(2 if context.rehearsal else 200, least=2):
-                for name, graph in graphs.items():
-                    seconds = _seconds(context, backend, graph)
-                    if turn:  # the first launch uploads the graph
-                        times[name].append(seconds * 1e6 / INSIDE)
+            watches = {name: partial(_us_per_request, context, backend, graph) for name, graph in graphs.items()}
+            times = take_turns(watches, context.turns(2 if context.rehearsal else 200, least=2))
     nothing = statistics.median(times.pop("nothing"))
     for name, each in times.items():
         found[name] = {"us": round(statistics.median(each) - nothing, 3), **summary(each)}
@@ -342,37 +334,21 @@ def _wait_value(flags: Tensor) -> Ask:
     return ask
 
 
-def _seconds(context: Context, backend: Backend, graph: Recorded) -> float:
+def _us_per_request(context: Context, backend: Backend, graph: Recorded) -> float:
     """Of one replay: on a GPU between two events of its own stream, else by the clock."""
     if context.rehearsal:
-        start = time.perf_counter()
-        graph.replay()
-        backend.synchronize()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def launch() -> None:
-        begin.record()
-        graph.replay()
-        end.record()
-
-    backend.run(launch)
-    backend.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
+        return wall_us(partial(_finished, backend, graph)) / INSIDE
+    seconds: list[float] = []
+    backend.run(lambda: seconds.append(device_seconds(graph.replay)))
+    return seconds[0] * 1e6 / INSIDE
 
 
 def conditional_node_cost(context: Context) -> Figures:
     """Microseconds that an IF node adds to what it holds, and what one costs whose body is skipped; on the tape: what a branch costs."""
     count = 32
     word = torch.zeros(1, dtype=torch.int32, device=context.device)
-    chains = _branches(context, word, count)
-    times: dict[str, list[float]] = {name: [] for name in chains}
-    for turn in context.turns(3 if context.rehearsal else 200, least=3):
-        for name, launch in chains.items():
-            seconds = launch()
-            if turn:
-                times[name].append(seconds * 1e6 / count)
-    plain, taken, skipped = (statistics.median(times[name]) for name in ("plain", "taken", "skipped"))
+    times = take_turns(_branches(context, word, count), context.turns(3 if context.rehearsal else 200, least=3))
+    plain, taken, skipped = (statistics.median(times[name]) / count for name in ("plain", "taken", "skipped"))
     return {"memset_us": round(plain, 3), "taken_adds_us": round(taken - plain, 3), "skipped_us": round(skipped, 3)}
 
 
@@ -380,14 +356,12 @@ def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[
     conditions = {"plain": None, "taken": True, "skipped": False}
     if context.rehearsal:
 
-        def run(taken: bool | None) -> float:
-            start = time.perf_counter()
+        def run(taken: bool | None) -> None:
             for _ in range(count):
                 if taken is not False:
                     word.fill_(1)
-            return time.perf_counter() - start
 
-        return {name: (lambda taken=taken: run(taken)) for name, taken in conditions.items()}  # type: ignore[misc]
+        return {name: partial(wall_us, partial(run, taken)) for name, taken in conditions.items()}
     stream = torch.cuda.Stream()
     try:
         calls = DriverCalls()
@@ -395,12 +369,7 @@ def _branches(context: Context, word: Tensor, count: int) -> dict[str, Callable[
     except RuntimeError as missing:
         raise Skipped(f"not available: {missing}") from None
 
-    def timed(chain: MemsetChain) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        chain.launch(stream.cuda_stream)
-        end.record(stream)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+    def launch(chain: MemsetChain) -> float:
+        return device_seconds(partial(chain.launch, stream.cuda_stream), stream) * 1e6
 
-    return {name: (lambda chain=chain: timed(chain)) for name, chain in chains.items()}  # type: ignore[misc]
+    return {name: partial(launch, chain) for name, chain in chains.items()}

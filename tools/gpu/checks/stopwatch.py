@@ -1,0 +1,93 @@
+"""Times of calls on a device, alone or interleaved, and their ratios."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from tools.gpu.checks.context import Context, Figures, summary
+
+Call = Callable[[], object]
+Watch = Callable[[], float]
+
+
+def wall_us(call: Call) -> float:
+    """Microseconds of one call by the clock."""
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def until_done(context: Context, call: Call) -> float:
+    """Microseconds until the device has ended one call."""
+
+    def wait() -> None:
+        call()
+        if not context.rehearsal:
+            torch.cuda.synchronize()
+
+    return wall_us(wait)
+
+
+def stopwatch(context: Context, call: Call) -> Watch:
+    """A function that times one call, in microseconds: on a GPU as one of ten in a CUDA graph, in rehearsal by the clock."""
+    if context.rehearsal:
+        return partial(until_done, context, call)
+    inside = 10
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            call()
+    return lambda: device_seconds(graph.replay) * 1e6 / inside
+
+
+def device_seconds(call: Call, stream: torch.cuda.Stream | None = None) -> float:
+    """Time between two events around the work of `call`."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    call()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def device_us(context: Context, call: Call) -> dict[str, float]:
+    """Time of one call."""
+    watch = stopwatch(context, call)
+    return summary([watch() for _ in context.turns(2 if context.rehearsal else context.count(20, 3))])
+
+
+def times_of(context: Context, kernel: Call, reference: Call) -> Figures:
+    return {"kernel_us": device_us(context, kernel)["median"], "reference_us": device_us(context, reference)["median"]}
+
+
+def for_seconds(seconds: float, least: int = 3) -> Iterator[int]:
+    """Turns until `seconds` are over, at least `least`."""
+    end = time.perf_counter() + seconds
+    return itertools.takewhile(lambda turn: turn < least or time.perf_counter() < end, itertools.count())
+
+
+def take_turns(watches: Mapping[str, Watch], turns: Iterable[int], title: str = "") -> dict[str, list[float]]:
+    """Run every watch once per turn, after one turn for warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in watches}
+    for watch in watches.values():
+        watch()
+    for _ in tqdm(turns, desc=title, unit="turn", disable=not title or not sys.stderr.isatty(), leave=False):
+        for name, watch in watches.items():
+            times[name].append(watch())
+    return times
+
+
+def ratio_of(above: Sequence[float], below: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Quartiles of the ratios of measurements that were taken in the same turn."""
+    low, middle, high = statistics.quantiles([over / under for over, under in zip(above, below, strict=True)], method="inclusive")
+    return {"p25": round(low, digits), "p50": round(middle, digits), "p75": round(high, digits)}
