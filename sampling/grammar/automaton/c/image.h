@@ -45,7 +45,7 @@ typedef struct {
     const int32_t *starts; /* [num_tokens + 1] */
     const int32_t *plain; /* [plain_rows, words] row n: tokens of at most n characters that are plain inside any JSON string */
     const int32_t *stop_words; /* [words] one bit per stop token */
-    int64_t num_tokens, plain_rows, words;
+    int64_t num_tokens, plain_rows, words, longest; /* longest: bytes of the longest token */
 } image_vocabulary;
 
 /* Where a text is in a grammar. Saved per token, so that a rollback restores one; stack nodes are never changed. */

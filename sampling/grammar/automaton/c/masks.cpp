@@ -175,7 +175,7 @@ Vocabulary::Vocabulary(const uint8_t *bytes, const int32_t *offsets, int32_t num
 }
 
 image_vocabulary Vocabulary::view() const {
-    return {text.data(), starts.data(), plain.data(), stop_words.data(), (int64_t)starts.size() - 1, longest_plain + 1, words};
+    return {text.data(), starts.data(), plain.data(), stop_words.data(), (int64_t)starts.size() - 1, longest_plain + 1, words, longest};
 }
 
 namespace {

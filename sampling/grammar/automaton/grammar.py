@@ -1,0 +1,131 @@
+"""Grammars as byte automata with token masks, and their matcher: a mask is a row of a table, a token a walk over its bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import CFUNCTYPE, addressof, c_char, c_char_p, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.matchers.protocol import checked_row
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, parse
+
+ERROR_BYTES = 480  # FAULT_BYTES of host_link.h
+MAX_FORCED = 128
+
+
+class Functions(ctypes.Structure):
+    """matcher_library of host_link.h."""
+
+    _fields_ = (
+        ("accept", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
+        ("fill", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_char_p)),
+        ("rollback", CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_char_p)),
+        ("is_terminated", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)),
+        ("forced", CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_char_p)),
+    )
+
+
+class AutomatonMatcher:
+    """The state of one text. The C object is shared with the native host link: this object sees its calls."""
+
+    def __init__(self, grammar: AutomatonGrammar) -> None:
+        library, self._grammar = functions(), grammar
+        self.vocabulary = grammar.vocabulary
+        self.fault = ""
+        self.functions = Functions.in_dll(library, "stepgraph_automaton_functions")
+        self.handle: int | None = library.stepgraph_open_automaton(grammar.image.ctypes.data, addressof(grammar.table.view))
+        if not self.handle:
+            raise MemoryError("AutomatonMatcher: out of memory")
+        weakref.finalize(self, library.stepgraph_close_automaton, self.handle).atexit = False
+        self._error = ctypes.create_string_buffer(ERROR_BYTES)
+
+    def _checked(self, result: int) -> int:
+        if result < 0:
+            self.fault = self._error.value.decode(errors="replace")
+        return result
+
+    def accept_token(self, token_id: int) -> bool:
+        """Append one token; False, and no change, where the grammar does not allow it."""
+        if self.fault or not 0 <= token_id < len(self.vocabulary.tokens):
+            return False
+        return self._checked(self.functions.accept(None, self.handle, token_id, self._error)) > 0
+
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
+        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
+        row = checked_row(masks, index, self.vocabulary.mask_words)
+        status = -1 if self.fault else self._checked(self.functions.fill(None, self.handle, row.ctypes.data, len(row), self._error))
+        if status < 0:
+            row.fill(0)
+            return MaskStatus.FAULT
+        return MaskStatus(status)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` accepted tokens, a stop token included."""
+        if self.functions.rollback(None, self.handle, num_tokens, self._error) < 0:
+            raise ValueError(self._error.value.decode())
+
+    def forced_bytes(self) -> bytes:
+        """The bytes that must come next; the last character may be incomplete."""
+        text = (c_char * MAX_FORCED)()
+        size = 0 if self.fault else self._checked(self.functions.forced(None, self.handle, text, MAX_FORCED, self._error))
+        return text.raw[: max(0, size)]
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted and not rolled back."""
+        return bool(self.functions.is_terminated(None, self.handle, self._error))
+
+
+@dataclass(frozen=True, eq=False)
+class AutomatonGrammar:
+    """A compiled grammar, shared by its matchers."""
+
+    image: Image
+    table: TokenTable
+    vocabulary: Vocabulary
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.nbytes
+
+    @property
+    def states(self) -> int:
+        return int(self.image[Field.STATES])
+
+    def matcher(self) -> AutomatonMatcher:
+        return AutomatonMatcher(self)
+
+
+class AutomatonBuilder:
+    """Builds automata over one vocabulary; safe to call from any thread. Grammars are written and parsed as for xgrammar."""
+
+    name = "automaton"
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> None:
+        self._vocabulary, self._limits = vocabulary, limits
+        self._parser = XGrammarBuilder(vocabulary, limits, max_threads)
+        functions()
+
+    def check(self, constraint: Constraint) -> None:
+        """ValueError, an UnsupportedError where the part is known, for what would not be enforced; without compiling."""
+        self._parser.check(constraint)
+
+    def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
+        """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""
+        self.check(constraint)
+        image = self._table.compile(parse(constraint, self._limits), self._limits.automaton)
+        return AutomatonGrammar(image, self._table, self._vocabulary)
+
+    @cached_property
+    def _table(self) -> TokenTable:
+        vocabulary = self._vocabulary
+        return TokenTable(vocabulary.for_xgrammar, vocabulary.stop_token_ids, vocabulary.mask_words)
