@@ -177,7 +177,7 @@ def _require_callable(flag: str, value: str, function: Any, expected: str) -> No
 
 def _replay_equals_eager(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
     """Whether a replay and the step leave the same bits, both started from the current contents of the buffers."""
-    from stepgraph.graphs.eager import run_eager
+    from stepgraph.graphs.backends import run_eager
     from stepgraph.graphs.tape.replay_ops import same_bits
 
     def after(run: Callable[[], None]) -> dict[str, Any]:
