@@ -112,14 +112,11 @@ class TapeEvent:
         return self.reached.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        self._backend.refuse_while_recording("Event.wait()")
+        _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        if tracer is None:
+        with contextlib.nullcontext() if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
-        else:
-            with tracer.waiting():
-                reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
         return reached
@@ -169,8 +166,7 @@ class TapeBackend:
         between: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> Tape:
-        self._refuse_closed("capture()")
-        _refuse_while_recording("capture()")
+        self._enter("capture()")
         if check not in ("once", "twice"):
             raise ValueError(f"TapeBackend.capture.check: got {check!r}, expected 'once' or 'twice'")
         if buffers.device.type != "cpu":
@@ -195,7 +191,7 @@ class TapeBackend:
         self.launch(function if tracer is None else tracer.outside(function), "run()")
 
     def event(self) -> TapeEvent:
-        self._refuse_closed("event()")
+        self._enter("event()")
         event = TapeEvent(self)
         if self._device is None:
             event.reached.set()
@@ -204,8 +200,7 @@ class TapeBackend:
         return event
 
     def synchronize(self) -> None:
-        self._refuse_closed("synchronize()")
-        _refuse_while_recording("synchronize()")
+        self._enter("synchronize()")
         self.stats.syncs += 1
         self._drain()
         self.raise_pending()
@@ -254,8 +249,7 @@ class TapeBackend:
 
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
-        self._refuse_closed(what)
-        _refuse_while_recording(what)
+        self._enter(what)
         self.raise_pending()
         if self._device is None:
             with torch.no_grad():
@@ -268,9 +262,6 @@ class TapeBackend:
         if stream not in self._workers:
             self._workers[stream] = Worker(stream)
         return self._workers[stream]
-
-    def refuse_while_recording(self, what: str) -> None:
-        _refuse_while_recording(what)
 
     def raise_pending(self) -> None:
         """Raise the oldest error of the device thread, once."""
@@ -289,9 +280,10 @@ class TapeBackend:
             self._device.submit(reached.set)
             reached.wait()
 
-    def _refuse_closed(self, what: str) -> None:
+    def _enter(self, what: str) -> None:
         if not self._finalizer.alive:
             raise RuntimeError(f"TapeBackend.{what}: the backend is closed")
+        _refuse_while_recording(what)
 
 
 def _refuse_while_recording(what: str) -> None:
