@@ -58,9 +58,7 @@ def test_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> N
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert words[1] in targets
     elif words[0] == "stepgraph":
-        parser = argparse.ArgumentParser()
-        cli.COMMANDS[words[1]].add(parser)
-        parser.parse_args(words[2:])
+        cli.make_parser().parse_args(words[1:])
     else:
         parse_tool_flags(words[1:], monkeypatch)
 

@@ -17,18 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.runtime.commands.terminal import (
-    FAILED,
-    add_json_flag,
-    colour_enabled,
-    describe,
-    print_error,
-    print_json,
-    print_text,
-    shows_progress,
-)
+from stepgraph.runtime.commands import terminal
 
-SUMMARY = "what is installed, what is missing, what is lost without it, and how to install it"
 PROBE = [sys.executable, "-m", "stepgraph.runtime.commands.doctor_probe"]
 PROBE_SECONDS = 300
 ON_THE_TAPE = "rounds run on the CPU, on the tape"
@@ -71,26 +61,16 @@ class Finding:
     required: bool = False
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Check Python, torch, GPUs, compilers, grammar libraries and optional packages, and decode a text under a schema.\n"
-        "Exit code 1: something required is missing, or the text could not be decoded.",
-        ["stepgraph doctor", "stepgraph doctor --json"],
-    )
-    add_json_flag(parser)
-
-
 def run(options: argparse.Namespace) -> int:
-    if shows_progress():
-        print_error("loading torch and decoding a text, some seconds ...")
+    if terminal.shows_progress():
+        terminal.print_error("loading torch and decoding a text, some seconds ...")
     findings = [*_installed(), *_machine(), *_probed(run_probes())]
     works = all(finding.state == "ok" for finding in findings if finding.required)
     if options.json:
-        print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
+        terminal.print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
     else:
         _print_table(findings, works)
-    return 0 if works else FAILED
+    return 0 if works else terminal.FAILED
 
 
 def _installed() -> Iterator[Finding]:
@@ -232,12 +212,12 @@ def describe_exit(code: int, errors: str) -> str:
 
 
 def _print_table(findings: list[Finding], works: bool) -> None:
-    colour = colour_enabled(sys.stdout)
+    colour = terminal.colour_enabled(sys.stdout)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         state = f"{finding.state:<8}"
         print(f"{COLOURS.get(finding.state, RED)}{state}{RESET}" if colour else state, end="")
-        print_text(f" {finding.name:<{width}}  {finding.found}".rstrip())
+        terminal.print_text(f" {finding.name:<{width}}  {finding.found}".rstrip())
         if finding.state != "ok":
-            print_text(f"{'':<8} {'':<{width}}  without it {finding.lost}" + (f"; {finding.mend}" if finding.mend else ""))
-    print_text("everything required works" if works else "SOMETHING REQUIRED DOES NOT WORK")
+            terminal.print_text(f"{'':<8} {'':<{width}}  without it {finding.lost}" + (f"; {finding.mend}" if finding.mend else ""))
+    terminal.print_text("everything required works" if works else "SOMETHING REQUIRED DOES NOT WORK")

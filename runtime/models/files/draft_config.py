@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stepgraph.runtime.models.eagle3 import Eagle3Config
 from stepgraph.runtime.models.files.weights import Source
-from stepgraph.runtime.models.llama_config import LlamaConfig, read_config
+from stepgraph.runtime.models.llama_config import LlamaConfig, count_field, flag_field, read_config, require_off
 from stepgraph.sampling.fields import is_int
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -26,6 +26,7 @@ _UNSUPPORTED = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
+    "num_hidden_layers": 1,
 }
 _INTEGERS = ("I64", "I32")
 
@@ -44,29 +45,19 @@ def read_eagle3(config: Mapping[str, Any], target: LlamaConfig) -> Eagle3Config:
         if not isinstance(part, Mapping):
             raise ValueError(f"config.{name}: got {part!r:.100}, expected an object")
     fields = {**layer_config, **config}
-    for name, off in _UNSUPPORTED.items():
-        for part in (fields, nested):
-            if part.get(name, off) not in (off, None):
-                raise ValueError(f"config.{name}: got {part[name]!r:.100}, expected {off}")
-    if fields.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"config.num_hidden_layers: got {fields['num_hidden_layers']!r:.100}, expected 1")
+    for part in (fields, nested):
+        require_off(part, _UNSUPPORTED)
     layer = read_config({**fields, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": False})
-    draft_vocab_size, hidden_size = fields.get("draft_vocab_size"), fields.get("target_hidden_size")
-    if draft_vocab_size is not None and not (is_int(draft_vocab_size) and 1 <= draft_vocab_size <= layer.vocab_size):
-        accepted = f"a whole number from 1 to vocab_size={layer.vocab_size}"
-        raise ValueError(f"config.draft_vocab_size: got {draft_vocab_size!r:.100}, expected {accepted}")
+    hidden_size = fields.get("target_hidden_size")
     if hidden_size not in (None, target.hidden_size):
         raise ValueError(f"config.target_hidden_size: got {hidden_size!r:.100}, expected the target's hidden_size {target.hidden_size}")
     _check_vocab_size(layer, target)
-    norm_before_residual = fields.get("norm_before_residual", False)
-    if not isinstance(norm_before_residual, bool):
-        raise ValueError(f"config.norm_before_residual: got {norm_before_residual!r:.100}, expected true or false")
     return Eagle3Config(
         layer=replace(layer, dtype=target.dtype),
         feature_layers=_feature_layers(fields, nested, target.num_layers),
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=layer.vocab_size if draft_vocab_size is None else draft_vocab_size,
-        norm_before_residual=norm_before_residual,
+        draft_vocab_size=count_field(fields, "draft_vocab_size", layer.vocab_size, default=layer.vocab_size),
+        norm_before_residual=flag_field(fields, "norm_before_residual"),
     )
 
 

@@ -6,6 +6,7 @@ safetensors and GGUF are data formats: nothing here unpickles or executes file c
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.sampling.fields import clip_error
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_json as read_json
@@ -47,6 +47,9 @@ class ParameterSlice(NamedTuple):
     parameter: str
     start: int
     rows: int
+
+    def of(self, model: nn.Module) -> Tensor:
+        return model.get_parameter(self.parameter)[self.start : self.start + self.rows]
 
 
 class SafetensorsSource:
@@ -106,9 +109,8 @@ class RenamedSource:
         return self._source.read(self._names[name])
 
 
-def llama_slices(model: Llama) -> Iterator[tuple[str, ParameterSlice]]:
-    """Every tensor that the model needs, by its name in a Hugging Face folder."""
-    config = model.config
+def llama_slices(config: LlamaConfig) -> Iterator[tuple[str, ParameterSlice]]:
+    """Every tensor that a model needs, by its name in a Hugging Face folder."""
     yield "model.embed_tokens.weight", ParameterSlice("embedding", 0, config.vocab_size)
     for index in range(config.num_layers):
         yield from layer_slices(config, f"model.layers.{index}", f"layers.{index}")
@@ -139,42 +141,48 @@ def layer_slices(config: LlamaConfig, stored: str, module: str) -> Iterator[tupl
             yield f"{stored}.self_attn.{part}_norm.weight", ParameterSlice(f"{module}.{parameter}", 0, config.head_size)
 
 
-def check_tensors(model: nn.Module, slices: Mapping[str, ParameterSlice], source: Source, where: Path, unused: Container[str] = ()) -> None:
-    """Check names, shapes and types by the headers alone. Raises ValueError for a tensor that is missing, does not fit, or is
-    neither needed nor listed in `unused`."""
-    found = source.tensors
-    for name, target in slices.items():
-        shape = (target.rows, *model.get_parameter(target.parameter).shape[1:])
-        if name not in found:
-            raise ValueError(f"{where}: {name} is missing, expected it with shape {shape}")
-        if found[name].shape != shape:
-            raise ValueError(f"{where}: {name}: got shape {found[name].shape}, expected {shape} by the config")
-        if not found[name].readable:
-            raise ValueError(f"{where}: {name}: got type {found[name].kind}, which is not supported")
-    extra = [name for name in found if name not in slices and name not in unused and not name.endswith("rotary_emb.inv_freq")]
-    if extra:
-        raise ValueError(f"{where}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
+@dataclass(frozen=True)
+class StoredModel:
+    """The tensors of a model in files, and the parameters that they fill."""
 
+    path: Path
+    source: Source
+    slices: Mapping[str, ParameterSlice]
 
-def check_finite(slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool) -> None:
-    """Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good files only."""
-    for name, tensor, _ in _read(slices, source, where, progress, "check"):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{where}: {name} holds NaN or infinity")
+    def check_header(self, outline: nn.Module, unused: Container[str] = ()) -> None:
+        """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
+        listed in `unused`."""
+        found = self.source.tensors
+        for name, target in self.slices.items():
+            shape = (target.rows, *outline.get_parameter(target.parameter).shape[1:])
+            if name not in found:
+                raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
+            if found[name].shape != shape:
+                raise ValueError(f"{self.path}: {name}: got shape {found[name].shape}, expected {shape} by the config")
+            if not found[name].readable:
+                raise ValueError(f"{self.path}: {name}: got type {found[name].kind}, which is not supported")
+        extra = [name for name in found if name not in self.slices and name not in unused and not name.endswith("rotary_emb.inv_freq")]
+        if extra:
+            raise ValueError(f"{self.path}: got {len(extra)} tensors that the config does not account for, such as {extra[0]}")
 
+    def check(self, progress: bool = False) -> None:
+        """Read all weights. Raises ValueError for a tensor with NaN or infinity. A separate pass, so that memory is taken for good
+        files only."""
+        for name, tensor in self._read(progress, "check"):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{self.path}: {name} holds NaN or infinity")
 
-@torch.no_grad()
-def load_tensors(model: nn.Module, slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool) -> None:
-    for _, tensor, target in _read(slices, source, where, progress, "load"):
-        model.get_parameter(target.parameter)[target.start : target.start + target.rows].copy_(tensor)
+    @torch.no_grad()
+    def fill(self, model: nn.Module, progress: bool) -> None:
+        """Call `check` first."""
+        for name, tensor in self._read(progress, "load"):
+            self.slices[name].of(model).copy_(tensor)
+        model.eval()
 
-
-def _read(
-    slices: Mapping[str, ParameterSlice], source: Source, where: Path, progress: bool, label: str
-) -> Iterator[tuple[str, Tensor, ParameterSlice]]:
-    for name, target in tqdm(slices.items(), desc=label, unit="tensor", disable=not progress):
-        try:
-            tensor = source.read(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{where}: {name}: {error}") from None
-        yield name, tensor, target
+    def _read(self, progress: bool, label: str) -> Iterator[tuple[str, Tensor]]:
+        for name in tqdm(self.slices, desc=label, unit="tensor", disable=not progress):
+            try:
+                tensor = self.source.read(name)
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path}: {name}: {error}") from None
+            yield name, tensor

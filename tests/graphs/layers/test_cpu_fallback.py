@@ -13,7 +13,7 @@ from stepgraph.graphs.layers import dense as pointwise
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
-from stepgraph.sampling.kernels import chain, masks
+from stepgraph.sampling.kernels import chain
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.native import Unavailable
 
@@ -78,7 +78,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),
     "mask_status": (
-        masks.mask_status,
+        chain.mask_status,
         [TAGS, torch.tensor([0, 1]), torch.tensor([7, 8]), ALIVE, 3, None],
         [torch.zeros(2, 1, dtype=torch.int64)],
     ),
