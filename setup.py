@@ -12,11 +12,20 @@ from glob import glob
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDERS = ("sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")
+FOLDERS = ("sampling/grammar/automaton/c", "sampling/grammar/link/c", "sampling/kernels/c", "graphs/layers/c")
 
 
 class BuildBeside(build_ext):
     """A rebuilt library replaces the old one atomically: a process that has the old one open keeps it, and none opens a partial file."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_source(obj: str, source: str, suffix: str, cc: object, extra: list[str], pp: object) -> None:
+            compile_one(obj, source, suffix, cc, ["-std=c++17" if suffix == ".cpp" else "-std=c11", *extra], pp)
+
+        self.compiler._compile = compile_source
+        super().build_extension(ext)
 
     def copy_file(self, infile: str, outfile: str, *others: object, **options: object) -> tuple[str, bool]:  # type: ignore[override]
         beside = f"{outfile}.{os.getpid()}"  # others may build at the same time
@@ -31,16 +40,17 @@ setup(
     ext_modules=[
         Extension(
             "stepgraph.sampling._native",
-            sources=sorted(path for folder in FOLDERS for path in glob(f"{folder}/*.c")),
+            sources=sorted(path for folder in FOLDERS for path in glob(f"{folder}/*.c") + glob(f"{folder}/*.cpp")),
             depends=sorted(path for folder in FOLDERS for path in glob(f"{folder}/*.h")),
             include_dirs=["sampling/kernels/c"],
             # Nothing reads errno or floating point exceptions, and both prevent vector code.
             extra_compile_args=[
-                *("-std=c11", "-O3", "-g0", "-pthread", "-fvisibility=hidden"),
+                *("-O3", "-g0", "-pthread", "-fvisibility=hidden"),
                 *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
             ],
             extra_link_args=["-pthread"],
             libraries=["m"],
+            language="c++",  # for the link: the automaton compiler is C++17
             optional=True,
         ),
     ],

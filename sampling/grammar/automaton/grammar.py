@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import CFUNCTYPE, addressof, c_char, c_char_p, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
+import numpy as np
 from torch import Tensor
 
-from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions
+from stepgraph.sampling.grammar.automaton.library import Field, Image, TokenTable, functions, limits_of
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.matchers.protocol import checked_row
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, parse
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarBuilder, library_errors, parse
 
 ERROR_BYTES = 480  # FAULT_BYTES of host_link.h
 MAX_FORCED = 128
@@ -122,7 +123,13 @@ class AutomatonBuilder:
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> AutomatonGrammar:
         """UnfitError where it takes more states or bytes than the limits allow; other errors as by `XGrammarBuilder.build`."""
         self.check(constraint)
-        image = self._table.compile(parse(constraint, self._limits), self._limits.automaton)
+        with library_errors():
+            if worker is None:
+                parsed = str(parse(constraint, self._limits).serialize_json())
+                image = self._table.compile(parsed, limits_of(asdict(self._limits)))
+            else:
+                found = worker.call("automaton", constraint.kind, constraint.payload, constraint.any_whitespace)
+                image = np.frombuffer(found, np.int32)
         return AutomatonGrammar(image, self._table, self._vocabulary)
 
     @cached_property

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
@@ -19,17 +19,42 @@ from stepgraph.sampling.native import Unavailable, load
 Image = npt.NDArray[np.int32]
 
 REASON_BYTES = 400
+UNFIT = 1  # outcome of a call
 
 
 class Field(IntEnum):
-    """The first fields of an image's header, as in image.h."""
+    """The header of an image, as in image.h. From CLASS_OF on: offsets of tables in the image."""
 
     FORMAT = 0
     SIZE = 1
     STATES = 2
     CLASSES = 3
     SYMBOLS = 4
+    FINISH_SETS = 5
+    START = 6
+    START_COUNTERS = 7  # three
     ROWS = 10
+    CROSSING = 11
+    CLASS_OF = 12
+    BYTE_OF = 13
+    NEXT = 14
+    MOVES = 15
+    LEAVE = 16
+    RETURN = 17
+    ROW_OF = 18
+    BASE_OF = 19
+    STATUS_OF = 20
+    CHANGE_START = 21
+    CHANGE_WORD = 22
+    CHANGE_VALUE = 23
+    DENSE = 24
+    CROSS_START = 25
+    CROSS = 26
+
+
+def limits_of(limits: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """The fields of Limits in nfa.h that GrammarLimits sets."""
+    return np.array([limits[name] for name in ("automaton_states", "automaton_bytes", "automaton_steps")], np.int64)
 
 
 class UnfitError(ValueError):
@@ -45,6 +70,16 @@ class VocabularyStruct(Structure):
     )
 
 
+class SourceStruct(Structure):
+    """grammar_source of compile.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "offsets", "bodies")),
+        *((name, c_int) for name in ("num_expressions", "num_rules", "root")),
+        ("limits", c_void_p),
+    )
+
+
 @functools.cache
 def functions() -> ctypes.CDLL:
     """The compiler's functions; Unavailable with the reason where there is no C library."""
@@ -57,10 +92,14 @@ def functions() -> ctypes.CDLL:
     library.stepgraph_automaton_free_vocabulary.argtypes = (c_void_p,)
     library.stepgraph_automaton_view_vocabulary.restype = None
     library.stepgraph_automaton_view_vocabulary.argtypes = (c_void_p, POINTER(VocabularyStruct))
-    library.stepgraph_automaton_compile.argtypes = (
-        *(c_void_p, c_void_p, c_int, c_void_p, c_int, c_int),
-        *(c_void_p, c_void_p, c_void_p, POINTER(POINTER(c_int32)), POINTER(c_char), c_int64),
-    )
+    reason = POINTER(c_char), c_int64
+    source = POINTER(SourceStruct)
+    library.stepgraph_automaton_compile.argtypes = (source, c_void_p, POINTER(POINTER(c_int32)), *reason)
+    library.stepgraph_automaton_bytes.argtypes = (source, POINTER(c_void_p), *reason)
+    library.stepgraph_automaton_combine.argtypes = (c_void_p, c_void_p, c_int, c_void_p, POINTER(c_void_p), *reason)
+    library.stepgraph_automaton_shortest.restype = c_int64
+    library.stepgraph_automaton_shortest.argtypes = (c_void_p, POINTER(c_char), c_int64)
+    library.stepgraph_automaton_free.restype, library.stepgraph_automaton_free.argtypes = None, (c_void_p,)
     library.stepgraph_automaton_free_image.restype = None
     library.stepgraph_automaton_free_image.argtypes = (c_void_p,)
     library.stepgraph_open_automaton.restype, library.stepgraph_open_automaton.argtypes = c_void_p, (c_void_p, c_void_p)
@@ -85,27 +124,75 @@ class TokenTable:
         self.view = VocabularyStruct()
         library.stepgraph_automaton_view_vocabulary(self.handle, byref(self.view))
 
-    def compile(self, grammar_json: str, limits: Sequence[int]) -> Image:
-        """The image of a grammar that xgrammar has parsed and serialised. `limits`: the fields of Limits in nfa.h but the last.
+    def compile(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> Image:
+        """The image of a grammar that xgrammar has parsed and serialised; UnfitError with the reason where it has none."""
+        found, source = POINTER(c_int32)(), _Source(grammar_json, limits)
+        _call(functions().stepgraph_automaton_compile, byref(source.struct), self.handle, byref(found))
+        try:
+            image: Image = np.ctypeslib.as_array(found, (found[Field.SIZE],)).copy()
+        finally:
+            functions().stepgraph_automaton_free_image(found)
+        image.setflags(write=False)
+        return image
 
-        UnfitError with the reason where it does not fit.
-        """
-        library, parsed = functions(), json.loads(grammar_json)
+
+class ByteAutomaton:
+    """A regular language of byte strings: `&`, `|` and `-` combine two, and `shortest` finds whether one is empty.
+
+    UnfitError where a grammar is not regular, or a result exceeds the limits.
+    """
+
+    def __init__(self, handle: c_void_p, limits: npt.NDArray[np.int64]) -> None:
+        self._handle, self._limits = handle, limits
+        weakref.finalize(self, functions().stepgraph_automaton_free, handle).atexit = False
+
+    @classmethod
+    def from_grammar(cls, grammar_json: str, limits: npt.NDArray[np.int64]) -> ByteAutomaton:
+        """The language of a grammar that xgrammar has parsed and serialised."""
+        found, source = c_void_p(), _Source(grammar_json, limits)
+        _call(functions().stepgraph_automaton_bytes, byref(source.struct), byref(found))
+        return cls(found, limits)
+
+    def __and__(self, other: ByteAutomaton) -> ByteAutomaton:
+        return self._combined(other, 0)
+
+    def __or__(self, other: ByteAutomaton) -> ByteAutomaton:
+        return self._combined(other, 1)
+
+    def __sub__(self, other: ByteAutomaton) -> ByteAutomaton:
+        """The texts of this language that are not in the other: a complement, where this one holds all texts."""
+        return self._combined(other, 2)
+
+    def _combined(self, other: ByteAutomaton, operation: int) -> ByteAutomaton:
+        found, limits = c_void_p(), self._limits
+        _call(functions().stepgraph_automaton_combine, self._handle, other._handle, operation, limits.ctypes.data, byref(found))
+        return ByteAutomaton(found, limits)
+
+    def shortest(self) -> bytes | None:
+        """A shortest text of the language; None where it is empty."""
+        shortest = functions().stepgraph_automaton_shortest
+        size = int(shortest(self._handle, None, 0))
+        text = (c_char * max(size, 0))()
+        shortest(self._handle, text, size)
+        return text.raw if size >= 0 else None
+
+
+class _Source:
+    """A parsed grammar and the limits of its automaton as C reads them."""
+
+    def __init__(self, grammar_json: str, limits: npt.NDArray[np.int64]) -> None:
+        parsed = json.loads(grammar_json)
         data, offsets = (np.array(parsed[name], np.int32) for name in ("grammar_expr_data", "grammar_expr_indptr"))
         bodies = np.array([rule[1] for rule in parsed["rules"]], np.int32)
-        bounds = np.array(limits, np.int64)
-        found, reason = POINTER(c_int32)(), ctypes.create_string_buffer(REASON_BYTES)
-        outcome = library.stepgraph_automaton_compile(
-            *(data.ctypes.data, offsets.ctypes.data, len(offsets), bodies.ctypes.data, len(bodies), parsed["root_rule_id"]),
-            *(self.handle, bounds.ctypes.data, None, byref(found), reason, REASON_BYTES),
-        )
-        if outcome == 1:
-            raise UnfitError(reason.value.decode(errors="replace"))
-        if outcome:
-            raise MemoryError("the automaton compiler is out of memory")
-        try:
-            image: Any = np.ctypeslib.as_array(found, (found[Field.SIZE],)).copy()
-        finally:
-            library.stepgraph_automaton_free_image(found)
-        image.setflags(write=False)
-        return image  # type: ignore[no-any-return]
+        self._arrays = data, offsets, bodies, limits  # the struct holds their addresses
+        addresses = (array.ctypes.data for array in (data, offsets, bodies))
+        self.struct = SourceStruct(*addresses, len(offsets), len(bodies), parsed["root_rule_id"], limits.ctypes.data)
+
+
+def _call(function: Callable[..., int], *arguments: object) -> None:
+    reason = ctypes.create_string_buffer(REASON_BYTES)
+    outcome = function(*arguments, reason, REASON_BYTES)
+    if outcome == UNFIT:
+        raise UnfitError(reason.value.decode(errors="replace"))
+    if outcome:
+        raise MemoryError("the automaton compiler is out of memory")

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonBuilder
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits, named, over
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
@@ -71,8 +72,8 @@ def backends_for(constraint: Constraint, default: BackendChoice) -> tuple[str, .
 
 def builder(name: str, vocabulary: Vocabulary, limits: GrammarLimits, max_threads: int) -> Builder:
     """ValueError where the library is not installed."""
-    if name == "xgrammar":
-        return XGrammarBuilder(vocabulary, limits, max_threads)
+    if name in ("automaton", "xgrammar"):
+        return (AutomatonBuilder if name == "automaton" else XGrammarBuilder)(vocabulary, limits, max_threads)
     if not installed(name):
         raise ValueError(f"{name} is not installed; pip install 'stepgraph[{name}]'")
     from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceBuilder  # an optional library

@@ -49,6 +49,9 @@ class GrammarLimits:
     result_bytes: int = 64 * MIB  # of a compiled grammar that the worker returns
     least_bytes: int = 200_000  # xgrammar: of the shortest text of each alternative of a rule
     step_seconds: float = 0.5  # processor time of one mask or one token; a call that takes longer ends the request
+    automaton_states: int = 200_000  # automaton: states before they are minimised
+    automaton_bytes: int = 32 * MIB  # automaton: of its tables and mask rows
+    automaton_steps: int = 1_000_000_000  # automaton: bytes of tokens that are followed to find its masks
     compile_fuel: int = 1_000_000  # llguidance: expressions built for a lexer
     grammar_symbols: int = 500_000  # llguidance: symbols of a grammar
     lexer_states: int = 250_000  # llguidance: states that a lexer may reach, at 1 to 2 kB each

@@ -50,15 +50,21 @@ class Libraries:
         self._least_bytes = options["limits"]["least_bytes"]
         self._parsed_grammar = parsed_grammar
         self._core = _xgrammar_bindings()
-        tokens = _token_bytes(options["for_xgrammar"])
-        tokenizer = self._core.TokenizerInfo(tokens, raw, width, options["stop_token_ids"], False)
+        self._tokens = _token_bytes(options["for_xgrammar"])
+        tokenizer = self._core.TokenizerInfo(self._tokens, raw, width, options["stop_token_ids"], False)
         self._compiler = self._core.GrammarCompiler(tokenizer, options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
+        self._table: Any = None
         self.xgrammar("regex", "a", False)  # load everything that a compile needs before memory is limited
 
     def prepare(self, name: str) -> bool:
         """Load the library of a call; True where that took memory that the call's limit should not include."""
+        if name == "automaton" and self._table is None:
+            from stepgraph.sampling.grammar.automaton.library import TokenTable
+
+            self._table = TokenTable(self._tokens, self._options["stop_token_ids"], self._mask.shape[1])
+            return True
         if name != "lark" or self._llguidance is not None:
             return False
         from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
@@ -68,19 +74,27 @@ class Libraries:
         self._llguidance = LLGuidance(tokens, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
 
-    def xgrammar(self, kind: str, payload: str, any_whitespace: bool) -> str:
+    def automaton(self, kind: str, payload: str, any_whitespace: bool) -> bytes:
+        """The image of the automaton of a constraint."""
+        from stepgraph.sampling.grammar.automaton.library import limits_of
+
+        parsed = self._parsed_grammar(self._core, kind, payload, any_whitespace, self._least_bytes)
+        image: bytes = self._table.compile(str(parsed.serialize_json()), limits_of(self._options["limits"])).tobytes()
+        return image
+
+    def xgrammar(self, kind: str, payload: str, any_whitespace: bool) -> bytes:
         """The serialised compiled grammar of a constraint. Its first mask is filled here, as that may fail too."""
         compiled = self._compiler.compile_grammar_ebnf(self._parsed_grammar(self._core, kind, payload, any_whitespace, self._least_bytes))
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
-        return str(compiled.serialize_json())
+        return str(compiled.serialize_json()).encode()
 
-    def lark(self, grammar: str) -> str:
+    def lark(self, grammar: str) -> bytes:
         """Compile with llguidance and fill the first mask. Its grammars cannot be sent, so the parent compiles again."""
         matcher = self._llguidance.matcher(grammar)
         if not matcher.is_error():  # the parent reports errors, which it finds in the same way
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        return ""
+        return b""
 
 
 def _token_bytes(table: Sequence[str]) -> list[bytes]:
@@ -121,19 +135,19 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, str]:
+def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, bytes]:
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
 
     try:
-        result: str = call(*arguments)
+        result: bytes = call(*arguments)
     except MemoryError:
-        return NO_MEMORY, ""
+        return NO_MEMORY, b""
     except CompileAbortedError as error:
-        return ABORTED, str(error)
+        return ABORTED, str(error).encode(errors="replace")
     except Exception as error:  # the libraries raise RuntimeError and several types of their own
         message = str(error)
-        return (NO_MEMORY, "") if "bad_alloc" in message else (FAILED, message)
-    return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)))
+        return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))
+    return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)).encode())
 
 
 def main() -> None:
@@ -165,7 +179,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, limits["compile_seconds"])  # SIGALRM ends this process even without the parent
         status, result = _answer(getattr(libraries, name), arguments, limits["result_bytes"])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(connection, status, _memory_bytes() > idle_bytes + compile_bytes // 2, body=result.encode(errors="replace"))
+        send(connection, status, _memory_bytes() > idle_bytes + compile_bytes // 2, body=result)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class CompileWorker:
         self._kill_pending |= self._cancelled
         self._cancelled = False
 
-    def call(self, name: str, *arguments: Any) -> str:
+    def call(self, name: str, *arguments: Any) -> bytes:
         """The result of a method of `compile_worker.Libraries`; ValueError with the library's message, or CompileAbortedError where
         a limit was reached or the process died."""
         process = self._process
@@ -113,7 +113,7 @@ class CompileWorker:
         if status == TOO_LARGE:
             raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status != DONE:
-            raise (CompileAbortedError if status == ABORTED else ValueError)(result)
+            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
         return result
 
     def kill(self) -> None:
@@ -147,7 +147,7 @@ class CompileWorker:
         self.started += 1
         self._exchange([options], START_SECONDS, starting=True)
 
-    def _exchange(self, parts: list[Any], seconds: float, starting: bool = False) -> tuple[str, bool, str]:
+    def _exchange(self, parts: list[Any], seconds: float, starting: bool = False) -> tuple[str, bool, bytes]:
         """The worker's answer: its status, whether it holds much memory, and the result."""
         process = self._process
         assert process is not None
@@ -163,7 +163,7 @@ class CompileWorker:
                 message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
             raise CompileAbortedError(message) from None
-        return status, bloated, result.decode()
+        return status, bloated, result
 
     def _failure(self, process: _Process, error: BaseException) -> str:
         """Why a call did not return."""

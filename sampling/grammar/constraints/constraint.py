@@ -16,7 +16,7 @@ from stepgraph.sampling.fields import Check, check_value, clip_name, clip_repr, 
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
-BackendChoice = Literal["auto", "xgrammar", "llguidance"]
+BackendChoice = Literal["auto", "automaton", "xgrammar", "llguidance"]
 
 MAX_PAYLOAD_CHARS = 120_000
 MAX_MARKER = 1000  # characters or ids

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonMatcher
 from stepgraph.sampling.grammar.compile.backends import installed
 from stepgraph.sampling.grammar.link.layout import (
     FAULT_BYTES,
@@ -246,7 +247,11 @@ class NativeRow:
         if isinstance(matcher, MarkerMatcher):
             self._set_marker(matcher, masks_host)
             matcher = matcher.inner
-        if isinstance(matcher, XGrammarMatcher):
+        if isinstance(matcher, AutomatonMatcher):
+            self._require_width(matcher.vocabulary, masks_host)
+            self.struct.library, self.struct.matcher = addressof(matcher.functions), matcher.handle
+            self.struct.fuel_seconds = math.inf  # a step is a look-up
+        elif isinstance(matcher, XGrammarMatcher):
             self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
             xgrammar = library.xgrammar
             self.struct.library, self.struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -128,6 +130,22 @@ class XGrammar:
         return XGrammarMatcher(self.grammar, self.vocabulary, self.fuel_seconds)
 
 
+@contextlib.contextmanager
+def library_errors() -> Iterator[None]:
+    """Raise errors of the library as ValueError with its message."""
+    try:
+        yield
+    except (MemoryError, CompileAbortedError):
+        raise
+    except Exception as error:  # the library raises RuntimeError and several types of its own
+        raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
+
+
+def parse(constraint: Constraint, limits: GrammarLimits) -> Any:
+    """The grammar of a checked constraint, parsed in this process."""
+    return parsed_grammar(_CORE, constraint.kind, constraint.payload, constraint.any_whitespace, limits.least_bytes)
+
+
 class XGrammarBuilder:
     """Builds grammars over one vocabulary; safe to call from any thread."""
 
@@ -153,24 +171,18 @@ class XGrammarBuilder:
     def build(self, constraint: Constraint, worker: CompileWorker | None = None) -> XGrammar:
         """Compile in the worker, or in this process without one. ValueError as by `check`, or with the library's message."""
         self.check(constraint)
-        try:
+        with library_errors():
             compiled = self._compiled_here(constraint) if worker is None else self._compiled_by(worker, constraint)
-        except (MemoryError, CompileAbortedError):
-            raise
-        except Exception as error:  # the library raises RuntimeError and several types of its own
-            raise ValueError(_SOURCE_PREFIX.sub("", str(error)).strip()) from error
         return XGrammar(compiled, self._vocabulary, self._limits.step_seconds)
 
     def _compiled_here(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        kind, payload, limits = constraint.kind, constraint.payload, self._limits
-        parsed = parsed_grammar(_CORE, kind, payload, constraint.any_whitespace, limits.least_bytes)
-        grammar: Any = xgrammar.Grammar._create_from_handle(parsed)
+        grammar: Any = xgrammar.Grammar._create_from_handle(parse(constraint, self._limits))
         compiled: xgrammar.CompiledGrammar = self._compiler.compile_grammar(grammar)
         return compiled
 
     def _compiled_by(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
         serialised = worker.call("xgrammar", constraint.kind, constraint.payload, constraint.any_whitespace)
-        return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary.tokenizer_info)
+        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._vocabulary.tokenizer_info)
 
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:

@@ -12,7 +12,7 @@ static void require_plain(const Automaton &automaton) {
     if (automaton.symbols || !automaton.moves.empty()) throw Unfit("it needs a stack or a counter");
 }
 
-Automaton combine(const Automaton &left, const Automaton &right, Operation operation, const Limits &limits, const Poll &poll) {
+Automaton combine(const Automaton &left, const Automaton &right, Operation operation, const Limits &limits) {
     require_plain(left);
     require_plain(right);
     Automaton product;
@@ -42,7 +42,6 @@ Automaton combine(const Automaton &left, const Automaton &right, Operation opera
     };
     product.start = intern(left.start, right.start);
     for (size_t done = 0; done < states.size(); done++) {
-        if (done % 1024 == 0) poll();
         auto [a, b] = states[done];
         bool in_left = a >= 0 && left.accepts[a], in_right = b >= 0 && right.accepts[b];
         bool accepts = operation == Operation::AND ? in_left && in_right : operation == Operation::OR ? in_left || in_right : in_left && !in_right;

@@ -5,12 +5,8 @@
 #include "nfa.h"
 
 #include <array>
-#include <atomic>
-#include <functional>
 
 namespace stepgraph {
-
-struct Cancelled {};
 
 // The grammar has automata, but no deterministic one with these calls.
 struct Nondeterministic : Unfit {
@@ -44,14 +40,12 @@ struct Automaton {
     Ints go; // [finish sets, symbols] state or DEAD
 };
 
-using Poll = std::function<void()>; // throws Cancelled
-
-Automaton determinise(const Nfa &nfa, const Limits &limits, const Poll &poll);
+Automaton determinise(const Nfa &nfa, const Limits &limits);
 Automaton minimise(Automaton automaton);
 
-// Automata without stack and counters only. Both operands may have different classes.
+// The operations are for automata without stack and counters; Unfit for others.
 enum class Operation { AND, OR, MINUS };
-Automaton combine(const Automaton &left, const Automaton &right, Operation operation, const Limits &limits, const Poll &poll);
+Automaton combine(const Automaton &left, const Automaton &right, Operation operation, const Limits &limits);
 bool shortest_text(const Automaton &automaton, std::string &text); // false where the language is empty
 
 } // namespace stepgraph

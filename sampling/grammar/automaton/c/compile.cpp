@@ -13,16 +13,15 @@ using namespace stepgraph;
 
 namespace {
 
-enum Outcome { DONE, UNFIT, CANCELLED, NO_MEMORY };
+enum Outcome { DONE, UNFIT, NO_MEMORY };
 
-Automaton automaton_of(const Grammar &grammar, const Limits &limits, const Poll &poll) {
+Automaton automaton_of(const Grammar &grammar, const Limits &limits) {
     std::unordered_set<int64_t> unrolled; // loops that cannot be counted
     for (bool all_brackets = false;;) {
-        poll();
         Nfa nfa = build_nfa(grammar, limits, unrolled, all_brackets);
         if (nfa.states.empty()) continue;
         try {
-            return minimise(determinise(nfa, limits, poll));
+            return minimise(determinise(nfa, limits));
         } catch (const Uncountable &loop) {
             unrolled.insert(loop.expression);
         } catch (const Nondeterministic &) {
@@ -44,28 +43,65 @@ EXPORTED void stepgraph_automaton_free_vocabulary(void *vocabulary) { delete (Vo
 
 EXPORTED void stepgraph_automaton_view_vocabulary(const void *vocabulary, image_vocabulary *view) { *view = ((const Vocabulary *)vocabulary)->view(); }
 
-// Compiles a parsed grammar. `limits` are the fields of Limits but the last; `*cancel` becomes nonzero when the result is not needed any
-// more. On success *image is to be freed with free(). Otherwise `reason` is why.
-EXPORTED int stepgraph_automaton_compile(
-    const int32_t *data, const int32_t *offsets, int32_t num_expressions, const int32_t *bodies, int32_t num_rules, int32_t root,
-    const void *vocabulary, const int64_t *limits, const volatile int32_t *cancel, int32_t **image, char *reason, int64_t reason_size
-) {
-    const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
-    Limits bounds{limits[0], limits[1], limits[2], limits[3], limits[4], tokens.longest};
-    Poll poll = [cancel] { if (cancel && *cancel) throw Cancelled(); };
+EXPORTED void stepgraph_automaton_free_image(int32_t *image) { free(image); }
+
+// Runs `work` and returns its outcome; writes to `reason` why there is no result.
+template <class Work> static int outcome_of(char *reason, int64_t reason_size, const Work &work) {
     try {
-        Automaton automaton = automaton_of({data, offsets, bodies, num_expressions, num_rules, root}, bounds, poll);
-        std::vector<int32_t> built = build_image(automaton, tokens, bounds, poll);
-        *image = (int32_t *)malloc(built.size() * sizeof **image);
-        if (!*image) return NO_MEMORY;
-        memcpy(*image, built.data(), built.size() * sizeof **image);
-        return DONE;
+        return work() ? DONE : NO_MEMORY;
     } catch (const Unfit &unfit) {
         snprintf(reason, (size_t)reason_size, "%s", unfit.what());
         return UNFIT;
-    } catch (const Cancelled &) {
-        return CANCELLED;
     } catch (const std::bad_alloc &) {
         return NO_MEMORY;
     }
 }
+
+// A parsed grammar of xgrammar, and the limits of its automaton.
+struct grammar_source {
+    const int32_t *data, *offsets, *bodies;
+    int32_t num_expressions, num_rules, root;
+    const int64_t *limits; // the fields of Limits but the last
+    Grammar grammar() const { return {data, offsets, bodies, num_expressions, num_rules, root}; }
+    Limits bounds(int64_t longest) const { return {limits[0], limits[1], limits[2], longest}; }
+};
+
+// Sets *image to the compiled grammar.
+EXPORTED int stepgraph_automaton_compile(const grammar_source *source, const void *vocabulary, int32_t **image, char *reason, int64_t reason_size) {
+    return outcome_of(reason, reason_size, [&] {
+        const Vocabulary &tokens = *(const Vocabulary *)vocabulary;
+        Limits limits = source->bounds(tokens.longest);
+        std::vector<int32_t> built = build_image(automaton_of(source->grammar(), limits), tokens, limits);
+        *image = (int32_t *)malloc(built.size() * sizeof **image);
+        if (*image) memcpy(*image, built.data(), built.size() * sizeof **image);
+        return *image != nullptr;
+    });
+}
+
+// Sets *automaton to the automaton of a grammar without its masks. Loops are written out.
+EXPORTED int stepgraph_automaton_bytes(const grammar_source *source, void **automaton, char *reason, int64_t reason_size) {
+    return outcome_of(reason, reason_size, [&] {
+        *automaton = new Automaton(automaton_of(source->grammar(), source->bounds(source->limits[0])));
+        return true;
+    });
+}
+
+EXPORTED int stepgraph_automaton_combine(
+    const void *left, const void *right, int operation, const int64_t *limits, void **automaton, char *reason, int64_t reason_size
+) {
+    return outcome_of(reason, reason_size, [&] {
+        Limits bounds{limits[0], limits[1], limits[2], 0};
+        *automaton = new Automaton(combine(*(const Automaton *)left, *(const Automaton *)right, (Operation)operation, bounds));
+        return true;
+    });
+}
+
+// The size of the shortest text, which is written to `text` if it has room; -1 if there is none.
+EXPORTED int64_t stepgraph_automaton_shortest(const void *automaton, char *text, int64_t room) {
+    std::string found;
+    if (!shortest_text(*(const Automaton *)automaton, found)) return -1;
+    if ((int64_t)found.size() <= room) memcpy(text, found.data(), found.size());
+    return (int64_t)found.size();
+}
+
+EXPORTED void stepgraph_automaton_free(void *automaton) { delete (Automaton *)automaton; }

@@ -44,8 +44,8 @@ struct Target { // a state, and the counters that are set on the way to it
 
 class Determiniser {
 public:
-    Determiniser(const Nfa &nfa, const Limits &limits, const Poll &poll)
-        : nfa(nfa), limits(limits), poll(poll), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0) {}
+    Determiniser(const Nfa &nfa, const Limits &limits)
+        : nfa(nfa), limits(limits), known(nfa.states.size()), closures(nfa.states.size()), stamps(nfa.states.size(), 0) {}
 
     Automaton run() {
         find_live();
@@ -59,7 +59,6 @@ public:
             called_starts.push_back(called && live[nfa.starts[called]] ? closure(nfa.starts[called]).members : Ints());
         for (size_t done = 0;; done++) {
             if (done == sets.size() && !add_returns()) break;
-            if (done % 256 == 0) poll();
             expand(done);
         }
         automaton.states = (int32_t)sets.size();
@@ -274,7 +273,7 @@ private:
             automaton.pop.back() = at->second;
         }
         size_t row = automaton.next.size(), classes = (size_t)automaton.classes;
-        if ((int64_t)(row + classes) * 4 > limits.table_bytes * 8) throw Unfit("its table takes more than " + std::to_string(limits.table_bytes * 8) + " bytes");
+        if ((int64_t)(row + classes) * 4 > limits.bytes * 4) throw Unfit("it takes more than " + std::to_string(limits.bytes) + " bytes"); // before minimising
         automaton.next.resize(row + classes, DEAD);
         for (Ints &bucket : buckets) bucket.clear();
         for (int32_t member : members)
@@ -361,7 +360,6 @@ private:
 
     const Nfa &nfa;
     const Limits &limits;
-    const Poll &poll;
     Automaton automaton;
     std::vector<char> live, known;
     std::vector<Reached> closures;
@@ -379,6 +377,6 @@ private:
 
 } // namespace
 
-Automaton determinise(const Nfa &nfa, const Limits &limits, const Poll &poll) { return Determiniser(nfa, limits, poll).run(); }
+Automaton determinise(const Nfa &nfa, const Limits &limits) { return Determiniser(nfa, limits).run(); }
 
 } // namespace stepgraph

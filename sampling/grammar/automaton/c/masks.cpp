@@ -188,8 +188,8 @@ uint64_t mixed(uint64_t value) {
 
 class Masks {
 public:
-    Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits, const Poll &poll)
-        : automaton(automaton), vocabulary(vocabulary), limits(limits), poll(poll), row((size_t)vocabulary.words, 0),
+    Masks(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits)
+        : automaton(automaton), vocabulary(vocabulary), limits(limits), row((size_t)vocabulary.words, 0),
           changed((size_t)vocabulary.words, 0) {}
 
     std::vector<int32_t> image() {
@@ -197,7 +197,6 @@ public:
         row_of.assign(automaton.states, -1);
         crossing.resize(automaton.symbols ? automaton.states : 0);
         for (int32_t state = 0; state < automaton.states; state++) {
-            if (state % 64 == 0) poll();
             if (automaton.pop[state] >= 0) continue; // a text is never in it
             int32_t base = plain_row[state] > 0 ? -2 - plain_row[state] : -1;
             if (base == -1 || !add_suffixes(state)) walk_tokens(state, base == -1 ? -1 : 0);
@@ -347,7 +346,7 @@ private:
             }
             node++;
         }
-        if (steps > limits.mask_steps) throw Unfit("its masks take more than " + std::to_string(limits.mask_steps) + " steps");
+        if (steps > limits.steps) throw Unfit("its masks take more than " + std::to_string(limits.steps) + " steps");
     }
 
     void walk_tokens(int32_t start, int32_t known) {
@@ -458,7 +457,7 @@ private:
     }
 
     void check_size(int64_t bytes) const {
-        if (bytes > limits.mask_bytes) throw Unfit("it takes more than " + std::to_string(limits.mask_bytes) + " bytes");
+        if (bytes > limits.bytes) throw Unfit("it takes more than " + std::to_string(limits.bytes) + " bytes");
     }
 
     std::vector<int32_t> assembled() {
@@ -519,7 +518,6 @@ private:
     const Automaton &automaton;
     const Vocabulary &vocabulary;
     const Limits &limits;
-    const Poll &poll;
     Ints plain_row, row_of; // [states]
     std::vector<Ints> crossing; // [states]
     Ints after_plain; // [states] the state after any plain character, or -1 if it is not one
@@ -539,8 +537,8 @@ private:
 
 } // namespace
 
-std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits, const Poll &poll) {
-    return Masks(automaton, vocabulary, limits, poll).image();
+std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits) {
+    return Masks(automaton, vocabulary, limits).image();
 }
 
 } // namespace stepgraph

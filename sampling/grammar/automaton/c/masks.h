@@ -50,6 +50,6 @@ struct PlainText {
     int plain_until(const uint8_t *text, int size) const; // the first byte that does not begin a plain character, or `size`
 };
 
-std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits, const Poll &poll);
+std::vector<int32_t> build_image(const Automaton &automaton, const Vocabulary &vocabulary, const Limits &limits);
 
 } // namespace stepgraph

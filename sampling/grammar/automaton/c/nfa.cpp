@@ -24,6 +24,7 @@ namespace {
 // Kinds of expressions in xgrammar's serialised grammar.
 enum Expression { BYTES, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT, TOKEN, EXCLUDE_TOKEN, TOKEN_TAGS, REGEX };
 
+constexpr int64_t NFA_STATES_PER_STATE = 15; // a class of characters beyond ASCII takes about ten
 constexpr int MAX_DEPTH = 3000; // of expressions and rules inside each other: a frame takes about 300 bytes of stack
 constexpr int32_t LAST_CODE_POINT = 0x10FFFF;
 
@@ -257,7 +258,8 @@ public:
 
 private:
     int32_t state(int32_t loop) {
-        if ((int64_t)nfa.states.size() >= limits.nfa_states) throw Unfit("it has more than " + std::to_string(limits.nfa_states) + " NFA states");
+        if ((int64_t)nfa.states.size() >= limits.states * NFA_STATES_PER_STATE)
+            throw Unfit("it has more than " + std::to_string(limits.states) + " states, even before they are made deterministic");
         nfa.states.emplace_back();
         nfa.states.back().loop = loop;
         return (int32_t)nfa.states.size() - 1;

@@ -21,7 +21,7 @@ struct Unfit : std::runtime_error {
 };
 
 struct Limits {
-    int64_t nfa_states, states, table_bytes, mask_bytes, mask_steps;
+    int64_t states, bytes, steps; // as in GrammarLimits
     int64_t longest_token; // bytes: no token goes through more iterations of a loop than that
 };
 

@@ -1,0 +1,249 @@
+"""Automata against xgrammar: masks in every state, legal tokens, rollback, forced text, and what has no automaton."""
+
+from __future__ import annotations
+
+import functools
+import json
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
+from stepgraph.sampling.grammar.automaton.grammar import AutomatonGrammar, AutomatonMatcher
+from stepgraph.sampling.grammar.automaton.library import Field
+from stepgraph.sampling.grammar.compile.limits import GrammarLimits
+from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
+from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
+
+# All single bytes, so that every text can be spelled; tokens that begin or end in the middle of a string or a character; long runs.
+PIECES = (b'{"', b'":', b'": ', b'", "', b'"}', b"}]", b"]}", b"[[", b", ", b"true", b"null", b"12", b"aa", b"aaaa", b"ab", b'a"', b'a",')
+PARTS = ("é".encode()[:1], "é".encode()[1:] + b"x", "日本".encode(), "日".encode()[:2], b"a" * 8, b"\\n", b"\\u00", b"))", b"((", b"<t>", b"t>1")
+VOCABULARY = Vocabulary([*(bytes([code]) for code in range(256)), *PIECES, *PARTS, b"", b"<control>", b"<stop>"], [286], control_token_ids=[285])
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "required": ["name", "tags"],
+}
+TREE = {
+    "$ref": "#/$defs/tree",
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"value": {"type": "integer"}, "below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "required": ["value", "below"],
+        }
+    },
+}
+COUNTED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "minLength": 20, "maxLength": 40},
+        "list": {"type": "array", "items": {"type": "string", "maxLength": 22}, "maxItems": 14},
+    },
+    "required": ["text", "list"],
+}
+CONSTRAINTS = {
+    "schema": Constraint.json_schema(PERSON),
+    "any JSON": Constraint.json_object(),
+    "blanks": Constraint.json_schema(PERSON, any_whitespace=True),
+    "recursive schema": Constraint.json_schema(TREE),
+    "counters": Constraint.json_schema(COUNTED),
+    "enum": Constraint.json_schema({"enum": ["a", "aa", 12, None, {"a": [1]}, "é"]}),
+    "choice": Constraint.choice(["a", "aaaa", "ab", "日本"]),
+    "regex": Constraint.regex(r"(ab?|a{2,4}\.)*[^a-z]é?"),
+    "long counter": Constraint.regex("[ab]{30,150}é?"),
+    "two counters": Constraint.regex("(a{3,24}b){12,30}"),
+    "counter that overlaps its end": Constraint.regex("[ab]{0,60}a{0,60}c"),
+    "characters of several lengths": Constraint.regex("[¢-𐍈]{1,3}"),
+    "right recursion": Constraint.ebnf('root ::= "a" root | "b"'),
+    "left recursion": Constraint.ebnf('root ::= root "a" | "b"'),
+    "brackets": Constraint.ebnf('root ::= "(" root ")" | "[" list "]" | "a"\nlist ::= root | root "," list'),
+    "expression": Constraint.ebnf('root ::= term | root "+" term\nterm ::= "(" root ")" | [0-9]+ | "(" ")"'),
+    "tags": Constraint.structural_tag({"triggers": ["<t>"], "structures": [{"begin": "<t>", "schema": {"type": "integer"}, "end": "</t>"}]}),
+}
+COMPILERS = {name: GrammarCompiler(VOCABULARY, backend=name) for name in ("automaton", "xgrammar")}
+
+
+@functools.cache
+def automaton(name: str) -> AutomatonGrammar:
+    grammar = COMPILERS["automaton"].compile(CONSTRAINTS[name]).grammar
+    assert isinstance(grammar, AutomatonGrammar)
+    return grammar
+
+
+def library_matcher(name: str) -> XGrammarMatcher:
+    matcher = COMPILERS["xgrammar"].compile(CONSTRAINTS[name]).matcher()
+    assert isinstance(matcher, XGrammarMatcher)
+    return matcher
+
+
+def mask(matcher: AutomatonMatcher | XGrammarMatcher) -> tuple[MaskStatus, list[int]]:
+    rows = torch.full((1, VOCABULARY.mask_words), -1, dtype=torch.int32)
+    status = matcher.fill_next_token_bitmask(rows, 0)
+    return status, np.flatnonzero(np.unpackbits(rows.numpy().view(np.uint8), bitorder="little")).tolist()
+
+
+def differing_texts(name: str, grammar: AutomatonGrammar, texts: list[bytes], limit: int = 400) -> list[bytes]:
+    """The texts after which the masks of the automaton and of a fresh matcher of xgrammar differ."""
+    found = list[bytes]()
+    for text in texts if len(texts) <= limit else Random(0).sample(texts, limit):
+        ours, library = grammar.matcher(), library_matcher(name)
+        # The library's own look-ahead is not applied to a text that is accepted as a string, so bytes are accepted as tokens.
+        legal = all(ours.accept_token(byte) and library.accept_token(byte) for byte in text)
+        if not legal or mask(ours) != mask(library):
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_masks_of_every_state_equal_those_of_xgrammar(name: str) -> None:
+    texts = [text for _, text in ReferenceAutomaton(automaton(name).image).texts()]
+    assert differing_texts(name, automaton(name), texts) == []
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_masks_along_random_texts_equal_those_of_xgrammar(name: str) -> None:
+    draw = Random(name)
+    for _ in range(12):
+        ours, library = automaton(name).matcher(), library_matcher(name)
+        for _ in range(60):
+            status, legal = mask(ours)
+            assert (status, legal) == mask(library)
+            if not legal:
+                break
+            token = draw.choice(legal)
+            assert ours.accept_token(token) and library.accept_token(token)
+            illegal = draw.randrange(len(VOCABULARY.tokens))
+            if illegal not in mask(ours)[1]:
+                assert not ours.accept_token(illegal)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_token_is_legal_where_its_bytes_are(name: str) -> None:
+    reference = ReferenceAutomaton(automaton(name).image)
+    texts = reference.texts(per_state=1)
+    for place, text in Random(0).sample(texts, min(120, len(texts))):
+        matcher = automaton(name).matcher()
+        assert all(matcher.accept_token(byte) for byte in text)
+        legal = {
+            token_id
+            for token_id, token in enumerate(VOCABULARY.for_xgrammar)
+            if (token and reference.walk(place, token) is not None)
+            or (token_id in VOCABULARY.stop_token_ids and reference.accepts(place))
+        }
+        assert set(mask(matcher)[1]) == legal
+
+
+@pytest.mark.parametrize("field", [Field.NEXT, Field.CHANGE_VALUE, Field.RETURN, Field.MOVES])
+def test_a_planted_error_in_a_table_is_found(field: Field) -> None:
+    name = "long counter" if field is Field.MOVES else "recursive schema"
+    good = automaton(name)
+    begin = int(good.image[field])
+    end = min(int(good.image[other]) for other in Field if other >= Field.CLASS_OF and good.image[other] > begin)
+    columns = MOVE_INTS if field is Field.MOVES else 1  # the first column of a move is its target
+    used = [index for index in range(begin, end, columns) if good.image[index] >= 0]
+    texts = [text for _, text, _ in ReferenceAutomaton(good.image).moves()]
+    for index in Random(0).sample(used, min(4, len(used))):
+        image = good.image.copy()
+        image[index] = image[index] ^ 16 if field is Field.CHANGE_VALUE else (image[index] + 1) % image[Field.STATES]
+        assert differing_texts(name, AutomatonGrammar(image, good.table, VOCABULARY), texts, limit=len(texts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(CONSTRAINTS)), st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 30)), max_size=40))
+def test_rollback_restores_the_matcher(name: str, actions: list[tuple[bool, int]]) -> None:
+    matcher, history = automaton(name).matcher(), list[int]()
+    for back, number in actions:
+        legal = mask(matcher)[1]
+        if back and history:
+            count = number % len(history) + 1
+            matcher.rollback(count)
+            del history[-count:]
+        elif legal:
+            history.append(legal[number % len(legal)])
+            assert matcher.accept_token(history[-1])
+    fresh = automaton(name).matcher()
+    assert all(fresh.accept_token(token) for token in history)
+    assert mask(matcher) == mask(fresh) and matcher.is_terminated() == fresh.is_terminated()
+    with pytest.raises(ValueError, match=f"rollback: got {len(history) + 1} tokens, expected 0..{len(history)}"):
+        matcher.rollback(len(history) + 1)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_forced_bytes_are_the_only_continuation(name: str) -> None:
+    reference = ReferenceAutomaton(automaton(name).image)
+    texts = reference.texts(per_state=1)
+    for start, text in Random(0).sample(texts, min(60, len(texts))):
+        matcher = automaton(name).matcher()
+        assert all(matcher.accept_token(byte) for byte in text)
+        place = start
+        for byte in matcher.forced_bytes():
+            legal = [other for other in range(256) if reference.step(place, other) is not None]
+            assert legal == [byte] and not reference.accepts(place)
+            after = reference.step(place, byte)
+            assert after is not None
+            place = after
+
+
+def test_the_schema_is_forced_up_to_its_first_value() -> None:
+    assert automaton("recursive schema").matcher().forced_bytes() == b'{"value": '
+
+
+def test_a_bound_of_32767_takes_no_more_states_than_one_of_500() -> None:
+    sizes = []
+    for bound in (500, 32_767):
+        compiled = COMPILERS["automaton"].compile(Constraint.json_schema({"type": "string", "maxLength": bound}))
+        matcher = compiled.matcher()
+        assert isinstance(compiled.grammar, AutomatonGrammar) and isinstance(matcher, AutomatonMatcher)
+        sizes.append(compiled.grammar.states)
+        assert matcher.accept_token(ord('"')) and all(matcher.accept_token(ord("a")) for _ in range(bound))
+        assert mask(matcher)[1] == [ord('"')]
+        matcher.rollback(1)
+        assert ord("a") in mask(matcher)[1] and VOCABULARY.tokens.index(b"aa") not in mask(matcher)[1]
+    assert sizes[0] == sizes[1] < 300
+
+
+@pytest.mark.parametrize(
+    ("constraint", "limits", "reason"),
+    [
+        (Constraint.regex("[ab]*a[ab]{40}"), {}, "more than 200000 states"),
+        (Constraint.ebnf('root ::= "a" root "b" root | "c" | root root'), {}, "recursion that is not enclosed in literal text"),
+        (Constraint.ebnf('root ::= "a" root "a" | "a"'), {}, "with the same text|after the same text"),
+        (CONSTRAINTS["schema"], {"automaton_states": 50}, "more than 50 states"),
+        (CONSTRAINTS["schema"], {"automaton_bytes": 500}, "more than 500 bytes"),
+        (CONSTRAINTS["schema"], {"automaton_steps": 500}, "more than 500 steps"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(constraint: Constraint, limits: dict[str, int], reason: str) -> None:
+    compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=reason):
+        compiler.compile(constraint)
+
+
+def test_the_worker_returns_the_same_image() -> None:
+    compiler = GrammarCompiler(VOCABULARY, backend="automaton", isolation="process")
+    try:
+        for name in ("schema", "recursive schema"):
+            found = compiler.compile(CONSTRAINTS[name])
+            assert found.backend == "automaton" and isinstance(found.grammar, AutomatonGrammar)
+            assert np.array_equal(found.grammar.image, automaton(name).image)
+        with pytest.raises(ValueError, match="recursion that is not enclosed"):
+            compiler.compile(Constraint.ebnf('root ::= "a" root "b" root | "c" | root root'))
+    finally:
+        compiler.close()
+
+
+def test_nbytes_is_the_size_of_the_image() -> None:
+    grammar = automaton("schema")
+    assert grammar.nbytes == grammar.image[Field.SIZE] * 4 == COMPILERS["automaton"].compile(CONSTRAINTS["schema"]).nbytes
+
+
+def test_documents_are_accepted_and_others_not() -> None:
+    for text, legal in ((json.dumps({"name": "ab", "tags": ["x"]}), True), (json.dumps({"name": "abcdef", "tags": []}), False)):
+        matcher = automaton("schema").matcher()
+        assert all(matcher.accept_token(byte) for byte in text.encode()) is legal
