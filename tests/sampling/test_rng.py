@@ -1,4 +1,4 @@
-"""Random numbers: against the same function in Python integers, uniform, and unrelated between purposes, seeds and places."""
+"""Random numbers: equal to the same function in Python integers, uniform, and independent between purposes, seeds and positions."""
 
 from __future__ import annotations
 

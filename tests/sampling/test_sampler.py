@@ -79,7 +79,7 @@ def test_rows_keep_their_own_settings_and_a_dead_row_gives_nothing() -> None:
 
 
 def test_equal_weights_stay_or_go_together_wherever_they_are() -> None:
-    """Other places for the same logits give the same probabilities there, bit for bit: no sum depends on its order."""
+    """Permuted logits give permuted probabilities, bit for bit: no sum depends on its order."""
     made = torch.Generator().manual_seed(3)
     logits = (torch.randn(1, 1, 50_000, generator=made) * 3).round(decimals=1)
     order = torch.randperm(50_000, generator=made)
@@ -110,7 +110,7 @@ def test_a_token_lighter_than_a_unit_stays_where_nothing_is_asked() -> None:
 
 
 def test_portable_exp_is_close_to_exp_and_never_falls() -> None:
-    """On a sample; over all floats from -86 to 0 the error is 1.05 units of the last place at most, and no step goes back."""
+    """On a sample; over all floats from -86 to 0 the error is at most 1.05 ULP, and the function is monotonic."""
     spaced = torch.cat([-torch.linspace(0, 86, 1_000_000), -torch.logspace(-30, 1.93, 200_000)]).sort().values.float()
     edges = -(torch.arange(124).double() + 0.5) * math.log(2)  # where the exponent changes
     around = (edges.float().view(torch.int32)[:, None] + torch.arange(-50, 50, dtype=torch.int32)).flatten().view(torch.float32)

@@ -1,4 +1,4 @@
-/* Sixteen numbers at a time, and their sums in one order. */
+/* Vectors of sixteen numbers, and their sums in a fixed order. */
 
 #ifndef STEPGRAPH_LANES_H
 #define STEPGRAPH_LANES_H
@@ -8,15 +8,15 @@
 enum { LANES = 16 };
 
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
-typedef int32_t places __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
+typedef int32_t indices __attribute__((vector_size(LANES * sizeof(float)), aligned(2)));
 
 #ifdef __clang__
 #define CHOSEN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#define CHOSEN(a, b, ...) __builtin_shuffle(a, b, (indices){__VA_ARGS__})
 #endif
 
-/* The sum of each of sixteen, all in the first: halves are added to halves, two by two. */
+/* The sums of sixteen vectors, as the lanes of sums[0]. Each is added up as a binary tree. */
 INLINED void summed_up(lanes *sums) {
     for (int i = 0; i < 8; i++)
         sums[i] = CHOSEN(sums[i], sums[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +

@@ -1,4 +1,4 @@
-"""What attention runs as: the choice and its reasons, the probe that finds what is wrong, and what FlashInfer is told of a round."""
+"""The choice of an attention implementation, the probe that rejects wrong ones, and the tables that FlashInfer receives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def changed(change: Change) -> Attend:
 
 
 def from_tables(planned: list[int], tables: RowTables, page_size: int, query: Tensor, keys: Tensor, values: Tensor) -> list[Any]:
-    """What FlashInfer makes of the tables of a round: per request where its output stands, its queries, and its keys and values.
+    """How FlashInfer reads the tables of a round: per request the start of its output, its queries, and its keys and values.
 
-    A request's place in the output is its plan's, and one without queries in the plan is not run. Lengths are read when it runs.
+    The start is that of the plan; a request without queries in the plan is not run. Lengths are read at run time.
     """
     starts, kv_indptr, pages, last = (part.tolist() for part in (tables.qo_indptr, tables.kv_indptr, tables.pages, tables.last_page))
     found = []
@@ -54,7 +54,7 @@ def from_tables(planned: list[int], tables: RowTables, page_size: int, query: Te
 
 
 def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
-    """Every query of a request stands at the end of its keys, and looks back as far as the window."""
+    """Queries are at the end of their request's keys, and attend to keys within the window."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
         batch, count, heads, size = query.shape
@@ -63,14 +63,14 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
         planned = RowTables(CPU, batch, count, pages, inputs.page_size).qo_indptr.tolist()
         tables.write(inputs)
         flat = output.zero_().view(-1, heads, size)
-        for start, asked, key, value in from_tables(planned, tables, inputs.page_size, query.flatten(0, 1), keys, values):
-            if not len(asked):
+        for start, queries, key, value in from_tables(planned, tables, inputs.page_size, query.flatten(0, 1), keys, values):
+            if not len(queries):
                 continue
             key, value = (part.float().repeat_interleave(groups, 1) for part in (key, value))
-            position, place = len(key) - len(asked) + torch.arange(len(asked))[:, None], torch.arange(len(key))
-            seen = (place <= position) & (place >= position - (window - 1 if window else len(key)))
-            scores = torch.einsum("qhd,khd->hqk", asked.float() * scale, key).masked_fill(~seen, float("-inf"))
-            flat[start : start + len(asked)] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(output.dtype)
+            position, index = len(key) - len(queries) + torch.arange(len(queries))[:, None], torch.arange(len(key))
+            seen = (index <= position) & (index >= position - (window - 1 if window else len(key)))
+            scores = torch.einsum("qhd,khd->hqk", queries.float() * scale, key).masked_fill(~seen, float("-inf"))
+            flat[start : start + len(queries)] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(output.dtype)
 
     return attend
 
@@ -95,7 +95,7 @@ def forgetful() -> Attend:
 
 
 @pytest.mark.parametrize(
-    ("attend", "told"),
+    ("attend", "reason"),
     [
         (changed(lambda inputs, window: (inputs._replace(positions=inputs.positions + 1), window)), "7, 300, 0, 64"),
         (changed(lambda inputs, window: (inputs._replace(slots=inputs.slots.clamp(min=16)), window)), "7, 300, 0, 64"),
@@ -104,9 +104,9 @@ def forgetful() -> Attend:
     ],
     ids=["one key too many", "inert positions count", "a narrow window", "the lengths of its first round"],
 )
-def test_the_probe_finds_wrong_rounds(attend: Attend, told: str) -> None:
+def test_the_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
     found = differs(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
-    assert found.startswith("its rounds are not the reference's") and told in found
+    assert found.startswith("its rounds are not the reference's") and reason in found
 
 
 def test_the_probe_finds_wrong_prompts() -> None:
@@ -125,7 +125,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shape", "machine", "told"),
+    ("name", "shape", "machine", "reason"),
     [
         ("triton", SHAPE, {"triton": False}, "planted for cuda"),
         ("triton", SHAPE, {"capability": (7, 5)}, "it needs compute capability 8.0, this GPU has 7.5"),
@@ -137,16 +137,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, shape: AttentionShape | None, machine: dict[str, Any], told: str
+    monkeypatch: pytest.MonkeyPatch, name: str, shape: AttentionShape | None, machine: dict[str, Any], reason: str
 ) -> None:
     gpu(monkeypatch, **machine)
     shapes = () if shape is None else (SHAPE._replace(size=64), shape)
-    refusal = f"attention: got '{wanted}', expected an implementation that runs on cuda: {told}"
+    refusal = f"attention: got '{name}', expected an implementation that runs on cuda: {reason}"
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}$"):
-        choose_attention(CUDA, wanted, shapes, 16)
+        choose_attention(CUDA, name, shapes, 16)
     chosen = choose_attention(CUDA, "auto", shapes, 16)
-    assert wanted not in (chosen.rounds, chosen.prompts)
-    assert shape is None or f"no {wanted}: {told}" in chosen.passed_over
+    assert name not in (chosen.rounds, chosen.prompts)
+    assert shape is None or f"no {name}: {reason}" in chosen.passed_over
 
 
 def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,9 @@ def test_an_engine_refuses_what_it_cannot_have() -> None:
     ):
         EngineConfig(attention="fast")
     target = Llama(LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))).randomise()
-    for wanted in ("triton", "flashinfer"):
-        config = EngineConfig(attention=wanted, num_speculative_tokens=0, max_length=32)
-        refusal = rf"EngineConfig\.attention: got '{wanted}', expected an implementation that runs on cpu: .* not on cpu"
+    for expected in ("triton", "flashinfer"):
+        config = EngineConfig(attention=expected, num_speculative_tokens=0, max_length=32)
+        refusal = rf"EngineConfig\.attention: got '{expected}', expected an implementation that runs on cpu: .* not on cpu"
         with pytest.raises(ValueError, match=refusal):
             Engine(target, config=config)
     config = EngineConfig(attention="reference", num_speculative_tokens=0, max_length=32, max_rows=1, greedy_only=True)

@@ -56,25 +56,25 @@ def make_case(
     shape = ((pages * batch + 1) * page, kv_heads, size)
     keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for row, end in enumerate(lengths):
-        places = torch.arange(end)
-        own = tables[row, places // page] * page + places % page
+        indices = torch.arange(end)
+        own = tables[row, indices // page] * page + indices % page
         keys[own], values[own] = (torch.randn(end, kv_heads, size, generator=made) for _ in range(2))
     query = torch.randn(batch, count, heads, size, generator=made)
     inputs = ModelInput(torch.zeros(batch, count, dtype=torch.int64), positions, slots, tables, page)
     return Case(query.to(dtype), keys.to(dtype), values.to(dtype), inputs)
 
 
-def plain(case: Case, row: int, place: int, window: int | None) -> Tensor:
+def plain(case: Case, row: int, index: int, window: int | None) -> Tensor:
     """[heads, size] in float64, one head at a time."""
     query, keys, values, inputs = case
     page = inputs.page_size
-    position = int(inputs.positions[row, place])
+    position = int(inputs.positions[row, index])
     seen = [p for p in range(position + 1) if window is None or position - p < window]
     slots = [int(inputs.block_tables[row, p // page]) * page + p % page for p in seen]
     found = []
     for head in range(query.shape[2]):
         mine = head // (query.shape[2] // keys.shape[1])
-        scores = keys[slots, mine].double() @ query[row, place, head].double() / query.shape[3] ** 0.5
+        scores = keys[slots, mine].double() @ query[row, index, head].double() / query.shape[3] ** 0.5
         found.append(scores.softmax(0) @ values[slots, mine].double())
     return torch.stack(found)
 
@@ -85,11 +85,11 @@ def test_it_equals_plain_attention_over_each_query_s_own_prefix(sizes: tuple[int
     heads, kv_heads, size, count = sizes
     case = make_case([max(3, count), 21 + count, PART + 40, 2 * PART + 9, 0], count, heads, kv_heads, size)
     output = case.run(window)
-    assert torch.isfinite(output).all(), "an inert query gives numbers too, though nobody reads them"
+    assert torch.isfinite(output).all(), "an inert query gives finite numbers as well"
     live = (case.inputs.slots >= PAGE).nonzero().tolist()
     assert len(live) > 3 * (count - 1)
-    for row, place in live:
-        torch.testing.assert_close(output[row, place].double(), plain(case, row, place, window), rtol=1e-5, atol=1e-5)
+    for row, index in live:
+        torch.testing.assert_close(output[row, index].double(), plain(case, row, index, window), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-"""The CPU kernels in C against plain torch: what they give, what they may not read or write, and what stands in for them."""
+"""The C kernels of layers against plain torch: results, memory bounds, and the fallback."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_attention_is_the_reference_s(heads: int, kv_heads: int, size: int, dtyp
     for lengths, count in (([1, 63, 64, 65, 0], 1), ([40, 129, 5, 0, 200], 5), ([150], 150)):
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
         for window in (0, 1, 50):
-            wanted, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
-            paged_attention.run_reference(*arguments(case, window, wanted))
+            expected, found = torch.empty_like(case.query), torch.full_like(case.query, torch.nan)
+            paged_attention.run_reference(*arguments(case, window, expected))
             run = paged_attention.prepare(*arguments(case, window, found))
             assert run is not None
             run()
             live, empty = case.inputs.slots >= case.inputs.page_size, torch.tensor(lengths) == 0
-            torch.testing.assert_close(found[live], wanted[live], rtol=near, atol=near)
-            assert bool((found[empty] == 0).all() and (wanted[empty] == 0).all() and found.isfinite().all())
+            torch.testing.assert_close(found[live], expected[live], rtol=near, atol=near)
+            assert bool((found[empty] == 0).all() and (expected[empty] == 0).all() and found.isfinite().all())
 
 
 def test_what_nobody_vouches_for_is_not_read() -> None:
@@ -96,10 +96,10 @@ def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[T
 def test_turned_states_have_torch_s_bits(size: int, dtype: torch.dtype) -> None:
     states, slots, cache = turning(size, dtype)
     wanted_cache = [each.clone() for each in cache]
-    wanted = torch.empty(6, 3, size, dtype=dtype)
-    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, wanted))
+    expected = torch.empty(6, 3, size, dtype=dtype)
+    rope_and_write_kv.run_reference(*(*states, slots, *wanted_cache, expected))
     found = rope_and_write_kv(*(*states, slots, *cache))
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     assert all(torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7)) for mine, theirs in zip(cache, wanted_cache, strict=True))
 
 
@@ -122,9 +122,9 @@ def test_products_are_right_and_have_the_same_bits_in_any_company(inner: int, ou
         run = product.prepare(states, weight, bias, None, output)
         assert run is not None
         run()
-        wanted = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
+        expected = torch.nn.functional.linear(states.double(), weight.double(), None if bias is None else bias.double())
         near = 1e-5 if dtype is torch.float32 else 8e-3
-        torch.testing.assert_close(output.double(), wanted, rtol=near, atol=near)
+        torch.testing.assert_close(output.double(), expected, rtol=near, atol=near)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
             assert torch.equal(product(states[:count], weight, bias), output[:count])
         assert torch.equal(product(states[72:], weight, bias), output[72:])
@@ -150,9 +150,9 @@ def test_a_norm_is_torch_s_but_for_the_order_of_its_sum(shape: tuple[int, ...]) 
     for states in (random(*shape), random(*shape, seed=2) * 1e-4):
         torch.testing.assert_close(rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5), rtol=1e-6, atol=0)
     states, weight = random(512, shape[-1], dtype=torch.bfloat16), weight.bfloat16()
-    found, wanted = rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5)
-    assert int((found != wanted).sum()) <= found.numel() // 1000, "rounded where torch rounds"
-    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+    found, expected = rms_norm(states, weight, 1e-5), rms_norm.reference(states, weight, 1e-5)
+    assert int((found != expected).sum()) <= found.numel() // 1000, "rounded where torch rounds"
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,9 +166,9 @@ def test_a_gate_is_torch_s() -> None:
     pairs = torch.cat([torch.linspace(-80, 120, 350).view(5, 70), random(5, 70)], 1)
     torch.testing.assert_close(silu_and_mul(pairs), silu_and_mul.reference(pairs), rtol=1e-6, atol=1e-30)
     narrow = random(64, 300, dtype=torch.bfloat16) * 4
-    found, wanted = silu_and_mul(narrow), silu_and_mul.reference(narrow)
-    assert int((found != wanted).sum()) <= found.numel() // 1000
-    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+    found, expected = silu_and_mul(narrow), silu_and_mul.reference(narrow)
+    assert int((found != expected).sum()) <= found.numel() // 1000
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
     assert bool(silu_and_mul(torch.tensor([[torch.nan, 1.0]])).isnan().all())
 
 
@@ -206,7 +206,7 @@ def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
 
 
 def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is one node of a recording; a replay asks nothing of torch, and gives what the step gives."""
+    """Each kernel is one node of a recording; a replay does not call torch and equals the step."""
     buffers, backend = recorded_step()
     buffers.weight.copy_(random(8))
     recorded = backend.capture(step, buffers)
@@ -214,12 +214,12 @@ def test_a_tape_calls_the_kernels_past_torch(monkeypatch: pytest.MonkeyPatch) ->
     for seed in (1, 2):
         buffers.states.copy_(random(3, 8, seed=seed))
         run_eager(step, buffers)
-        wanted = buffers.output.clone()
+        expected = buffers.output.clone()
         buffers.output.zero_()
         with monkeypatch.context() as patched:
             patched.setattr(operation.Operation, "prepare", None)
             recorded.replay()
-        assert torch.equal(buffers.output, wanted)
+        assert torch.equal(buffers.output, expected)
     backend.close()
 
 
@@ -227,9 +227,9 @@ def test_without_the_library_the_references_run(monkeypatch: pytest.MonkeyPatch)
     case, weight = make_case([5, 30], 3), random(24, seed=1)
     reason = Unavailable("they were not built")
     monkeypatch.setattr(native, "load", lambda: reason)
-    wanted = torch.empty_like(case.query)
-    paged_attention.run_reference(*arguments(case, 0, wanted))
-    assert torch.equal(case.run(), wanted)
+    expected = torch.empty_like(case.query)
+    paged_attention.run_reference(*arguments(case, 0, expected))
+    assert torch.equal(case.run(), expected)
     assert torch.equal(rms_norm(random(3, 24), weight, 1e-5), rms_norm.reference(random(3, 24), weight, 1e-5))
     assert torch.equal(silu_and_mul(random(3, 24)), silu_and_mul.reference(random(3, 24)))
     states, slots, cache = turning(12, torch.float32)

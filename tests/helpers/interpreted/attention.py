@@ -77,7 +77,7 @@ def test_long_rows(length: int, window: int) -> None:
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
-    """Alone, in any place of a batch of any size, beside rows that are inert altogether."""
+    """Alone, at any index of a batch of any size, beside inert rows."""
     case = make_case(LENGTHS, 4, 4, 2, 64, page=16)
     together = run(case)
     for rows in ([0], [1], [2], [3, 2], [2, 3, 1, 0], [2, 2, 1, 2, 2, 2]):

@@ -38,7 +38,7 @@ def compare(
     logits: Tensor,
     masks: Tensor,
     rows: Tensor | None,
-    ruled: Tensor,
+    constrained: Tensor,
     tile: int = 0,
     ids: Tensor | None = None,
     status: Tensor | None = None,
@@ -46,9 +46,9 @@ def compare(
     """Kernel and reference on the same inputs, into memory full of garbage."""
     shape = logits.shape[:2]
     outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
-    choice.masked_argmax.run_reference(logits, masks, rows, ruled, ids, status, *outputs[0])
+    choice.masked_argmax.run_reference(logits, masks, rows, constrained, ids, status, *outputs[0])
     tile = tile or max(32, min(65_536, triton.next_power_of_2(logits.shape[2])))
-    choice_programs.masked_argmax(logits, masks, rows, ruled, ids, status, *outputs[1], tile=tile)
+    choice_programs.masked_argmax(logits, masks, rows, constrained, ids, status, *outputs[1], tile=tile)
     torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(outputs[1][1], outputs[0][1])
     assert bool((outputs[1][1] >= 0).all()) and bool((outputs[1][1] < logits.shape[2]).all())
@@ -73,11 +73,11 @@ def random_masks(rows: int, positions: int, width: int, density: float, seed: in
 
 @pytest.mark.parametrize(("width", "dtype"), pairs(WIDTHS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_masked_argmax_at_every_width(width: int, dtype: torch.dtype) -> None:
-    rows, ruled = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
+    rows, constrained = torch.tensor([3, 0, 3]), torch.tensor([True, True, False])
     for density in (0.5, 3 / width):
         masks = random_masks(4, 2, width, density, width)
-        compare(padded(3, 2, width, dtype, width), masks, rows, ruled)
-        compare(padded(3, 2, width, dtype, width, coarse=True), masks[:3], None, ruled)
+        compare(padded(3, 2, width, dtype, width), masks, rows, constrained)
+        compare(padded(3, 2, width, dtype, width, coarse=True), masks[:3], None, constrained)
 
 
 @pytest.mark.parametrize("tile", [32, 256, 4096])
@@ -99,11 +99,11 @@ def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
 
 def test_ties_go_to_the_lowest_id_also_between_the_two_zeros_and_across_tiles() -> None:
     width = 300
-    masks, ruled = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
+    masks, constrained = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
     for values in ((0.0, -0.0), (-0.0, 0.0), (5.0, 5.0), (INF, INF), (-INF, -INF)):
         logits = torch.full((1, 1, width), -INF)
         logits[0, 0, 70], logits[0, 0, 290] = values
-        best, token = compare(logits, masks, None, ruled, tile=64)
+        best, token = compare(logits, masks, None, constrained, tile=64)
         assert (best.item(), token.item()) == (values[0], 70 if values[0] > -INF else 0)
 
 
@@ -112,9 +112,9 @@ def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(lega
     width = 1000
     allowed = torch.ones(1, 1, width, dtype=torch.bool)
     logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1))
-    for place, value in ((200, math.nan), (900, math.nan), (100, INF)):
-        logits[0, 0, place] = value
-        allowed[0, 0, place] = legal
+    for index, value in ((200, math.nan), (900, math.nan), (100, INF)):
+        logits[0, 0, index] = value
+        allowed[0, 0, index] = legal
     logits[0, 0, 900].neg_()
     best, token = compare(logits, bitmask.pack(allowed), None, torch.tensor([True]), tile=128)
     assert bool(best.isfinite()) != legal
@@ -151,23 +151,23 @@ def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -
 def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus, own: bool) -> None:
     """Whatever its bits say; a row without a mask has no status to heed."""
     masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
-    told = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
-    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=told)
+    statuses = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
+    best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=statuses)
     assert best.tolist() == [[1.0 if status == MaskStatus.OK else -INF, 1.0], [1.0, 1.0]]
     assert token.tolist() == [[0, 0], [0, 0]]
 
 
 @triton.jit
 def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    arguments = (tl.load(seed + place), tl.load(position + place), tl.load(index + place))
-    tl.store(chance + place, choice_programs.uniform(arguments[0], arguments[1], arguments[2], SALT))
-    tl.store(noise + place, choice_programs.exponential(arguments[0], arguments[1], arguments[2], SALT))
+    number = tl.arange(0, COUNT)
+    arguments = (tl.load(seed + number), tl.load(position + number), tl.load(index + number))
+    tl.store(chance + number, choice_programs.uniform(arguments[0], arguments[1], arguments[2], SALT))
+    tl.store(noise + number, choice_programs.exponential(arguments[0], arguments[1], arguments[2], SALT))
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
-    """The uniform ones bit for bit; the exponential ones within four units of the last place: numpy's logarithm stands in."""
+    """Uniform numbers bit for bit; exponential ones within four ULP, since the interpreter uses numpy's logarithm."""
     count = 1 << 18
     made = torch.Generator().manual_seed(int(purpose))
     seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))
@@ -223,7 +223,7 @@ def test_chain_accept_equals_the_reference(data: st.DataObject, k: int) -> None:
         return data.draw(st.lists(strategy, min_size=count, max_size=count))
 
     sampled = several(st.integers(0, 4), k + 1)
-    drafts = [data.draw(st.one_of(st.just(sampled[place]), st.integers(-1, 4))) for place in range(k)]
+    drafts = [data.draw(st.one_of(st.just(sampled[index]), st.integers(-1, 4))) for index in range(k)]
     finite = torch.tensor([several(st.sampled_from([1] * 9 + [0]), k + 1)], dtype=torch.bool)
     status = several(st.sampled_from(STATUSES), k + 1)
     count, room = data.draw(st.integers(0, k)), data.draw(st.integers(1, 12))

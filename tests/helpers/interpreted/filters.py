@@ -107,7 +107,7 @@ def test_views_with_any_leading_strides() -> None:
 
 @pytest.mark.parametrize(("width", "target", "tile"), [(150, 150, 128), (131_071, 131_071, 131_072), (64, 4000, 64)])
 def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target: int, tile: int) -> None:
-    """Where the target's vocabulary is larger, the draft has its own and races with the noise of the tokens that it stands for."""
+    """A draft with its own vocabulary uses the random numbers of the target's tokens."""
     made = torch.Generator().manual_seed(width)
     rows = [[0.7, 50, 0.9, 0.01], GREEDY, [1.3, 0, 0.95, 0], PLAIN]
     logits, params = padded(len(rows), 1, width)[:, 0], torch.tensor(rows)
@@ -115,17 +115,17 @@ def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target:
     ids = torch.randperm(target - 1, generator=made)[:width] + 1 if target > width else None
     seed, position = torch.randint(0, 2**62, (len(rows),), generator=made), torch.arange(len(rows))
     expected, probs = torch.full((2, len(rows), target), -7.5)
-    wanted, token = torch.full((2, len(rows)), -9)
-    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, wanted)
+    required, token = torch.full((2, len(rows)), -9)
+    filters.draw.run_reference(logits, params, seed, position, Purpose.DRAFT, ids, target, expected, required)
     programs.draw(logits, params, seed, position, Purpose.DRAFT, ids, target, probs, token, tile=tile, digit_bits=3)
-    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+    assert torch.equal(probs, expected) and torch.equal(token, required)
     assert token[3].item() == 0 and bool((probs.gather(1, token[:, None])[:3] > 0).all())
 
 
 @triton.jit
 def _weigh(values, weights, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(weights + place, portable_exp(tl.load(values + place)))
+    index = tl.arange(0, COUNT)
+    tl.store(weights + index, portable_exp(tl.load(values + index)))
 
 
 def test_weights_are_the_sampler_s_bit_for_bit() -> None:

@@ -43,18 +43,18 @@ def compare(case: Case, tile: int = 0) -> Processed:
 def test_process_at_every_width(width: int, dtype: torch.dtype) -> None:
     found = compare(make_case(4, 2, width, dtype))
     assert 0 < int(found.finite.sum()) < found.finite.numel()
-    compare(make_case(4, 1, width, dtype, ruled=False, first=2))
+    compare(make_case(4, 1, width, dtype, masked=False, first=2))
 
 
-@pytest.mark.parametrize(("tile", "places"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
-def test_process_over_many_tiles_at_every_place(tile: int, places: tuple[int, int]) -> None:
-    first, positions = places
-    for ruled in (True, False):
-        compare(make_case(4, positions, tile + 5, torch.bfloat16, ruled=ruled, first=first, seed=tile), tile=tile)
+@pytest.mark.parametrize(("tile", "first_and_count"), pairs([64, 256, 512], [(0, 4), (0, 1), (3, 1), (1, 2)]))
+def test_process_over_many_tiles_at_every_position(tile: int, first_and_count: tuple[int, int]) -> None:
+    first, positions = first_and_count
+    for constrained in (True, False):
+        compare(make_case(4, positions, tile + 5, torch.bfloat16, masked=constrained, first=first, seed=tile), tile=tile)
 
 
 @pytest.mark.parametrize("own", [1, 40, 1024, 32_000])
-def test_a_vocabulary_of_its_own_reads_what_it_stands_for(own: int) -> None:
+def test_an_own_vocabulary_reads_the_mask_of_the_target_tokens(own: int) -> None:
     case = make_case(5, 1, 131_071, torch.bfloat16, own=own, first=2, seed=own)
     compare(case, tile=max(32, triton.next_power_of_2(own) // 4))
     assert case.ids is not None
@@ -65,15 +65,15 @@ def test_a_vocabulary_of_its_own_reads_what_it_stands_for(own: int) -> None:
 def test_rows_of_their_own_need_no_table() -> None:
     case = make_case(6, 2, 500, torch.float16)
     settings = case.settings._replace(**{name: getattr(case.settings, name)[:6] for name in case.settings._fields[:-1]})
-    assert case.ruling is not None
-    compare(case._replace(settings=settings, rows=None, ruling=case.ruling._replace(rows=None)), tile=128)
+    assert case.mask is not None
+    compare(case._replace(settings=settings, rows=None, mask=case.mask._replace(rows=None)), tile=128)
 
 
 def one_row(allowed: Tensor, logits: Tensor, status: MaskStatus = MaskStatus.OK) -> Case:
-    """A row that asks for nothing, at one place under one mask."""
+    """A row with default settings, at one position under one mask."""
     case = make_case(1, 1, logits.shape[0], torch.float32)
-    ruling = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
-    return case._replace(logits=logits[None, None], ruling=ruling)
+    mask = GrammarMask(bitmask.pack(allowed)[None, None], None, torch.tensor([True]), torch.tensor([[int(status)]]))
+    return case._replace(logits=logits[None, None], mask=mask)
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))
@@ -115,15 +115,15 @@ def test_a_nan_is_seen_where_it_is_legal_only() -> None:
         assert (found.finite.item(), found.status.item()) == (not legal, MaskStatus.OK)
 
 
-@pytest.mark.parametrize("places", [1, 2, 5, 9])
-def test_mask_status_equals_the_reference(places: int) -> None:
-    tags, owner, generated, ruled, rows = tag_inputs(40, places, torch.device("cpu"))
+@pytest.mark.parametrize("positions", [1, 2, 5, 9])
+def test_mask_status_equals_the_reference(positions: int) -> None:
+    tags, owner, generated, constrained, rows = tag_inputs(40, positions, torch.device("cpu"))
     for first, chosen in ((2, rows), (0, rows), (2, None)):
-        outputs = [torch.full((40, places), -9) for _ in range(2)]
+        outputs = [torch.full((40, positions), -9) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
-        arguments = (own, owner, generated, ruled, first, chosen)
+        arguments = (own, owner, generated, constrained, first, chosen)
         masks.mask_status.run_reference(*arguments, outputs[0])
         programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
-        told = outputs[0][ruled]
-        assert int((told == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((told != MaskStatus.NONE).sum()) > 0)
+        statuses = outputs[0][constrained]
+        assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)

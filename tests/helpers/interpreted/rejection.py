@@ -44,8 +44,8 @@ class Case(NamedTuple):
 
 
 def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0.5, sound: bool = False) -> Case:
-    """Rows in any order among more, drafts drawn from their distributions, a few of them for certain, -1 behind draft_count; unless
-    `sound`, also a few -1 in front of it, statuses that end a chain, and places without a finite logit."""
+    """Permuted rows of a larger table; drafts drawn from their distributions, a few of them certain, -1 after draft_count. Unless
+    `sound`, also a few -1 before it, statuses that end a chain, and positions without a finite logit."""
     made = torch.Generator().manual_seed(seed)
     settings = SETTINGS.repeat(-(-batch // len(SETTINGS)), 1)[:batch]
     logits = torch.randn(batch, k + 1, width, generator=made) * 2
@@ -115,15 +115,15 @@ def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_r
         case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
         assert torch.equal(compare(case, tile=128)[1], case.draft_count)
         given = case.target_probs.clone()
-        places = torch.arange(scraps) * 100 + 77
-        given[..., places] += 1e-6
+        positions = torch.arange(scraps) * 100 + 77
+        given[..., positions] += 1e-6
         refused = case._replace(target_probs=given, status=torch.full_like(case.status, int(MaskStatus.OK)))
         refused.status[:, 1] = int(MaskStatus.ILLEGAL)
         tokens, accepted = compare(refused, tile=128)
         assert int(accepted.max()) == 0
         sampled = ~case.certain[:, 0] & (case.draft_count > 0)
         if scraps:
-            assert set(tokens[sampled, 0].tolist()) <= set(places.tolist())
+            assert set(tokens[sampled, 0].tolist()) <= set(positions.tolist())
         else:
             assert bool((given[sampled, 0].gather(1, tokens[sampled, :1]) > 0).all()), "drawn from the target's distribution"
             assert len(set(tokens[sampled, 0].tolist())) > 2
@@ -150,8 +150,8 @@ def test_a_dead_row_gives_token_zero() -> None:
 
 @triton.jit
 def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(coins + place, choice_programs.coin(tl.load(seed + place), tl.load(position + place), SALT))
+    index = tl.arange(0, COUNT)
+    tl.store(coins + index, choice_programs.coin(tl.load(seed + index), tl.load(position + index), SALT))
 
 
 def test_coins_are_those_of_rng() -> None:

@@ -184,10 +184,10 @@ def test_what_surrounds_flashinfer_gives_the_reference(stand_in: ModuleType) -> 
     assert filter_choice.differs(programs.distribution, CPU) == ""
     ids, seed = torch.randperm(300)[:101], torch.arange(3)
     expected, probs = torch.full((2, 3, 300), -7.5)
-    wanted, token = torch.full((2, 3), -9)
-    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, wanted)
+    required, token = torch.full((2, 3), -9)
+    filters.draw.run_reference(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, expected, required)
     programs.draw(logits_of(3, 101), PARAMS, seed, seed, Purpose.DRAFT, ids, 300, probs, token)
-    assert torch.equal(probs, expected) and torch.equal(token, wanted)
+    assert torch.equal(probs, expected) and torch.equal(token, required)
 
 
 @pytest.mark.parametrize("column", [sampler.Param.TOP_K, sampler.Param.TOP_P, sampler.Param.MIN_P, sampler.Param.TEMPERATURE])

@@ -81,7 +81,7 @@ def chain_inputs() -> list[Any]:
 def rejection_inputs(k: int = 2) -> list[Any]:
     """Six rows among eight, every third draft a certain one."""
     made = torch.Generator().manual_seed(k)
-    target, draft = (torch.randn(size, places, 50, generator=made).softmax(-1) for size, places in ((6, k + 1), (8, k)))
+    target, draft = (torch.randn(size, positions, 50, generator=made).softmax(-1) for size, positions in ((6, k + 1), (8, k)))
     rows, certain = torch.tensor([7, 0, 5, 2, 3, 6]), (torch.arange(6)[:, None] + torch.arange(k)) % 3 == 1
     drafts, count = torch.randint(0, 50, (6, k), generator=made), torch.full((6,), k)
     status = torch.full((6, k + 1), int(MaskStatus.OK))
@@ -91,11 +91,11 @@ def rejection_inputs(k: int = 2) -> list[Any]:
 
 def test_operations_are_registered_as_torch_wants_them() -> None:
     numbers = torch.empty(2, 3, dtype=torch.int64)
-    logits, masks, rows, ruled = masked_argmax_inputs()
+    logits, masks, rows, constrained = masked_argmax_inputs()
     best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
     for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
-        opcheck(choice.masked_argmax.out, (logits, some, chosen, ruled, None, status, best, token))
-    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, ruled, torch.arange(9) * 10, None, best, token))
+        opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, best, token))
+    opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, best, token))
     opcheck(choice.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(chain.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
@@ -105,9 +105,9 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
 
 
 def test_functions_give_what_the_plain_ones_give() -> None:
-    logits, masks, rows, ruled = masked_argmax_inputs()
-    best, token = kernels.masked_argmax(logits, masks, rows, ruled)
-    expected = bitmask.apply(logits, masks[rows], ruled).max(-1)
+    logits, masks, rows, constrained = masked_argmax_inputs()
+    best, token = kernels.masked_argmax(logits, masks, rows, constrained)
+    expected = bitmask.apply(logits, masks[rows], constrained).max(-1)
     assert torch.equal(best, expected.values) and torch.equal(token, expected.indices)
     weights, seed, position = torch.rand(4, 300), torch.arange(4), torch.arange(4) + 5
     noise = rng.exponential(seed[:, None], position[:, None], rng.Purpose.DRAFT, torch.arange(300))
@@ -144,16 +144,16 @@ def test_distributions_that_do_not_fit_each_other_are_refused() -> None:
 
 
 def test_a_mask_narrower_than_the_logits_is_refused() -> None:
-    logits, masks, rows, ruled = masked_argmax_inputs()
+    logits, masks, rows, constrained = masked_argmax_inputs()
     with pytest.raises(AssertionError, match="masks"):
-        kernels.masked_argmax(logits, masks[..., :3], rows, ruled)
+        kernels.masked_argmax(logits, masks[..., :3], rows, constrained)
 
 
 def test_a_tape_repeats_the_operations_in_place() -> None:
     specs = [
         BufferSpec("logits", (3, 2, 101), torch.float32),
         BufferSpec("masks", (3, 2, 4), torch.int32),
-        BufferSpec("ruled", (3,), torch.bool),
+        BufferSpec("constrained", (3,), torch.bool),
         BufferSpec("seed", (3,), torch.int64),
         BufferSpec("tokens", (3, 3), torch.int64),
     ]
@@ -161,7 +161,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
     buffers = StaticBuffers(specs, backend.device)
 
     def step(b: StaticBuffers) -> None:
-        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.ruled)
+        _, token = kernels.masked_argmax(b.logits, b.masks, None, b.constrained)
         drawn = kernels.race(torch.softmax(b.logits[:, 0], -1), b.seed, b.seed, rng.Purpose.DRAFT)
         torch.cat([token, drawn[:, None]], 1, out=b.tokens)
 
@@ -171,7 +171,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
         made = torch.Generator().manual_seed(seed)
         buffers.logits.normal_(generator=made)
         buffers.masks.random_(-(2**31), 2**31 - 1, generator=made)
-        buffers.ruled.copy_(torch.tensor([True, False, True]))
+        buffers.constrained.copy_(torch.tensor([True, False, True]))
         buffers.seed.random_(generator=made)
         recorded.replay()
         replayed = buffers.tokens.clone()
