@@ -25,7 +25,7 @@ def test_unpack_is_the_inverse_of_pack(width: int) -> None:
         assert bool(int(masks[2, token // 32]) >> (token % 32) & 1) == bool(allowed[2, token])
 
 
-def test_apply_forbids_in_constrained_rows_only_and_keeps_values() -> None:
+def test_apply_masks_constrained_rows_only() -> None:
     logits = torch.arange(2 * 3 * 40, dtype=torch.float32).view(2, 3, 40)
     allowed = torch.zeros(2, 3, 40, dtype=torch.bool)
     allowed[..., 31] = allowed[..., 39] = True
@@ -87,7 +87,7 @@ def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int)
     assert int(emission.accepted) == min(accepted, len(expected))
 
 
-def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:
+def test_tag_is_valid_for_its_owner_round_and_position_only() -> None:
     tags = torch.tensor([[[7, 3, 0, OK], [7, 3, 1, OK], [7, 2, 2, OK]], [[8, 3, 0, OK], [7, 3, 1, 4], [7, 3, 1, OK]]])
     owner, generated = torch.tensor([7, 7]), torch.tensor([3, 3])
     constrained = acceptance.mask_status(tags, owner, generated, torch.tensor([True, True]))
@@ -98,7 +98,7 @@ def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:
 
 
 @given(st.integers(0, 2**31 - 1), st.integers(1, 4))
-def test_a_matcher_that_fails_behind_a_draft_changes_no_token_in_front(seed: int, k: int) -> None:
+def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -> None:
     """Drafts are judged by the same coins; what comes is where the clean run would have gone on, cut short."""
     made, batch, width = torch.Generator().manual_seed(seed), 4, 6
     target, offered = (torch.rand(batch, count, width, generator=made).softmax(-1) for count in (k + 1, k))

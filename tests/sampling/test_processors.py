@@ -73,7 +73,7 @@ def pair(settings: list[RowSettings]) -> RowSettings:
 
 @settings(max_examples=300)
 @given(batch=st.lists(rows, min_size=1, max_size=2), ids=st.one_of(st.none(), st.permutations(range(VOCAB)).map(lambda ids: ids[:5])))
-def test_processed_logits_equal_the_oracle_at_every_place(batch: list[Any], ids: list[int] | None) -> None:
+def test_processed_logits_equal_the_oracle_at_every_position(batch: list[Any], ids: list[int] | None) -> None:
     before = torch.tensor([[*drafts[:count], *[-1] * (3 - count)] for *_, drafts, count, _ in batch])
     settings = pair([settings_of(*row[:4]) for row in batch])
     logits = torch.tensor([row[-1] for row in batch])
@@ -107,7 +107,7 @@ def test_large_vocabularies_and_half_precision() -> None:
     assert float(result.sum()) == 2 * width - 6 - 1.5 - 3
 
 
-def test_bans_that_leave_nothing_are_a_dead_end_and_bad_logits_are_not() -> None:
+def test_banning_everything_is_a_dead_end_unlike_bad_logits() -> None:
     processed_logits = torch.tensor([[[-math.inf, -math.inf], [-math.inf, 1.0], [-math.inf, math.nan], [-math.inf, -math.inf]]])
     finite = torch.tensor([[True, True, False, False]])
     status = torch.tensor([[MaskStatus.OK] * 4])

@@ -76,7 +76,7 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_the_tables_of_a_round_say_what_its_rows_are(page_size: int) -> None:
+def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
     """Dead rows, inert tails and rows that end with a page, over tables that the round before has left."""
     made: dict[tuple[int, int], RowTables] = {}
     assert differs(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
@@ -104,12 +104,12 @@ def forgetful() -> Attend:
     ],
     ids=["one key too many", "inert positions count", "a narrow window", "the lengths of its first round"],
 )
-def test_the_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
+def test_probe_finds_wrong_rounds(attend: Attend, reason: str) -> None:
     found = differs(lambda: attend, lambda first, count: None, SHAPE, 16, CPU)
     assert found.startswith("its rounds are not the reference's") and reason in found
 
 
-def test_the_probe_finds_wrong_prompts() -> None:
+def test_probe_finds_wrong_prompts() -> None:
     def from_the_start(first: int, count: int) -> Attend:
         return changed(lambda inputs, window: (inputs._replace(positions=inputs.positions - first), window))
 
@@ -136,7 +136,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), t
         ("flashinfer", None, {}, "no model of the engine declares its attention in `attends`"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(
+def test_unavailable_implementation_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, name: str, shape: AttentionShape | None, machine: dict[str, Any], reason: str
 ) -> None:
     gpu(monkeypatch, **machine)
@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused_with_its_reason(
     assert shape is None or f"no {name}: {reason}" in chosen.passed_over
 
 
-def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_among_available_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, flashinfer=False)
     assert str(choose_attention(CUDA, "auto", (SHAPE,), 16)) == (
         "triton; no flashinfer: flashinfer is not installed: pip install 'stepgraph[cuda]'"
@@ -166,7 +166,7 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed: it does not break")
-def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_package_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch)
     chosen = choose_attention(CUDA, "auto", (SHAPE,), 16)
     assert str(chosen) == "triton; no flashinfer: ModuleNotFoundError: No module named 'flashinfer'"
@@ -174,7 +174,7 @@ def test_a_package_that_breaks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
         choose_attention(CUDA, "flashinfer", (SHAPE,), 16)
 
 
-def test_an_engine_refuses_what_it_cannot_have() -> None:
+def test_engine_refuses_an_unavailable_implementation() -> None:
     with pytest.raises(
         ValueError, match=r"EngineConfig\.attention: got 'fast', expected one of 'auto', 'flashinfer', 'triton', 'reference'"
     ):
@@ -214,7 +214,7 @@ class Watched(AttentionChoice):
         return attend
 
 
-def test_every_call_of_a_model_is_planned_for_the_tokens_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))
     target, draft = Llama(sizes).randomise(), Draft(sizes, name="draft").randomise(1)
     assert isinstance(draft, Draft)

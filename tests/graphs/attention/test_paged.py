@@ -81,7 +81,7 @@ def plain(case: Case, row: int, index: int, window: int | None) -> Tensor:
 
 @pytest.mark.parametrize("window", [None, 1, 7, 200])
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 5), (3, 3, 8, 1), (9, 3, 64, 4), (4, 1, 96, 9), (2, 2, 16, 20)])
-def test_it_equals_plain_attention_over_each_query_s_own_prefix(sizes: tuple[int, int, int, int], window: int | None) -> None:
+def test_attention_equals_plain_attention_over_the_prefix(sizes: tuple[int, int, int, int], window: int | None) -> None:
     heads, kv_heads, size, count = sizes
     case = make_case([max(3, count), 21 + count, PART + 40, 2 * PART + 9, 0], count, heads, kv_heads, size)
     output = case.run(window)
@@ -93,7 +93,7 @@ def test_it_equals_plain_attention_over_each_query_s_own_prefix(sizes: tuple[int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_result_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_result_is_independent_of_the_batch(dtype: torch.dtype) -> None:
     """Alone or among rows, alone or among queries, with a short table or a long one."""
     uneven = [PART + 72, 2 * PART + 34]  # the whole table is no multiple of what a matrix product takes at a time
     many = [40, 3 * PART + 11, 6, 0, 2 * PART + 1]
@@ -115,7 +115,7 @@ def test_half_precision_is_rounded_once() -> None:
     assert torch.equal(case.run(), exact.bfloat16())
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     case = make_case([9, 9], 2)
     with pytest.raises(AssertionError, match="keys"):
         attention(case.query[:, :, :3], case.keys, case.values, case.inputs)
@@ -125,12 +125,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         attention(case.query.bfloat16(), case.keys, case.values, case.inputs)
 
 
-def test_the_operation_is_registered_as_torch_wants_it() -> None:
+def test_operation_passes_opcheck() -> None:
     query, keys, values, (_, positions, slots, tables, size, *_) = make_case([5, 30], 2)
     opcheck(paged_attention.out, (query, keys, values, positions, slots, tables, size, 4, 0.25, torch.empty_like(query)))
 
 
-def test_a_tape_writes_and_reads_the_cache_in_place() -> None:
+def test_tape_writes_and_reads_the_cache_in_place() -> None:
     limits = Limits(2, 2, 24, PAGE, 6, 10, 10, 0)
     specs = (
         *cache_specs("a", 2, limits, 2, 16, torch.float32),

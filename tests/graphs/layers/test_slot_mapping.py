@@ -29,7 +29,7 @@ def random(generator: torch.Generator, low: int, high: int, *shape: int) -> Tens
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(-3, 4))
-def test_tokens_are_placed_as_torch_places_them(seed: int, batch: int, count: int, offset: int) -> None:
+def test_slots_equal_the_reference(seed: int, batch: int, count: int, offset: int) -> None:
     made = torch.Generator().manual_seed(seed)
     state = random(made, 0, PAGE * PAGES + 2, batch, 7)  # columns of a wider table
     tokens, required = random(made, -2, 50, batch, count), random(made, 0, 2, batch, count).bool()
@@ -40,7 +40,7 @@ def test_tokens_are_placed_as_torch_places_them(seed: int, batch: int, count: in
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 6), st.integers(0, 3), st.integers(0, 9))
-def test_entries_are_shifted_as_torch_shifts_them(seed: int, batch: int, count: int, by: int, shared: int) -> None:
+def test_shifted_entries_equal_the_reference(seed: int, batch: int, count: int, by: int, shared: int) -> None:
     made = torch.Generator().manual_seed(seed)
     positions, slots = random(made, 0, PAGE * PAGES, batch, count), random(made, 0, 3 * PAGE, batch, count)
     arguments = (positions, slots, random(made, 1, 40, batch, PAGES), PAGE, by, shared)
@@ -48,7 +48,7 @@ def test_entries_are_shifted_as_torch_shifts_them(seed: int, batch: int, count: 
         assert torch.equal(found, expected)
 
 
-def test_a_page_beyond_the_table_is_refused_where_it_is_wanted() -> None:
+def test_used_page_beyond_the_table_is_refused() -> None:
     tokens, length, end = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([PAGE * PAGES - 1]), torch.tensor([99])
     arguments = (length, end, torch.ones(1, PAGES, dtype=torch.int64), 0, PAGE, 99)
     with pytest.raises(IndexError, match="outside of its table"):
@@ -61,7 +61,7 @@ def test_a_page_beyond_the_table_is_refused_where_it_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_angles_are_torch_s(dtype: torch.dtype) -> None:
+def test_angles_equal_the_reference(dtype: torch.dtype) -> None:
     """Within one ULP of float32; a bfloat16 result rarely differs."""
     positions, frequencies = torch.tensor([0, 1, 5, 777, 131_071]), 10_000.0 ** -(torch.arange(0, 64, 2) / 64)
     for found, expected in zip(
@@ -75,7 +75,7 @@ def test_angles_are_torch_s(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 2])
-def test_masks_and_tags_go_to_the_place_that_the_tag_names(index: int) -> None:
+def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
     made = torch.Generator().manual_seed(index)
     rows, masks = torch.tensor([3, 0]), random(made, -(2**31), 2**31, 2, 6).to(torch.int32)
     tags = random(made, 0, 9, 2, TAG_FIELDS)
@@ -117,7 +117,7 @@ def reference_selection(*case: Any) -> drafting.SelectedDraft:
 
 
 @given(SEEDS, st.booleans(), st.booleans(), st.booleans())
-def test_drafts_are_settled_as_torch_settles_them(seed: int, constrained: bool, looked_up: bool, forced: bool) -> None:
+def test_draft_selection_equals_the_reference(seed: int, constrained: bool, looked_up: bool, forced: bool) -> None:
     case = settling_case(seed, 8, constrained, looked_up, forced)
     found, expected = drafting.select_draft(*case), reference_selection(*case)
     assert torch.equal(found.tokens, expected.tokens)
@@ -125,7 +125,7 @@ def test_drafts_are_settled_as_torch_settles_them(seed: int, constrained: bool, 
         assert (mine is None) == (theirs is None) and (mine is None or theirs is None or torch.equal(mine, theirs))
 
 
-def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
+def test_token_beyond_the_mask_is_not_used_as_an_index() -> None:
     case = list(settling_case(0, 8, True, True, False))
     case[5] = torch.full((8,), 10_000)
     case[7] = case[7]._replace(constrained=torch.ones(8, dtype=torch.bool))
@@ -133,7 +133,7 @@ def test_a_token_that_a_mask_does_not_know_is_no_index_into_it() -> None:
         drafting.select_draft(*case)
 
 
-def test_the_operations_are_registered_as_torch_wants_them() -> None:
+def test_operations_pass_opcheck() -> None:
     positions = torch.ones(2, 3, dtype=torch.int64)
     column, flags = positions[:, 0], positions.bool()
     opcheck(

@@ -44,7 +44,7 @@ LENGTHS = [9, 150, 0, 260]
     ("heads", "kv_heads", "size", "count", "window"),
     [(4, 2, 64, 5, 0), (3, 3, 96, 1, 40), (9, 3, 64, 4, 130), (8, 1, 128, 9, 0), (1, 1, 192, 3, 1), (4, 2, 64, 1, 0)],
 )
-def test_it_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
+def test_attention_equals_the_reference(heads: int, kv_heads: int, size: int, count: int, window: int) -> None:
     compare(make_case(LENGTHS, count, heads, kv_heads, size, page=16), window)
 
 
@@ -53,7 +53,7 @@ def test_pages_and_heads_of_all_sizes(page: int, size: int) -> None:
     compare(make_case([70, 200], 5, 2, 1, size, page=page))
 
 
-def test_a_prompt_takes_several_blocks_of_queries() -> None:
+def test_prompt_with_several_blocks_of_queries() -> None:
     compare(make_case([150, 60], 50, 2, 1, 64, page=16), 60)
 
 
@@ -64,7 +64,7 @@ def test_half_precision(size: int, page: int) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_as_many_queries_as_a_round_may_have(count: int) -> None:
+def test_largest_number_of_queries_in_a_round(count: int) -> None:
     """Heads in threes: no power of two, neither alone nor by the queries."""
     compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
 
@@ -76,7 +76,7 @@ def test_long_rows(length: int, window: int) -> None:
     torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_row_is_independent_of_the_batch() -> None:
     """Alone, at any index of a batch of any size, beside inert rows."""
     case = make_case(LENGTHS, 4, 4, 2, 64, page=16)
     together = run(case)
@@ -85,14 +85,14 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         assert torch.equal(found, together[rows])
 
 
-def test_a_batch_without_a_live_position_reads_nothing() -> None:
+def test_batch_without_live_positions_reads_nothing() -> None:
     case = make_case([0, 0], 3, 2, 1, 64, page=16)
     assert bool(case.keys.isnan().all())
     for least_part in (paged_programs.LEAST_PART, 4096):
         assert torch.equal(run(case, least_part=least_part), torch.zeros_like(case.query))
 
 
-def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
+def test_nan_is_kept_when_parts_are_combined() -> None:
     """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
     case = make_case([300, 200], 2, 2, 1, 64, page=16)
     for least_part in (paged_programs.LEAST_PART, 4096):
@@ -114,14 +114,14 @@ def test_what_is_no_number_is_not_lost_between_the_parts() -> None:
     ],
     ids=str,
 )
-def test_it_moves_what_its_tiles_say_and_no_more(shape: Shape) -> None:
+def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
     """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
     found = figures(shape)
     assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float32, 96), (torch.bfloat16, 128), (torch.float16, 6)])
-def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, size: int) -> None:
+def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int) -> None:
     """Parts of one product, and tensors of their own; bit for bit but in bfloat16, whose last bits the interpreter cuts off."""
     made = torch.Generator().manual_seed(size)
     for packed in (True, False):
@@ -140,7 +140,7 @@ def test_heads_are_turned_and_kept_as_the_reference_does(dtype: torch.dtype, siz
             torch.testing.assert_close(one, other, rtol=near, atol=near)
 
 
-def test_heads_that_are_too_wide_are_refused() -> None:
+def test_too_large_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="got heads of size 300, expected at most 256"):
         run(make_case([9], 1, 2, 1, 300, page=16))
 

@@ -87,7 +87,7 @@ def test_masked_argmax_over_many_tiles(tile: int) -> None:
     compare(padded(2, 3, width, torch.bfloat16, tile, coarse=True), masks, torch.tensor([4, 1]), torch.tensor([True, False]), tile)
 
 
-def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+def test_sign_bit_of_a_mask_word_is_a_token() -> None:
     allowed = torch.zeros(1, 1, 96, dtype=torch.bool)
     allowed[..., 31::32] = True
     logits = torch.zeros(1, 1, 96)
@@ -97,7 +97,7 @@ def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
     assert compare(logits, bitmask.pack(allowed), None, torch.tensor([True]))[1].item() == 31
 
 
-def test_ties_go_to_the_lowest_id_also_between_the_two_zeros_and_across_tiles() -> None:
+def test_ties_go_to_the_lowest_id() -> None:
     width = 300
     masks, constrained = torch.full((1, 1, 10), -1, dtype=torch.int32), torch.tensor([True])
     for values in ((0.0, -0.0), (-0.0, 0.0), (5.0, 5.0), (INF, INF), (-INF, -INF)):
@@ -108,7 +108,7 @@ def test_ties_go_to_the_lowest_id_also_between_the_two_zeros_and_across_tiles() 
 
 
 @pytest.mark.parametrize("legal", [True, False])
-def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(legal: bool) -> None:
+def test_only_nan_of_a_legal_token_is_reported(legal: bool) -> None:
     width = 1000
     allowed = torch.ones(1, 1, width, dtype=torch.bool)
     logits = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(1))
@@ -122,7 +122,7 @@ def test_nan_of_a_legal_token_is_reported_and_of_an_illegal_one_is_not_seen(lega
     compare(logits, bitmask.pack(allowed), None, torch.tensor([False]), tile=128)
 
 
-def test_a_row_without_a_legal_token_is_minus_infinity_and_token_zero() -> None:
+def test_row_without_a_legal_token_gives_minus_infinity_and_token_zero() -> None:
     masks = torch.zeros(2, 2, 5, dtype=torch.int32)
     masks[1] = -1
     best, token = compare(padded(2, 2, 150, torch.float16, 1), masks, None, torch.tensor([True, True]), tile=64)
@@ -137,7 +137,7 @@ def test_views_with_any_leading_strides() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 40, 1024, 32_000])
-def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -> None:
+def test_own_vocabulary_reads_the_mask_bits_of_its_tokens(width: int) -> None:
     target = 131_072
     ids = torch.randperm(target, generator=torch.Generator().manual_seed(width))[:width].sort().values
     for density in (0.5, 0.01):
@@ -148,7 +148,7 @@ def test_a_vocabulary_of_its_own_reads_the_bits_that_it_stands_for(width: int) -
 
 @pytest.mark.parametrize("status", list(MaskStatus))
 @pytest.mark.parametrize("own", [False, True])
-def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus, own: bool) -> None:
+def test_mask_without_status_ok_allows_nothing(status: MaskStatus, own: bool) -> None:
     """Whatever its bits say; a row without a mask has no status to heed."""
     masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
     statuses = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
@@ -166,7 +166,7 @@ def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
-def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
+def test_random_numbers_equal_rng(purpose: Purpose) -> None:
     """Uniform numbers bit for bit; exponential ones within four ULP, since the interpreter uses numpy's logarithm."""
     count = 1 << 18
     made = torch.Generator().manual_seed(int(purpose))
@@ -180,7 +180,7 @@ def test_numbers_are_those_of_rng(purpose: Purpose) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 33, 5000, 131_072, 151_669, 262_144])
-def test_race_draws_the_reference_s_tokens(width: int) -> None:
+def test_race_equals_the_reference(width: int) -> None:
     rows = 20
     made = torch.Generator().manual_seed(width)
     settings_of_rows = torch.tensor([[1.0, 0, 1, 0], [0.7, 50, 0.9, 0.01], [0.0, 0, 1, 0], [8.0, 0, 1, 0]]).repeat(rows // 4, 1)

@@ -71,13 +71,13 @@ def test_distribution_at_every_width(width: int, dtype: torch.dtype, coarse: boo
 
 
 @pytest.mark.parametrize(("tile", "digit_bits"), [(32, 3), (64, 4)])
-def test_distribution_over_many_tiles_and_digits_that_do_not_divide_thirty(tile: int, digit_bits: int) -> None:
+def test_distribution_over_many_tiles_and_digit_sizes(tile: int, digit_bits: int) -> None:
     logits = padded(2, 1, 2 * tile + 5, coarse=tile == 64)
     logits[1, 0, :tile] = -INF  # a tile of which nothing is read
     compare(logits, [[0.9, 11, 0.8, 0], [2.0, 20, 0.5, 0.02]], tile, digit_bits)
 
 
-def test_rows_that_cannot_be_drawn_from_and_rows_that_hold_one_token() -> None:
+def test_rows_with_zero_or_one_possible_token() -> None:
     """Dead, NaN, infinite and greedy rows beside a flat one, with and without filters."""
     logits = padded(5, 1, 70)
     logits[0], logits[1, 0, 50], logits[2, 0, 3] = -INF, math.nan, INF
@@ -89,7 +89,7 @@ def test_rows_that_cannot_be_drawn_from_and_rows_that_hold_one_token() -> None:
         assert bool((probs[4] == torch.tensor(1 / 70)).all()), "equals stay together"
 
 
-def test_settings_at_their_ends() -> None:
+def test_settings_at_their_limits() -> None:
     logits = padded(6, 1, 50)
     probs = compare(logits, [[1.0, 50, 1, 0], [1.0, 2**24, 1, 0], [1.0, 49, 1, 0], [1.0, 0, 1e-6, 0], [1.0, 1, 1, 0], [1.0, 0, 1, 1.0]])
     assert (probs > 0).sum(-1).flatten().tolist() == [50, 50, 49, 1, 1, 1]
@@ -106,7 +106,7 @@ def test_views_with_any_leading_strides() -> None:
 
 
 @pytest.mark.parametrize(("width", "target", "tile"), [(150, 150, 128), (131_071, 131_071, 131_072), (64, 4000, 64)])
-def test_draw_gives_the_reference_s_probabilities_and_tokens(width: int, target: int, tile: int) -> None:
+def test_draw_equals_the_reference(width: int, target: int, tile: int) -> None:
     """A draft with its own vocabulary uses the random numbers of the target's tokens."""
     made = torch.Generator().manual_seed(width)
     rows = [[0.7, 50, 0.9, 0.01], GREEDY, [1.3, 0, 0.95, 0], PLAIN]
@@ -128,7 +128,7 @@ def _weigh(values, weights, COUNT: tl.constexpr):
     tl.store(weights + index, portable_exp(tl.load(values + index)))
 
 
-def test_weights_are_the_sampler_s_bit_for_bit() -> None:
+def test_weights_are_bit_equal_to_the_sampler() -> None:
     values = torch.cat([-torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 90, -torch.logspace(-30, 2, 1 << 16)])
     weights = torch.empty_like(values)
     _weigh[(1,)](values, weights, COUNT=len(values))

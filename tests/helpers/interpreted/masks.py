@@ -62,7 +62,7 @@ def test_an_own_vocabulary_reads_the_mask_of_the_target_tokens(own: int) -> None
     compare(case._replace(ids=shuffled))
 
 
-def test_rows_of_their_own_need_no_table() -> None:
+def test_rows_without_a_row_table() -> None:
     case = make_case(6, 2, 500, torch.float16)
     settings = case.settings._replace(**{name: getattr(case.settings, name)[:6] for name in case.settings._fields[:-1]})
     assert case.mask is not None
@@ -77,23 +77,23 @@ def one_row(allowed: Tensor, logits: Tensor, status: MaskStatus = MaskStatus.OK)
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))
-def test_a_mask_that_does_not_count_allows_nothing(status: MaskStatus) -> None:
+def test_mask_without_status_ok_allows_nothing(status: MaskStatus) -> None:
     found = compare(one_row(torch.ones(96, dtype=torch.bool), torch.zeros(96), status), tile=32)
     assert bool((found.logits == (0.0 if status == MaskStatus.OK else -INF)).all())
     assert (found.finite.item(), found.status.item()) == (status == MaskStatus.OK, status)
 
 
-def test_the_sign_bit_of_a_word_is_a_token_like_any_other() -> None:
+def test_sign_bit_of_a_mask_word_is_a_token() -> None:
     allowed = torch.arange(96) % 32 == 31
     assert torch.equal(compare(one_row(allowed, torch.zeros(96)), tile=64).logits[0, 0] == 0, allowed)
 
 
-def test_a_mask_without_a_bit_is_no_dead_end_of_the_request() -> None:
+def test_empty_mask_is_not_a_dead_end_of_the_request() -> None:
     found = compare(one_row(torch.zeros(70, dtype=torch.bool), torch.zeros(70)), tile=32)
     assert (found.finite.item(), found.status.item()) == (False, MaskStatus.OK)
 
 
-def test_bans_of_all_that_is_legal_are_a_dead_end() -> None:
+def test_banning_all_legal_tokens_is_a_dead_end() -> None:
     allowed = torch.zeros(70, dtype=torch.bool)
     allowed[[3, 69]] = True
     case = one_row(allowed, torch.zeros(70))
@@ -105,7 +105,7 @@ def test_bans_of_all_that_is_legal_are_a_dead_end() -> None:
         assert (found.finite.item(), found.status.item()) == (expected == MaskStatus.OK, expected)
 
 
-def test_a_nan_is_seen_where_it_is_legal_only() -> None:
+def test_nan_is_detected_only_at_legal_tokens() -> None:
     logits = torch.zeros(70)
     logits[40] = math.nan
     for legal in (True, False):

@@ -93,23 +93,23 @@ def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("k", range(9))
-def test_tokens_and_acceptance_are_the_reference_s(k: int) -> None:
+def test_tokens_and_acceptance_equal_the_reference(k: int) -> None:
     _, accepted = compare(make_case(14, k, 160, k), tile=128)
     assert len(set(accepted.tolist())) > min(k, 2), "chains of several lengths"
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 1000, 32_768, 131_071, 151_669, 262_144])
-def test_every_width(width: int) -> None:
+def test_rejection_at_every_width(width: int) -> None:
     compare(make_case(4, 2, width, width, closeness=0.3))
 
 
-def test_a_view_of_wider_distributions() -> None:
+def test_view_of_wider_distributions() -> None:
     case = make_case(8, 3, 300, 5)
     padded = [torch.cat([each, torch.full((*each.shape[:2], 77), float("inf"))], 2)[..., :300] for each in case[:2]]
     compare(case._replace(target_probs=padded[0], draft_probs=padded[1]), tile=128)
 
 
-def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_raced() -> None:
+def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None:
     """p = q but for scraps here and there: a refusal, forced by its status, leaves the scraps, which alone may be drawn."""
     for seed, scraps in ((1, 0), (2, 1), (3, 2)):
         case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
@@ -129,7 +129,7 @@ def test_a_draft_as_likely_as_its_target_holds_and_what_is_left_of_rounding_is_r
             assert len(set(tokens[sampled, 0].tolist())) > 2
 
 
-def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
+def test_certain_draft_is_accepted_with_the_target_probability() -> None:
     """A row that was greedy when it drafted and is judged by a distribution; what its refusal draws is another token."""
     case = make_case(48, 1, 40, 3, sound=True)
     likeliest = case.target_probs[:, :1].argmax(2)
@@ -142,7 +142,7 @@ def test_a_certain_draft_holds_as_often_as_its_target_wants_it() -> None:
     assert bool((tokens[accepted == 0, 0] != likeliest[accepted == 0, 0]).all())
 
 
-def test_a_dead_row_gives_token_zero() -> None:
+def test_dead_row_gives_token_zero() -> None:
     case = make_case(6, 2, 300, 9, sound=True)
     tokens, accepted = compare(case._replace(target_probs=torch.zeros_like(case.target_probs)), tile=256)
     assert tokens.eq(0).all() and accepted.eq(0).all()
@@ -154,7 +154,7 @@ def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
     tl.store(coins + index, choice_programs.coin(tl.load(seed + index), tl.load(position + index), SALT))
 
 
-def test_coins_are_those_of_rng() -> None:
+def test_coins_equal_rng() -> None:
     count = 1 << 16
     made = torch.Generator().manual_seed(2)
     seed, position = (torch.randint(-(2**62), 2**62, (count,), generator=made) for _ in range(2))

@@ -49,7 +49,7 @@ def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [0, 1, 8])
-def test_the_same_token_is_chosen_with_the_same_bits(batch: int, dtype: torch.dtype) -> None:
+def test_masked_argmax_equals_the_reference(batch: int, dtype: torch.dtype) -> None:
     """Of logits among others, by masks of other rows, few and many legal tokens, with statuses and without."""
     made = torch.Generator().manual_seed(batch)
     for width, positions, density, hostile in product((1, 31, 64, 333), (1, 3), (0.0, 0.02, 0.6, 1.0), (False, True)):
@@ -63,7 +63,7 @@ def test_the_same_token_is_chosen_with_the_same_bits(batch: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_stand_for_other_tokens_are_masked_as_those(dtype: torch.dtype) -> None:
+def test_masked_argmax_with_a_draft_vocabulary(dtype: torch.dtype) -> None:
     made = torch.Generator().manual_seed(5)
     for width, batch, density in product((1, 33, 200), (1, 8), (0.0, 0.05, 0.7)):
         masks = bitmask.pack(torch.rand(9, 2, 1000, generator=made) < density)
@@ -75,7 +75,7 @@ def test_logits_that_stand_for_other_tokens_are_masked_as_those(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ties_and_what_is_no_number(dtype: torch.dtype) -> None:
+def test_ties_and_nan(dtype: torch.dtype) -> None:
     """The lowest index wins a tie, and the first NaN wins over everything; masked NaN and closed positions are ignored."""
     logits = torch.zeros(1, 1, 100, dtype=dtype)
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
@@ -126,7 +126,7 @@ def test_mask_status_equals_the_reference(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1, 8])
-def test_the_same_drafts_hold_and_the_same_is_said_of_each_row(batch: int) -> None:
+def test_chain_accept_equals_the_reference(batch: int) -> None:
     made, finishes, lengths = torch.Generator().manual_seed(batch), set[int](), set[int]()
     for count, stops, _ in product((0, 1, 4), (0, 2), range(12)):
 
@@ -162,7 +162,7 @@ def recorded_step() -> tuple[StaticBuffers, TapeBackend]:
     return StaticBuffers(every, torch.device("cpu")), TapeBackend()
 
 
-def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tape_calls_c_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay allocates nothing, does not call torch, and equals the step."""
     buffers, backend = recorded_step()
     recorded = backend.capture(step, buffers)
@@ -189,7 +189,7 @@ def test_a_tape_calls_them_past_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.close()
 
 
-def test_what_does_not_fit_and_where_nothing_was_built_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_and_a_missing_library_run_as_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, masks, constrained = torch.randn(2, 1, 40), torch.full((2, 1, 2), -1, dtype=torch.int32), torch.tensor([True, True])
     prepare = kernels.masked_argmax.prepare
     assert prepare(logits.half(), masks, None, constrained, None, None, *choice_outputs(2, 1)) is None

@@ -40,7 +40,7 @@ def run(*command: str, interpret: bool) -> str:
 
 @needs_triton
 @pytest.mark.parametrize("suite", SUITES)
-def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
+def test_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
     result = run("pytest", "-q", "-p", "no:cacheprovider", f"tests/helpers/interpreted/{suite}", interpret=True)
     assert "skipped" not in result and " passed" in result
 
@@ -48,13 +48,13 @@ def test_the_programs_equal_the_references_in_the_interpreter(suite: str) -> Non
 @needs_triton
 @pytest.mark.soak
 @pytest.mark.parametrize("suite", ["choice.py", "filters.py", "masks.py"])
-def test_they_equal_them_in_every_pair_of_parameters(suite: str) -> None:
+def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/helpers/interpreted/{suite}", interpret=True)
     assert "skipped" not in result and " passed" in result
 
 
 @needs_triton
-def test_every_program_compiles_ahead_of_time_without_a_spill() -> None:
+def test_programs_compile_ahead_of_time_without_spills() -> None:
     table = json.loads(run("tools.aot_kernels", interpret=False).splitlines()[-1])
     assert {entry["arch"] for entry in table} == {80, 90, 100}
     for entry in table:
@@ -89,7 +89,7 @@ def rejection_inputs(k: int = 2) -> list[Any]:
     return [target, draft, rows, certain, finite, drafts, count, status, torch.arange(6) + 40, torch.arange(6)]
 
 
-def test_operations_are_registered_as_torch_wants_them() -> None:
+def test_operations_pass_opcheck() -> None:
     numbers = torch.empty(2, 3, dtype=torch.int64)
     logits, masks, rows, constrained = masked_argmax_inputs()
     best, token = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
@@ -104,7 +104,7 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
         opcheck(rejection.reject_sample.out, (*rejection_inputs(k), *outputs))
 
 
-def test_functions_give_what_the_plain_ones_give() -> None:
+def test_operations_equal_plain_functions() -> None:
     logits, masks, rows, constrained = masked_argmax_inputs()
     best, token = kernels.masked_argmax(logits, masks, rows, constrained)
     expected = bitmask.apply(logits, masks[rows], constrained).max(-1)
@@ -121,7 +121,7 @@ def test_functions_give_what_the_plain_ones_give() -> None:
     assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none)[0].tolist() == [1, 1]
 
 
-def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one() -> None:
+def test_rejection_of_permuted_rows_with_certain_drafts() -> None:
     lengths = set()
     for k in (0, 1, 2, 8):
         target, draft, rows, certain, finite, drafts, *others = rejection_inputs(k)
@@ -135,7 +135,7 @@ def test_rejection_reads_the_rows_it_is_told_and_takes_a_certain_draft_for_one()
     assert len(lengths) > 2
 
 
-def test_distributions_that_do_not_fit_each_other_are_refused() -> None:
+def test_distributions_of_different_shapes_are_refused() -> None:
     target, draft, *others = rejection_inputs()
     with pytest.raises(AssertionError, match=r"draft torch\.Size"):
         kernels.reject_sample(target, draft[:, :1], *others)
@@ -143,13 +143,13 @@ def test_distributions_that_do_not_fit_each_other_are_refused() -> None:
         kernels.reject_sample(target.bfloat16(), draft, *others)
 
 
-def test_a_mask_narrower_than_the_logits_is_refused() -> None:
+def test_mask_narrower_than_the_logits_is_refused() -> None:
     logits, masks, rows, constrained = masked_argmax_inputs()
     with pytest.raises(AssertionError, match="masks"):
         kernels.masked_argmax(logits, masks[..., :3], rows, constrained)
 
 
-def test_a_tape_repeats_the_operations_in_place() -> None:
+def test_tape_replays_the_operations_in_place() -> None:
     specs = [
         BufferSpec("logits", (3, 2, 101), torch.float32),
         BufferSpec("masks", (3, 2, 4), torch.int32),
@@ -180,7 +180,7 @@ def test_a_tape_repeats_the_operations_in_place() -> None:
     backend.close()
 
 
-def test_a_tape_repeats_a_rejection_in_place() -> None:
+def test_tape_replays_a_rejection_in_place() -> None:
     names = ("target", "draft", "rows", "certain", "finite", "drafts", "count", "status", "seed", "length")
     inputs = dict(zip(names, rejection_inputs(), strict=True))
     specs = [BufferSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()]
@@ -208,7 +208,7 @@ def test_a_tape_repeats_a_rejection_in_place() -> None:
     backend.close()
 
 
-def test_it_is_said_what_the_kernels_run_as(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_names_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     run = "C where" if not native.why_not() else "torch (no C: it was not built"
     assert kernels.describe("cpu").startswith(run)
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))

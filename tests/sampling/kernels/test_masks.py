@@ -32,7 +32,7 @@ def backend() -> Iterator[TapeBackend]:
     backend.close()
 
 
-def test_operations_are_registered_as_torch_wants_them() -> None:
+def test_operations_pass_opcheck() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
         opcheck(masks.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
@@ -40,7 +40,7 @@ def test_operations_are_registered_as_torch_wants_them() -> None:
         opcheck(masks.process_logits.out, case.arguments(case.outputs()))
 
 
-def test_mask_status_reads_the_rows_it_is_told() -> None:
+def test_mask_status_of_permuted_rows() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(60, 4, CPU)
     expected = acceptance.mask_status(tags[rows], owner, generated, constrained, 2)
     assert len(expected.unique()) == len(MaskStatus)
@@ -50,7 +50,7 @@ def test_mask_status_reads_the_rows_it_is_told() -> None:
 
 @pytest.mark.parametrize("own", [0, 50])
 @pytest.mark.parametrize("constrained", [True, False])
-def test_process_gives_what_the_plain_functions_give(constrained: bool, own: int) -> None:
+def test_process_equals_plain_functions(constrained: bool, own: int) -> None:
     for seed in range(4):
         case = make_case(8, 1 if own else 3, 150, torch.float32, own=own, masked=constrained, first=2 if own else 0, seed=seed)
         assert case.rows is not None
@@ -68,7 +68,7 @@ def test_process_gives_what_the_plain_functions_give(constrained: bool, own: int
         assert torch.equal(found.finite, logits.amax(-1).isfinite()) and torch.equal(found.status, judged)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_of_wrong_shapes_are_refused() -> None:
     case = make_case(4, 2, 90, torch.float32)
     assert case.mask is not None
     with pytest.raises(AssertionError, match="masks"):
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused() -> None:
         kernels.mask_status(torch.zeros(2, 1, 4, dtype=torch.int32), numbers, numbers, numbers == 0)
 
 
-def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
+def test_tape_replays_the_operations_in_place(backend: TapeBackend) -> None:
     """Logits, tags and counts differ at every replay; masks are read through rows."""
     case = make_case(4, 2, 90, torch.float32)
     tags, owner, generated, constrained, rows = tag_inputs(4, 2, CPU)
@@ -127,7 +127,7 @@ def test_a_tape_repeats_the_operations_in_place(backend: TapeBackend) -> None:
 
 
 @pytest.mark.parametrize("status", list(MaskStatus))
-def test_a_mask_that_does_not_count_allows_nothing_even_if_nobody_looks_at_the_status(status: MaskStatus) -> None:
+def test_masks_with_another_status_than_ok_allow_nothing(status: MaskStatus) -> None:
     case = make_case(2, 2, 64, torch.float32)
     statuses = torch.tensor([[int(MaskStatus.OK), int(status)]] * 2)
     mask = GrammarMask(torch.full((2, 2, 2), -1, dtype=torch.int32), None, torch.tensor([True, False]), statuses)
@@ -156,7 +156,7 @@ def plant(bench: RoundBench, poison: int) -> Tensor:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2, 3])
-def test_a_stale_mask_never_guides_a_draft(backend: TapeBackend, wrong: int | None, sampled: bool) -> None:
+def test_stale_mask_is_not_used_for_a_draft(backend: TapeBackend, wrong: int | None, sampled: bool) -> None:
     bench, poison = RoundBench(backend, 3), 50
     tag = plant(bench, poison)
     if wrong is not None:

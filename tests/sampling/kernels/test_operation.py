@@ -97,7 +97,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
 
 @pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_outputs_with_gaps_are_the_references_work(name: str) -> None:
+def test_outputs_with_gaps_run_as_the_reference(name: str) -> None:
     operation, inputs, outputs = OPERATIONS[name]
     dense, gaps = [tensor.clone() for tensor in outputs], [spread(tensor) for tensor in outputs]
     assert operation.prepare(*inputs, *dense) is not None, "this case is for C"
@@ -109,14 +109,14 @@ def test_outputs_with_gaps_are_the_references_work(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_places_are_shifted_where_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shifted_entries_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     monkeypatch.setattr(native, "load", lambda: Unavailable("they were not built"))
     again = slot_mapping.shift_entries(POSITIONS, SLOTS, TABLES, PAGE, 1, 2)
     assert all(map(torch.equal, found, again))
 
 
-def test_a_missing_library_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise Unavailable("they were not built")
 
