@@ -28,7 +28,7 @@ Change = Callable[[ModelInput, int], tuple[ModelInput, int]]
 
 
 def changed(change: Change) -> Attend:
-    """The reference, over other inputs and another window."""
+    """An implementation: the reference with changed inputs and window."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, window: int, scale: float, output: Tensor) -> None:
         inputs, window = change(inputs, window)
@@ -77,7 +77,7 @@ def attend_by_tables(made: dict[tuple[int, int], RowTables]) -> Attend:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_tables_of_a_round_describe_its_rows(page_size: int) -> None:
-    """Dead rows, inert tails and rows that end with a page, over tables that the round before has left."""
+    """Dead rows, inert tails and rows that end with a page, with tables left over from the previous round."""
     made: dict[tuple[int, int], RowTables] = {}
     assert differs(lambda: attend_by_tables(made), lambda first, count: None, SHAPE, page_size, CPU) == ""
     assert list(made) == [(4, 5)]
@@ -118,7 +118,7 @@ def test_probe_finds_wrong_prompts() -> None:
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
-    """As if there were one, with or without these packages; nothing runs on it."""
+    """Pretend that a GPU exists, with or without these packages; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(operation, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
@@ -196,7 +196,7 @@ class Draft(Llama):
 
 
 class Watched(AttentionChoice):
-    """Attends as ever, and holds what a plan is made for against the tokens that come."""
+    """Runs attention and compares the tokens of the plan with those of the call."""
 
     calls: ClassVar[list[tuple[int, int]]] = []
 
@@ -230,5 +230,5 @@ def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPat
     assert texts[0] == texts[1]
     rounds, prompts = (list(calls) for calls in ((c for c in Watched.calls if c[0] < 0), (c for c in Watched.calls if c[0] >= 0)))
     assert len(rounds) == 2 * 3  # graphs with and without grammars; verify, and two drafts
-    # Thirteen of fourteen tokens in chunks; the draft takes one more at the start, and is one ahead afterwards.
+    # Thirteen of fourteen prompt tokens in chunks; the draft starts with one more and stays one ahead.
     assert prompts == [(0, 6), (0, 7), (6, 6), (7, 6), (12, 1), (13, 1), (0, 1)]

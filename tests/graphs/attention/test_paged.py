@@ -1,4 +1,4 @@
-"""Paged attention against plain float64 loops over one query at a time, and what a result may not depend on."""
+"""Paged attention against plain float64 loops over single queries, and its independence from other rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 8
 
 
 class Case(NamedTuple):
-    """One call. The cache holds NaN wherever no row has an entry: in the scratch page and behind each row's last position."""
+    """One call. The cache has NaN where no row has an entry: in the scratch page and after each row's last position."""
 
     query: Tensor
     keys: Tensor
@@ -94,8 +94,8 @@ def test_attention_equals_plain_attention_over_the_prefix(sizes: tuple[int, int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_result_is_independent_of_the_batch(dtype: torch.dtype) -> None:
-    """Alone or among rows, alone or among queries, with a short table or a long one."""
-    uneven = [PART + 72, 2 * PART + 34]  # the whole table is no multiple of what a matrix product takes at a time
+    """With other rows or queries or without, with a short or a long table."""
+    uneven = [PART + 72, 2 * PART + 34]  # the table is not a multiple of the part size
     many = [40, 3 * PART + 11, 6, 0, 2 * PART + 1]
     for heads, kv_heads, size, lengths in ((4, 2, 16, many), (4, 4, 16, uneven), (9, 3, 64, many), (4, 1, 32, uneven)):
         case = make_case(lengths, 6, heads, kv_heads, size, dtype)

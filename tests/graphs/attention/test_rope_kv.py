@@ -1,4 +1,4 @@
-"""Rotary positions against multiplication of complex numbers, and the cache that the turned keys and the values are left in."""
+"""Rotary embeddings against multiplication of complex numbers, and the cache that rotated keys and values are written to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def turns(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tenso
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Parts of one product, as a layer has them."""
+    """Parts of one product, as in a layer."""
     states = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
     return list(states.split([HEADS, KV_HEADS, KV_HEADS], 1))
 

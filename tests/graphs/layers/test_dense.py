@@ -40,7 +40,7 @@ def arguments(case: Case, window: int, output: Tensor) -> tuple[Any, ...]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 128), (2, 1, 12), (8, 2, 80), (1, 1, 256)])
 def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
-    """A row without entries gets zeros. Inert positions get numbers."""
+    """A row without entries gives zeros; inert positions give finite numbers."""
     near = 2e-5 if dtype is torch.float32 else 8e-3
     for lengths, count in (([1, 63, 64, 65, 0], 1), ([40, 129, 5, 0, 200], 5), ([150], 150)):
         case = make_case(lengths, count, heads, kv_heads, size, dtype)
@@ -56,7 +56,7 @@ def test_attention_in_c_equals_the_reference(heads: int, kv_heads: int, size: in
 
 
 def test_unused_memory_is_not_read() -> None:
-    """Pages behind a row's last entry may be named by anything, and a query's own row is all that it depends on."""
+    """Table entries after a row's last page are arbitrary; a query depends on its own row only."""
     case = make_case([9, 30], 2, size=64)
     before = case.run()
     tables = case.inputs.block_tables.clone()
@@ -80,12 +80,12 @@ def test_nan_query_does_not_affect_others(dtype: torch.dtype) -> None:
     found[0, 1, 2] = before[0, 1, 2]
     assert torch.equal(found, before)
     huge = make_case([70], 1, size=64, dtype=dtype)
-    huge.query.mul_(1e4)  # weights as sharp as they can be
+    huge.query.mul_(1e4)  # one attention weight dominates
     assert bool(huge.run().isfinite().all())
 
 
 def turning(size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Parts of one product, angles and slots; a cache of nothing but NaN."""
+    """Parts of one product, angles and slots; a cache of NaN."""
     parts = list(random(6, 5, size, dtype=dtype).split([3, 1, 1], 1))
     turns = [random(6, 1, size, dtype=dtype, seed=seed) for seed in (1, 2)]
     return [*parts, *turns], torch.tensor([8, 3, 1, 5, 0, 9]), [torch.full((10, 1, size), torch.nan, dtype=dtype) for _ in range(2)]
@@ -115,7 +115,7 @@ def test_slot_outside_of_the_cache_is_refused_before_any_write(slot: int) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inner", "outer"), [(576, 200), (37, 70), (80, 33), (5, 1)])
 def test_products_are_correct_and_independent_of_the_batch(inner: int, outer: int, dtype: torch.dtype) -> None:
-    """Of rows that lie apart, few and many."""
+    """Strided rows, few and many."""
     states, weight = random(73, 2 * inner, dtype=dtype)[:, :inner], random(outer, inner, dtype=dtype, seed=1)
     for bias in (None, random(outer, dtype=dtype, seed=2)):
         output = torch.full((73, outer), torch.nan, dtype=dtype)

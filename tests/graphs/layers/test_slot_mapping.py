@@ -1,4 +1,4 @@
-"""Where tokens lie, what turns them and which drafts stand: C against plain torch, and what either refuses."""
+"""Slots, angles, scattered masks and draft selection: C against plain torch, and refused inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**31 - 1)
 
 
 def random(generator: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
-    """Whole numbers from low up to but not high."""
+    """Random integers in [low, high)."""
     return torch.randint(low, high, shape, generator=generator)
 
 

@@ -19,7 +19,7 @@ assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTE
 
 
 def run(case: Case, window: int = 0, least_part: int = paged_programs.LEAST_PART) -> torch.Tensor:
-    """Into memory full of garbage."""
+    """On an output with arbitrary content."""
     query, keys, values, (_, positions, slots, tables, size, *_) = case
     output = torch.full_like(query, 7.5)
     paged_programs.paged_attention(
@@ -65,13 +65,13 @@ def test_half_precision(size: int, page: int) -> None:
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_largest_number_of_queries_in_a_round(count: int) -> None:
-    """Heads in threes: no power of two, neither alone nor by the queries."""
+    """Three heads per group: not a power of two, also multiplied by the queries."""
     compare(make_case([count, 30], count, 3, 1, 64, page=16), 20)
 
 
 @pytest.mark.parametrize(("length", "window"), [(8_200, 0), (32_750, 300)])
 def test_long_rows(length: int, window: int) -> None:
-    """Parts are longer there, and in a window most of them see nothing."""
+    """Longer parts, most of which are outside of the window."""
     case = make_case([length], 2, 2, 1, 64, page=64)
     torch.testing.assert_close(run(case, window), case.run(window or None), rtol=2e-6, atol=2e-6)
 
@@ -93,7 +93,7 @@ def test_batch_without_live_positions_reads_nothing() -> None:
 
 
 def test_nan_is_kept_when_parts_are_combined() -> None:
-    """A row's fault has to reach its logits, where it is found; the other row's result stays as it was."""
+    """NaN must reach the logits of its row, where it is detected; the other row is unchanged."""
     case = make_case([300, 200], 2, 2, 1, 64, page=16)
     for least_part in (paged_programs.LEAST_PART, 4096):
         clean = run(case, least_part=least_part)
@@ -115,14 +115,14 @@ def test_nan_is_kept_when_parts_are_combined() -> None:
     ids=str,
 )
 def test_moved_bytes_follow_from_the_tiles(shape: Shape) -> None:
-    """Keys that no query sees are not read, and programs behind a row's end ask for no query."""
+    """Keys that no query sees are not read, and programs after a row's end read no query."""
     found = figures(shape)
     assert found["loaded_bytes"] + found["stored_bytes"] == found["expected_bytes"] >= found["least_bytes"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float32, 96), (torch.bfloat16, 128), (torch.float16, 6)])
 def test_rope_and_cache_write_equal_the_reference(dtype: torch.dtype, size: int) -> None:
-    """Parts of one product, and tensors of their own; bit for bit but in bfloat16, whose last bits the interpreter cuts off."""
+    """Parts of one product and separate tensors; bit-equal except in bfloat16, which the interpreter truncates."""
     made = torch.Generator().manual_seed(size)
     for packed in (True, False):
         mixed = torch.randn(5, 7, size, generator=made).to(dtype)
@@ -146,6 +146,6 @@ def test_too_large_heads_are_refused() -> None:
 
 
 def test_the_last_entry_of_every_part_counts() -> None:
-    """Where a row ends exactly with a part, one before, one after."""
+    """Rows that end at the end of a part, one before and one after it."""
     for end in (128, 129, 255, 256):
         compare(make_case([end], 1, 2, 1, 64, page=16))

@@ -43,7 +43,7 @@ def compare(
     ids: Tensor | None = None,
     status: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Kernel and reference on the same inputs, into memory full of garbage."""
+    """Kernel and reference on the same inputs, on outputs with arbitrary content."""
     shape = logits.shape[:2]
     outputs = [(torch.full(shape, 7.5), torch.full(shape, -9)) for _ in range(2)]
     choice.masked_argmax.run_reference(logits, masks, rows, constrained, ids, status, *outputs[0])
@@ -56,7 +56,7 @@ def compare(
 
 
 def padded(batch: int, positions: int, width: int, dtype: torch.dtype, seed: int, *, coarse: bool = False) -> Tensor:
-    """Logits that are the head of wider ones, whose rest must never be chosen."""
+    """Logits as a view of wider ones, whose rest must never be chosen."""
     values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(seed)) * 4
     values = (values.round() if coarse else values).to(dtype)
     values[..., width:] = INF
@@ -149,7 +149,7 @@ def test_own_vocabulary_reads_the_mask_bits_of_its_tokens(width: int) -> None:
 @pytest.mark.parametrize("status", list(MaskStatus))
 @pytest.mark.parametrize("own", [False, True])
 def test_mask_without_status_ok_allows_nothing(status: MaskStatus, own: bool) -> None:
-    """Whatever its bits say; a row without a mask has no status to heed."""
+    """The mask bits are ignored; a row without a mask ignores its status."""
     masks, ids = torch.full((2, 2, 4), -1, dtype=torch.int32), torch.arange(100) if own else None
     statuses = torch.tensor([[int(status), int(MaskStatus.OK)]] * 2)
     best, token = compare(torch.ones(2, 2, 100), masks, None, torch.tensor([True, False]), tile=64, ids=ids, status=statuses)

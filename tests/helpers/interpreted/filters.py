@@ -32,7 +32,7 @@ def _quiet() -> None:
 
 
 def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.float32, *, coarse: bool = False) -> Tensor:
-    """Logits that are the head of wider ones, whose rest must never be seen."""
+    """Logits as a view of wider ones, whose rest must not be read."""
     values = torch.randn(batch, positions, width + 67, generator=torch.Generator().manual_seed(width)) * 4
     values = (values.round() if coarse else values).to(dtype)
     values[..., width:] = INF
@@ -41,7 +41,7 @@ def padded(batch: int, positions: int, width: int, dtype: torch.dtype = torch.fl
 
 
 def compare(logits: Tensor, rows: list[list[float]], tile: int = 0, digit_bits: int = 5) -> Tensor:
-    """Program and reference on the same inputs, into memory full of garbage."""
+    """Program and reference on the same inputs, on outputs with arbitrary content."""
     params = torch.tensor(rows)
     outputs = torch.full((2, *logits.shape), -7.5)
     expected, probs = outputs[0], outputs[1]
@@ -73,7 +73,7 @@ def test_distribution_at_every_width(width: int, dtype: torch.dtype, coarse: boo
 @pytest.mark.parametrize(("tile", "digit_bits"), [(32, 3), (64, 4)])
 def test_distribution_over_many_tiles_and_digit_sizes(tile: int, digit_bits: int) -> None:
     logits = padded(2, 1, 2 * tile + 5, coarse=tile == 64)
-    logits[1, 0, :tile] = -INF  # a tile of which nothing is read
+    logits[1, 0, :tile] = -INF  # a tile that is skipped
     compare(logits, [[0.9, 11, 0.8, 0], [2.0, 20, 0.5, 0.02]], tile, digit_bits)
 
 

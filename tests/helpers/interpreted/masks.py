@@ -29,7 +29,7 @@ def _quiet() -> None:
 
 
 def compare(case: Case, tile: int = 0) -> Processed:
-    """Program and reference on the same inputs: equal bits, but that both zeros are one."""
+    """Program and reference on the same inputs: equal bits, except that both zeros are equal."""
     ours, expected = case.outputs(), case.outputs()
     masks.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))

@@ -29,7 +29,7 @@ def _quiet() -> None:
 
 
 class Case(NamedTuple):
-    """The arguments of the operation but for its outputs."""
+    """The inputs of the operation."""
 
     target_probs: Tensor
     draft_probs: Tensor
@@ -79,7 +79,7 @@ def make_case(batch: int, k: int, width: int, seed: int, *, closeness: float = 0
 
 
 def compare(case: Case, tile: int = 0) -> tuple[Tensor, Tensor]:
-    """Program and reference on the same inputs, into memory full of garbage."""
+    """Program and reference on the same inputs, on outputs with arbitrary content."""
     batch, positions, width = case.target_probs.shape
     outputs = [(torch.full((batch, positions), -9), torch.full((batch,), -9)) for _ in range(2)]
     rejection.reject_sample.run_reference(*case, *outputs[0])
@@ -110,7 +110,7 @@ def test_view_of_wider_distributions() -> None:
 
 
 def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None:
-    """p = q but for scraps here and there: a refusal, forced by its status, leaves the scraps, which alone may be drawn."""
+    """p = q except for a few small differences: after a rejection forced by a status only these may be drawn."""
     for seed, scraps in ((1, 0), (2, 1), (3, 2)):
         case = make_case(8, 2, 300, seed, closeness=0.0, sound=True)
         assert torch.equal(compare(case, tile=128)[1], case.draft_count)
@@ -130,7 +130,7 @@ def test_equal_probabilities_accept_and_rounding_residue_is_drawn_from() -> None
 
 
 def test_certain_draft_is_accepted_with_the_target_probability() -> None:
-    """A row that was greedy when it drafted and is judged by a distribution; what its refusal draws is another token."""
+    """A draft that was chosen greedily and is judged by a distribution; a rejection draws another token."""
     case = make_case(48, 1, 40, 3, sound=True)
     likeliest = case.target_probs[:, :1].argmax(2)
     case = case._replace(certain=torch.ones(48, 1, dtype=torch.bool), drafts=likeliest, draft_count=torch.ones(48, dtype=torch.int64))

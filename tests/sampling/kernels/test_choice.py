@@ -1,4 +1,4 @@
-"""What a round decides of its rows on the CPU in C, bit by bit against the references in torch, on random inputs and on hostile ones."""
+"""The C kernels of masked_argmax, mask_status and chain_accept, bit for bit against the references, on random and extreme inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INFINITE = float("inf")
 
 
 def compare(operation: Operation[..., Any], inputs: list[Any], outputs: list[Tensor]) -> list[Tensor]:
-    """Both over memory full of what neither may leave there; gives what they agree on."""
+    """Run operation and reference on outputs with arbitrary content, and return the equal results."""
     expected = [torch.empty_like(each).fill_(-77) for each in outputs]
     found = [torch.empty_like(each).fill_(-99) for each in outputs]
     operation.run_reference(*inputs, *expected)
@@ -50,7 +50,7 @@ def hostile_logits(made: torch.Generator, *shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [0, 1, 8])
 def test_masked_argmax_equals_the_reference(batch: int, dtype: torch.dtype) -> None:
-    """Of logits among others, by masks of other rows, few and many legal tokens, with statuses and without."""
+    """Strided logits, permuted mask rows, few and many legal tokens, with and without statuses."""
     made = torch.Generator().manual_seed(batch)
     for width, positions, density, hostile in product((1, 31, 64, 333), (1, 3), (0.0, 0.02, 0.6, 1.0), (False, True)):
         shape = (batch, positions, width + 5)

@@ -1,4 +1,4 @@
-"""The filters as operations, and what they run as: functions, registration, the tape, the choice per device and its reasons."""
+"""The filter operations: values, registration, the tape, and the choice of an implementation per device."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tape_replays_the_operations_in_place() -> None:
 
 @pytest.fixture
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is chosen, and Triton programs can run."""
+    """No implementation is chosen, and Triton can run."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
     monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
 
@@ -155,7 +155,7 @@ class TestChoice:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A flashinfer.sampling whose two functions do, in plain torch, what its documentation says of them."""
+    """A module flashinfer.sampling with the two documented functions in plain torch."""
     package, module = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
 
     def top_k_mask_logits(logits: Tensor, top_k: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_flashinfer_adaptor_equals_the_reference(stand_in: ModuleType) -> None:
-    """With the stand-in: dead rows, greedy rows, every setting, normalisation and d2t are ours; its own kernels wait for a GPU."""
+    """With plain torch instead of FlashInfer's kernels: dead rows, greedy rows, every setting, normalisation and d2t."""
     programs = importlib.import_module("stepgraph.sampling.kernels.flashinfer")
     assert filter_choice.differs(programs.distribution, CPU) == ""
     ids, seed = torch.randperm(300)[:101], torch.arange(3)

@@ -1,4 +1,4 @@
-"""Kernels without a GPU: their values in Triton's interpreter, their registers by compiling ahead of time, their registration."""
+"""Kernels without a GPU: values in Triton's interpreter, registers by compiling ahead of time, registration."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def chain_inputs() -> list[Any]:
 
 
 def rejection_inputs(k: int = 2) -> list[Any]:
-    """Six rows among eight, every third draft a certain one."""
+    """Six of eight rows; every third draft is certain."""
     made = torch.Generator().manual_seed(k)
     target, draft = (torch.randn(size, positions, 50, generator=made).softmax(-1) for size, positions in ((6, k + 1), (8, k)))
     rows, certain = torch.tensor([7, 0, 5, 2, 3, 6]), (torch.arange(6)[:, None] + torch.arange(k)) % 3 == 1

@@ -1,4 +1,4 @@
-"""Tags, masks and processors as one operation each: registration, values, tape; a mask that does not count guides nothing."""
+"""The operations on tags, masks and processors: registration, values, tape; invalid masks are ignored."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_masks_with_another_status_than_ok_allow_nothing(status: MaskStatus) -> 
 
 
 def plant(bench: RoundBench, poison: int) -> Tensor:
-    """Row 0 runs under a grammar; the mask of its first draft allows `poison` alone. Returns the tag that makes it count."""
+    """Row 0 has a grammar; the mask of its first draft allows `poison` only. Returns the tag that makes the mask valid."""
     bench.randomise(3)
     b = bench.buffers
     state = {Column.OWNER: 1, Column.GENERATED: 7, Column.FINISH: FinishCode.RUNNING, Column.LENGTH: 12, Column.MAX_LENGTH: 40}

@@ -1,4 +1,4 @@
-"""What the parts in C do not take as it lies in memory is done by the references, with the same outcome; and so where there is no C."""
+"""Arguments that a C kernel does not support, and a missing library, run as the reference with the same results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting
-from stepgraph.graphs.layers import dense as pointwise
-from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.layers import dense, slot_mapping
 from stepgraph.sampling import bitmask, native
 from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import chain, masks
@@ -47,16 +46,16 @@ def spread(tensor: Tensor) -> Tensor:
 # The operation, its inputs, and the tensors that it writes.
 OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
     "product": (
-        pointwise.product,
+        dense.product,
         [numbers(3, 8), numbers(5, 8), numbers(5), None],
         [torch.zeros(3, 5)],
     ),
     "rms_norm": (
-        pointwise.rms_norm,
+        dense.rms_norm,
         [numbers(3, 8), numbers(8), 1e-5],
         [torch.zeros(3, 8)],
     ),
-    "silu_and_mul": (pointwise.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
+    "silu_and_mul": (dense.silu_and_mul, [numbers(3, 8)], [torch.zeros(3, 4)]),
     "place_tokens": (
         slot_mapping.place_tokens,
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
