@@ -195,11 +195,8 @@ def _assemble(ptx: str, arch: int) -> str:
     return result.stderr + result.stdout
 
 
-def table() -> list[dict[str, object]]:
-    """Every variant on every architecture."""
-    return [usage(variant, arch)._asdict() for variant in variants() for arch in ARCHS]
-
-
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    print(json.dumps(table()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS, help="compute capabilities (default: all)")
+    archs = parser.parse_args().arch
+    print(json.dumps([usage(variant, arch)._asdict() for variant in variants() for arch in archs]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.graphs.attention.paged import attention
 from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.attention.triton import paged as paged_programs

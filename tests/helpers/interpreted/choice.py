@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import chain, choice

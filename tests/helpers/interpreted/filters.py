@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import sampler
 from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.triton import filters as programs

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, Processed, masks

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
