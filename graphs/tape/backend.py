@@ -26,6 +26,7 @@ from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, pro
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 
+_DEVICE = "device"
 _local = threading.local()  # .recording: the capture in progress on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
@@ -152,9 +153,9 @@ class TapeBackend:
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
-        self._workers: dict[str, Worker] = {}
-        self._device = Worker("device") if asynchronous else None
-        self._finalizer = weakref.finalize(self, stop, self._workers, self._device)
+        self._workers: dict[str, Worker] = {_DEVICE: Worker(_DEVICE)} if asynchronous else {}  # by stream
+        self._device = self._workers.get(_DEVICE)
+        self._finalizer = weakref.finalize(self, stop, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
@@ -221,7 +222,7 @@ class TapeBackend:
             return
         self._drain()
         self._finalizer()
-        for worker in [*self._workers.values(), *([self._device] if self._device else [])]:
+        for worker in self._workers.values():
             worker.join()
         for tape in [tape for tape in _tapes if tape._backend is self]:
             tape.free()
@@ -236,9 +237,9 @@ class TapeBackend:
         if self._finalizer.detach() is None:
             return
         if self._device is None:
-            stop(self._workers, None)
+            stop(self._workers)
         else:
-            self._device.submit(functools.partial(stop, self._workers, self._device))  # after the launched work, which needs the workers
+            self._device.submit(functools.partial(stop, self._workers))  # after the launched work, which needs the workers
 
     # for tapes and events of this backend
 
@@ -275,10 +276,7 @@ class TapeBackend:
             self._errors.append(error)
 
     def _drain(self) -> None:
-        if self._device is not None:
-            reached = threading.Event()
-            self._device.submit(reached.set)
-            reached.wait()
+        self.event().reached.wait()
 
     def _enter(self, what: str) -> None:
         if not self._finalizer.alive:
