@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
@@ -293,9 +293,6 @@ def _refuse_while_recording(what: str) -> None:
 
 def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool) -> Recorder:
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), compared)
-    _local.recording = recorder
-    try:
+    with setting(_local, "recording", recorder):
         recorder.record_step(step)
-    finally:
-        _local.recording = None
     return recorder
