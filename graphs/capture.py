@@ -154,6 +154,7 @@ class Backend(Protocol):
         """Close while work may still run. Memory that this work can access is not freed."""
 
 
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared: a round creates none
 _local = threading.local()
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

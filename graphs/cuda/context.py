@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, StreamEvent, setting
+from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import STEP, Label, MakeRange
@@ -124,7 +124,7 @@ class CudaCaptureContext:
         self._events.clear()
 
     def _range(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._ranges is None else self._ranges(name)
+        return NOTHING if self._ranges is None else self._ranges(name)
 
     @property
     def _handle(self) -> int:

@@ -6,7 +6,6 @@ GPU; it is about as fast as the eager step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Literal
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
+from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
@@ -51,7 +50,7 @@ class Tape:
     def replay(self) -> None:
         """Run the recorded step once on the current contents of the buffers."""
         tracer = self._backend.tracer
-        with contextlib.nullcontext() if tracer is None else tracer.launching() as timed:
+        with NOTHING if tracer is None else tracer.launching() as timed:
             self._backend.launch(functools.partial(self._run, timed), "replay()")
         self._backend.stats.replays += 1
 
@@ -116,7 +115,7 @@ class TapeEvent:
         _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        with contextlib.nullcontext() if tracer is None else tracer.waiting():
+        with NOTHING if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
