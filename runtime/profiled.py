@@ -25,14 +25,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.buffers import ResultRecord, StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.in_flight import InFlight, RowResult
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.in_flight import InFlight
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
@@ -120,16 +120,16 @@ class ProfiledInFlight(InFlight):
             self._launched.append(Launched(self.rounds - 1, key, time.perf_counter_ns()))
         super()._replay(key)
 
-    def collect(self) -> Iterator[RowResult]:
+    def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         number, counters = self._collected, self._counters
         self._collected += 1
-        for outcome in super().collect():
+        for request, outcome in super().collect():
             if self._range.first <= number <= self._range.last:
                 counters["row_rounds"] += 1
-                counters["tokens"] += len(outcome.tokens)
+                counters["tokens"] += outcome.emitted
                 counters["accepted_drafts"] += outcome.accepted
-                counters["offered_drafts"] += outcome.offered
-            yield outcome
+                counters["offered_drafts"] += outcome.draft_count
+            yield request, outcome
         if number == self._range.last and self._launched:
             self._write()
 

@@ -29,13 +29,11 @@ def open_host_link(
     """The host link for `EngineConfig.host_link`. With `auto` it is the native one if available, else the Python one and a warning.
 
     `depth`: maximum number of rounds that are pushed and not ended. `forcing`: where forced tokens are written; None: they are not
-    searched. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError for an unknown choice or for
-    `native` with `check_masks`; RuntimeError if `native` is not available.
+    searched. `check_masks`: masks are compared in Python, so the link is the Python one. ValueError for an unknown choice;
+    RuntimeError if `native` is not available.
     """
     if choice not in HOST_LINKS:
         raise ValueError(f"host_link: got {choice!r}, expected one of {', '.join(HOST_LINKS)}")
-    if check_masks and choice == "native":
-        raise ValueError("host_link: got 'native' with check_masks=True, expected 'auto' or 'python': masks are compared in Python")
     reason = "check_masks compares masks in Python" if check_masks else ""
     if choice != "python" and not check_masks:
         try:

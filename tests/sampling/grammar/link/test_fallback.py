@@ -67,11 +67,6 @@ def test_check_masks_uses_the_python_link(host_link: str) -> None:
     engine.close()
 
 
-def test_check_masks_with_the_native_link_is_rejected() -> None:
-    with pytest.raises(ValueError, match="host_link: got 'native' with check_masks=True, expected 'auto' or 'python'"):
-        make_engine(Setup(k=2, host_link="native"), check_masks=True)
-
-
 def test_an_unknown_link_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.host_link: got 'rust', expected one of 'auto', 'native', 'python'"):
         EngineConfig(host_link="rust")
