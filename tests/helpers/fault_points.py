@@ -97,7 +97,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
 @contextlib.contextmanager
 def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
     compiler._cache.clear()  # otherwise nothing is compiled
     real = compiler._backends.build
@@ -122,7 +122,7 @@ def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    prefixes = engine._scheduler.rows._pages
+    prefixes = engine._scheduler.rows.pages
     real = prefixes.allocate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else real(count))

@@ -14,7 +14,7 @@ from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, Vocab
 from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.native import NativeRow
 from tests.helpers.oracles import greedy
 from tests.helpers.planted import break_fill, plant, take_fuel

@@ -126,7 +126,7 @@ def _entries(folder: str) -> int | None:
 
 
 def _workers(engine: Engine) -> int:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     return 0 if compiler is None else sum(worker is not None and worker.pid is not None for worker in compiler._workers)
 
 

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
@@ -30,13 +30,28 @@ STDERR_TAIL = 600
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 
-@dataclass(frozen=True)
 class _Process:
-    popen: subprocess.Popen[bytes]
-    connection: socket.socket
-    answers: IO[bytes]  # read from the connection
-    stderr: IO[bytes]
-    owner: int
+    """One worker process."""
+
+    def __init__(self) -> None:
+        if os.name != "posix":
+            raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
+        # Isolated from this interpreter's settings and signals; only sys.path is passed on.
+        command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
+        # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        self.owner = os.getpid()
+        with contextlib.ExitStack() as undo:
+            self.connection, theirs = map(undo.enter_context, socket.socketpair())
+            self.stderr = undo.enter_context(tempfile.TemporaryFile())
+            streams: dict[str, Any] = {"stdin": theirs.fileno(), "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            try:
+                self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            except (OSError, ValueError) as error:
+                raise CompileAbortedError(f"the compile worker did not start: {error}") from error
+            undo.pop_all()
+            theirs.close()
+        self.answers = self.connection.makefile("rb")
 
     def end(self) -> None:
         if os.getpid() != self.owner:
@@ -46,6 +61,16 @@ class _Process:
         self.answers.close()
         self.connection.close()
         self.stderr.close()
+
+    def exit_code(self) -> int:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.popen.wait(GRACE_SECONDS)
+        return 0
+
+    def stderr_tail(self) -> str:
+        size = self.stderr.seek(0, os.SEEK_END)
+        self.stderr.seek(max(0, size - STDERR_TAIL))
+        return self.stderr.read().decode(errors="replace").strip()
 
 
 class CompileWorker:
@@ -80,12 +105,7 @@ class CompileWorker:
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
         limits = self._limits
-        try:
-            status, bloated, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
-        except (OSError, EOFError) as error:  # a time-out is an OSError
-            message = self._failure(error)
-            self.close()
-            raise CompileAbortedError(message) from None
+        status, bloated, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
         if bloated or status == NO_MEMORY:
             self.close()
         if status == NO_MEMORY:
@@ -122,37 +142,40 @@ class CompileWorker:
             "max_threads": self._max_threads,
             "limits": asdict(self._limits),
         }
-        self._process = process = _start_process()
+        self._process = process = _Process()
         self._finalizer = weakref.finalize(self, process.end)
         self.started += 1
+        self._exchange([options], START_SECONDS, starting=True)
+
+    def _exchange(self, parts: list[Any], seconds: float, starting: bool = False) -> tuple[str, bool, str]:
+        """The worker's answer: its status, whether it holds much memory, and the result."""
+        process = self._process
+        assert process is not None
         try:
             if self._cancelled:
-                raise EOFError  # `kill` came before the process existed
-            self._exchange([options], START_SECONDS)
-        except (OSError, EOFError) as error:
-            message, stderr = self._failure(error), self._stderr_tail()
+                raise EOFError  # `kill` may have come before the process existed
+            process.connection.settimeout(seconds)
+            send(process.connection, *parts)
+            (status, bloated), result = receive(process.answers)
+        except (OSError, EOFError) as error:  # a time-out is an OSError
+            message = self._failure(process, error)
+            if starting:
+                message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
-            raise CompileAbortedError(f"{message}, before it was ready{stderr and ': ' + stderr}") from None
-
-    def _exchange(self, parts: list[Any], seconds: float) -> tuple[str, bool, str]:
-        """The worker's answer: its status, whether it holds much memory, and the result."""
-        assert self._process is not None
-        self._process.connection.settimeout(seconds)
-        send(self._process.connection, *parts)
-        (status, bloated), result = receive(self._process.answers)
+            raise CompileAbortedError(message) from None
         return status, bloated, result.decode()
 
-    def _failure(self, error: BaseException) -> str:
+    def _failure(self, process: _Process, error: BaseException) -> str:
         """Why a call did not return."""
         limits = self._limits
         if self._cancelled:
             return "the compile was cancelled"
         if isinstance(error, TimeoutError):
             return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
-        code = self._exit_code()
+        code = process.exit_code()
         if code == -signal.SIGALRM:
             return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        if any(sign in self._stderr_tail() for sign in NO_MEMORY_SIGNS):
+        if any(sign in process.stderr_tail() for sign in NO_MEMORY_SIGNS):
             return self._no_memory()
         if code >= 0:
             return f"the compile worker ended with exit code {code}"
@@ -161,37 +184,3 @@ class CompileWorker:
 
     def _no_memory(self) -> str:
         return over("compile_bytes", "a compile that takes more", self._limits.compile_bytes // MIB, "MiB of memory")
-
-    def _exit_code(self) -> int:
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.popen.wait(GRACE_SECONDS)
-        return 0
-
-    def _stderr_tail(self) -> str:
-        assert self._process is not None
-        stderr = self._process.stderr
-        size = stderr.seek(0, os.SEEK_END)
-        stderr.seek(max(0, size - STDERR_TAIL))
-        return stderr.read().decode(errors="replace").strip()
-
-
-def _start_process() -> _Process:
-    if os.name != "posix":
-        raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
-    # Isolated from this interpreter's settings and signals; only sys.path is passed on.
-    command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
-    # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    with contextlib.ExitStack() as undo:
-        ours, theirs = map(undo.enter_context, socket.socketpair())
-        stderr = undo.enter_context(tempfile.TemporaryFile())
-        try:
-            popen = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
-            )
-        except (OSError, ValueError) as error:
-            raise CompileAbortedError(f"the compile worker did not start: {error}") from error
-        undo.pop_all()
-        theirs.close()
-    return _Process(popen, ours, ours.makefile("rb"), stderr, os.getpid())

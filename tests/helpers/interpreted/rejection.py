@@ -14,7 +14,7 @@ from torch import Tensor
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
-from stepgraph.sampling.kernels.triton import choice as choice_programs
+from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.kernels.triton import rejection as programs
 from stepgraph.sampling.rng import Purpose
 
@@ -151,7 +151,7 @@ def test_a_dead_row_gives_token_zero() -> None:
 @triton.jit
 def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
     place = tl.arange(0, COUNT)
-    tl.store(coins + place, choice_programs.coin(tl.load(seed + place), tl.load(position + place), SALT))
+    tl.store(coins + place, numeric.coin(tl.load(seed + place), tl.load(position + place), SALT))
 
 
 def test_coins_are_those_of_rng() -> None:
