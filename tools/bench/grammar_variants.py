@@ -14,8 +14,8 @@ from torch import Tensor
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.library import Unavailable, load
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.library import Unavailable, available_processors, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
