@@ -1,10 +1,13 @@
 """How a step becomes a graph: capture and replay on CUDA or on the tape, static buffers, keys, and the decode round."""
 
-from stepgraph.graphs.backends import capture, make_backend
+from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import Backend, CaptureError, HostNodeError, Recorded, RecordedReport, current_context, run_eager
-from stepgraph.graphs.graph_set import CaptureReport, GraphSet
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, current_context
+from stepgraph.graphs.errors import CaptureError, HostNodeError
+from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.recording import CaptureReport
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.graphs.tape.backend import TapeBackend
 
 __all__ = [

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import place_tokens
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel, check_shape
-from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import processors
 from stepgraph.sampling.acceptance import FinishCode
 

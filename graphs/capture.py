@@ -26,23 +26,6 @@ Check = Literal["once", "twice"]
 MAIN = "main"
 
 
-class CaptureError(RuntimeError):
-    """A step cannot be replayed as a graph. Names the rule and the line of the step that breaks it."""
-
-    def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
-        self.rule, self.file, self.line, self.source = rule, file, line, source
-        where = f"\n  {file}:{line}\n    {source}" if file else ""
-        super().__init__(f"[{rule}] {message}{where}")
-
-
-class HostNodeError(RuntimeError):
-    """A host node raised an exception in a replay; the cause is chained."""
-
-    def __init__(self, node: str, cause: BaseException) -> None:
-        self.node = node
-        super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
-
-
 class StreamEvent(Protocol):
     """A point in a stream that another stream can wait for."""
 
@@ -171,8 +154,8 @@ class Backend(Protocol):
         """Close while work may still run. Memory that this work can access is not freed."""
 
 
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared: a round creates none
 _local = threading.local()
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a stage without a range creates no object
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -198,48 +181,17 @@ def current_context() -> CaptureContext:
     return context
 
 
-@contextlib.contextmanager
-def use_context(context: CaptureContext) -> Iterator[None]:
+def use_context(context: CaptureContext) -> AbstractContextManager[None]:
     """Make `context` this thread's current one. For backends."""
-    previous = getattr(_local, "context", None)
-    _local.context = context
+    return setting(_local, "context", context)
+
+
+@contextlib.contextmanager
+def setting(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an attribute for the duration of the block."""
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        _local.context = previous
-
-
-class EagerContext:
-    """Runs a step without recording: one stream, and a host node is a call."""
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
-        self._synchronize = synchronize
-        self._ranges = ranges
-
-    def stream(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING if self._ranges is None else self._ranges(name)
-
-    def record(self) -> StreamEvent:
-        return self
-
-    def wait(self, event: StreamEvent) -> None:
-        pass
-
-    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        self._synchronize()  # device copies may still be writing the pinned memory that the node reads
-        try:
-            with self.stage(name):
-                host_call(name, function)()
-        except Exception as error:
-            raise HostNodeError(name, error) from error
-
-
-@torch.no_grad()
-def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
-    """Run a step once without recording it. Every replay must equal this bit for bit."""
-    synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
-    with use_context(EagerContext(synchronize, ranges)):
-        step(buffers)
+        setattr(owner, name, before)

@@ -1,113 +1,15 @@
-"""The recorded rounds of an engine: records every key within a memory budget, reports, and chooses the key of a batch."""
+"""The recorded rounds of an engine, and the choice of the one that serves a batch."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
-
-import torch
-from tqdm import tqdm
+from collections.abc import Callable, Mapping, Sequence
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, CaptureError, Recorded, RecordedReport, Step, run_eager
+from stepgraph.graphs.capture import Backend, Recorded, Step
+from stepgraph.graphs.recording import CaptureReport, KeyRecorder, OnFailure
 from stepgraph.graphs.shapes import GraphKey, checked_buckets, dispatch, graph_keys
 
-OnFailure = Literal["raise", "eager"]
 REQUESTED = "EngineConfig.eager"
-LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
-
-
-@dataclass(frozen=True)
-class FailedKey:
-    """A key that could not be recorded. Its batches use the next larger graph of the same kind, or run eagerly."""
-
-    key: GraphKey
-    why: str
-    served_by: GraphKey | None
-
-    def __str__(self) -> str:
-        served = f"replayed as {self.served_by}" if self.served_by else "run eagerly"
-        return f"{self.key} is not captured, its batches are {served}: {self.why.splitlines()[0]}"
-
-
-@dataclass(frozen=True)
-class CaptureReport:
-    """The recorded keys with their size and duration. `str()` is a table, `as_dict()` can be serialised to JSON."""
-
-    backend: str
-    mode: str  # "captured", or "eager" with EngineConfig.eager
-    notes: tuple[str, ...]
-    keys: tuple[tuple[GraphKey, RecordedReport], ...]
-    buffer_bytes: int
-    seconds: float
-    failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
-
-    def as_dict(self) -> dict[str, object]:
-        keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
-        failed = [asdict(one) for one in self.failed]
-        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}
-        return {**plain, "keys": keys, "failed": failed}
-
-    def __str__(self) -> str:
-        lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
-        for key, report in self.keys:
-            total = sum(report.nodes.values())
-            lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
-        lines.append(
-            f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
-            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
-        )
-        return "\n".join([*lines, *map(str, self.failed), *self.notes])
-
-
-class CaptureBudget:
-    """Checks `limit` bytes for static buffers and graphs together; None: no limit. `pooled`: graphs share memory."""
-
-    def __init__(self, limit: int | None, buffer_bytes: int, pooled: bool) -> None:
-        self._limit, self._buffer_bytes, self._pooled = limit, buffer_bytes, pooled
-        self._used = buffer_bytes
-        self._fixed = self._per_row = 0.0
-
-    @property
-    def limited(self) -> bool:
-        return self._limit is not None
-
-    def learn(self, probes: Sequence[tuple[int, int]]) -> None:
-        """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows."""
-        (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
-        self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
-        self._fixed = max(0.0, nbytes - self._per_row * rows)
-
-    def estimate(self, keys: Sequence[GraphKey]) -> int:
-        """Bytes of static buffers and of these graphs."""
-        graphs = [self._fixed + self._per_row * key.rows for key in keys]
-        return self._buffer_bytes + round(max(graphs) if self._pooled else sum(graphs))
-
-    def check_all(self, keys: Sequence[GraphKey]) -> None:
-        """CaptureError if the estimate for these graphs exceeds the limit."""
-        estimate = self.estimate(keys)
-        if self._limit is not None and estimate > self._limit:
-            parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
-            raise self._refusal(f"need about {estimate:,}, {parts}")
-
-    def check_next(self, key: GraphKey) -> None:
-        """CaptureError if the graph of `key` is expected to exceed the limit."""
-        pooled = self._used - self._buffer_bytes if self._pooled else 0
-        more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
-        if self._limit is not None and self._used + more > self._limit:
-            raise self._refusal(f"{key} would need about {more:,}, and {self._used:,} are used")
-
-    def add(self, key: GraphKey, nbytes: int) -> None:
-        """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
-        if self._limit is not None and self._used + nbytes > self._limit:
-            raise self._refusal(f"{key} needs {nbytes:,}, and {self._used:,} are used")
-        self._used += nbytes
-
-    def _refusal(self, why: str) -> CaptureError:
-        return CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
 
 
 class GraphSet:
@@ -126,9 +28,8 @@ class GraphSet:
         on_failure: OnFailure = "raise",
         capture_bytes: int | None = None,
     ) -> None:
-        self._backend, self._buffers, self._step_of = backend, buffers, step_of
-        self._on_failure, self._capture_bytes = on_failure, capture_bytes
         self.buckets = checked_buckets(buckets, max(buckets, default=0))
+        self._recorder = KeyRecorder(backend, buffers, step_of, on_failure, capture_bytes)
         self._recorded: dict[GraphKey, Recorded] = {}
         self._serving: dict[GraphKey, GraphKey] = {}  # failed key -> the key used instead
         self.eager: Mapping[GraphKey, str] = {}  # keys that run eagerly, and the reason
@@ -141,34 +42,11 @@ class GraphSet:
         """Record every key, largest first, so that the small graphs use the memory of the large ones. An error leaves nothing recorded."""
         if self._recorded:
             raise RuntimeError("GraphSet.capture(): already captured; create a new engine for other limits")
-        started = time.perf_counter()
-        keys, recorded, failures = graph_keys(self.buckets, greedy_only), dict[GraphKey, Recorded](), dict[GraphKey, str]()
-        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
-        if budget.limited and not eager:
-            notes += (self._estimated(budget, keys),)
-        for key in tqdm(keys, desc="capture", unit="graph", disable=not progress, leave=False):
-            try:
-                recorded[key] = self._eager(key) if eager else self._record(key, budget)
-            except CaptureError as error:
-                if self._on_failure == "raise":
-                    raise
-                failures[key] = str(error)
-        failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
-        alone = {one.key: one.why for one in failed if one.served_by is None}
-        report = CaptureReport(
-            backend=self._backend.name,
-            mode="eager" if eager else "captured",
-            notes=notes,
-            keys=tuple((key, one.report) for key, one in recorded.items()),
-            buffer_bytes=self._buffers.nbytes,
-            seconds=time.perf_counter() - started,
-            failed=failed,
-        )
-        self._serving = {one.key: one.served_by for one in failed if one.served_by is not None}
-        self.eager = (
-            dict.fromkeys(keys, REQUESTED) if eager else {key: f"not captured: {why.splitlines()[0]}" for key, why in alone.items()}
-        )
-        self._recorded = recorded | {key: self._eager(key) for key in alone}
+        keys = graph_keys(self.buckets, greedy_only)
+        self._recorded, report = self._recorder.record(keys, notes, eager, progress)
+        self._serving = {one.key: one.served_by for one in report.failed if one.served_by is not None}
+        failed = {one.key: f"not captured: {one.why.splitlines()[0]}" for one in report.failed if one.served_by is None}
+        self.eager = dict.fromkeys(keys, REQUESTED) if eager else failed
         return report
 
     def key_for(self, batch_rows: int, constrained: bool, sampled: bool) -> GraphKey:
@@ -178,62 +56,3 @@ class GraphSet:
 
     def __getitem__(self, key: GraphKey) -> Recorded:
         return self._recorded[key]
-
-    def _eager(self, key: GraphKey) -> EagerStep:
-        return EagerStep(self._backend, self._step_of(key), self._buffers)
-
-    def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
-        budget.check_next(key)
-        with _capture_errors(key):
-            recorded = self._backend.capture(self._step_of(key), self._buffers)
-        budget.add(key, recorded.report.nbytes)
-        return recorded
-
-    def _measure(self, key: GraphKey) -> tuple[int, int]:
-        with _capture_errors(key):
-            return key.rows, self._backend.measure(self._step_of(key), self._buffers)
-
-    def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
-        """A note with the estimated memory, from the two smallest keys of the largest kind."""
-        probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
-        try:
-            budget.learn([self._measure(key) for key in probes])
-        except CaptureError:
-            if self._on_failure == "raise":
-                raise
-            return "memory of the graphs: no estimate, because the smallest graphs cannot be captured"
-        if self._on_failure == "raise":
-            budget.check_all(keys)
-        return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
-
-
-def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | None:
-    """The next larger key of the same kind that is recorded."""
-    kind = key.constrained, key.sampled
-    return min((other for other in recorded if (other.constrained, other.sampled) == kind and other.rows > key.rows), default=None)
-
-
-@contextlib.contextmanager
-def _capture_errors(key: GraphKey) -> Iterator[None]:
-    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
-    try:
-        yield
-    except (CaptureError, ValueError):
-        raise
-    except Exception as error:
-        # torch's CPU allocator raises a plain RuntimeError
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
-        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}") from error
-
-
-class EagerStep:
-    """Takes the place of a recording: `replay` runs the step eagerly."""
-
-    report = RecordedReport(nodes={}, host_nodes=(), nbytes=0, seconds=0.0)
-
-    def __init__(self, backend: Backend, step: Step, buffers: StaticBuffers) -> None:
-        self._backend, self._step, self._buffers = backend, step, buffers
-
-    def replay(self) -> None:
-        self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 
 Attend = Callable[[Tensor, Tensor, Tensor, "ModelInput", int, float, Tensor], None]  # query, keys, values, inputs, window, scale, output
 

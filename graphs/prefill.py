@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.layers.slot_mapping import cache_slots
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, Embeddings, ModelInput, TargetModel
-from stepgraph.graphs.shapes import Limits
 
 
 @dataclass(frozen=True)

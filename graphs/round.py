@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import drafting, proposing, stages
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.batch import Batch, read_batch
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, Step, StreamEvent, current_context
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair, Proposer
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, advance, fill_new
 from stepgraph.sampling.grammar.status import HostColumn

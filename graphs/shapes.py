@@ -1,83 +1,9 @@
-"""Limits that determine the shapes of static tensors, graph keys, and the choice of a key for a batch."""
+"""Graph keys, and the choice of a key for a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of the static memory. submit() refuses a request that exceeds them; nothing is truncated."""
-
-    max_rows: int
-    num_speculative_tokens: int
-    max_length: int  # tokens of one row, prompt included
-    page_size: int
-    num_pages: int  # usable pages, without the scratch page
-    vocab_size: int  # width of the logits
-    num_tokens: int  # ids from here to vocab_size are padding and never generated
-    feature_size: int  # width of the features that the target passes to the draft
-    rounds_in_flight: int = 2
-    max_stop_ids: int = 8
-    max_bias_ids: int = 256  # entries of logit_bias and bad_token_ids together
-    prefill_chunk: int = 128
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("num_speculative_tokens", "feature_size") else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Limits.{field.name}: got {value!r}, expected a whole number >= {least}")
-        if self.num_speculative_tokens > 8:
-            raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, expected 0 to 8")
-        if self.num_tokens > self.vocab_size:
-            raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
-        if self.num_pages < self.pages_per_row:
-            raise ValueError(
-                f"Limits.num_pages: got {self.num_pages}, expected >= {self.pages_per_row} for one row of max_length={self.max_length}"
-            )
-
-    @property
-    def rows(self) -> int:
-        """Rows of state: one per request, and the dummy row that pads batches."""
-        return self.max_rows + 1
-
-    @property
-    def dummy_row(self) -> int:
-        return self.max_rows
-
-    @property
-    def positions(self) -> int:
-        """Positions that one row takes in target_verify: its last token and its drafts."""
-        return self.num_speculative_tokens + 1
-
-    @property
-    def pages_per_row(self) -> int:
-        return -(-self.max_length // self.page_size)
-
-    @property
-    def cache_slots(self) -> int:
-        """Cache entries of a model. Page 0 is the scratch page, for inert positions."""
-        return (self.num_pages + 1) * self.page_size
-
-    @property
-    def prompt_window(self) -> int:
-        """Prompt tokens on the device at once: a chunk and the next token. The first chunk after a shared prefix has at least two."""
-        return max(self.prefill_chunk, 2) + 1
-
-    @property
-    def mask_words(self) -> int:
-        return -(-self.vocab_size // 32)
-
-    @property
-    def ring_depth(self) -> int:
-        """Slots of a ring that each round uses once: one per round in flight, and one that is being written."""
-        return self.rounds_in_flight + 1
-
-    @property
-    def admission_ring_depth(self) -> int:
-        """Slots of a ring that each row may use once between two rounds. With fewer, a burst of arrivals would wait for the device."""
-        return self.max_rows * self.ring_depth
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True)

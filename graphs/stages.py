@@ -16,8 +16,8 @@ from torch import Tensor
 from stepgraph.graphs.batch import Batch, model_input, model_logits, row_settings
 from stepgraph.graphs.buffers import Column, ResultLayout, StaticBuffers
 from stepgraph.graphs.layers import slot_mapping
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape
-from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling import acceptance, kernels, processors, rng, sampler
 from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.status import MaskStatus

@@ -3,128 +3,90 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
+from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.paged import AttentionChoice
 from stepgraph.graphs.backends import make_backend
-from stepgraph.graphs.buffers import StaticBuffers, forced_specs, look_up_specs, round_specs, state_specs
+from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend
 from stepgraph.graphs.graph_set import GraphSet
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import DraftModel, ModelPair, Proposer, TargetModel
 from stepgraph.graphs.proposing import text_specs
 from stepgraph.graphs.round import Round
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs, state_specs
 from stepgraph.runtime.config import EngineConfig
-from stepgraph.runtime.extras.hidden_states import HiddenStates, open_states, states_layout
+from stepgraph.runtime.extras.hidden_states import open_states, states_layout
+from stepgraph.runtime.extras.record import Recording, open_recorder
 from stepgraph.runtime.extras.states_folder import StatesLayout
-from stepgraph.runtime.grammar_queue import GrammarQueue
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
-from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.profiled import make_in_flight
-from stepgraph.runtime.scheduler import RequestObserver, Scheduler
+from stepgraph.runtime.profiled import in_flight_type
+from stepgraph.runtime.request_queue import RequestQueue
+from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import PrefixSharing
-from stepgraph.runtime.step_lock import StepGate
 from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
-from stepgraph.runtime.wake import WakeSignal
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
-from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.extras.record import Recording
 
 AUTO, FORCED, NGRAM, NONE = "auto", "forced", "ngram", "none"
 DRAFTER_NAMES = (AUTO, FORCED, NGRAM, NONE)
 Drafter = DraftModel | Proposer | DraftFunction
 
 
-@dataclass(frozen=True)
 class EngineParts:
-    """The parts of one engine."""
+    """The parts of one engine. ValueError if one cannot be built from these arguments."""
 
-    config: EngineConfig
-    models: ModelPair
-    limits: Limits
-    backend: Backend
-    watchdog: Watchdog
-    buffers: StaticBuffers
-    host_link: HostLink
-    graphs: GraphSet
-    wake: WakeSignal
-    grammar_queue: GrammarQueue
-    validator: RequestValidator
-    hidden_states: HiddenStates | None
-    scheduler: Scheduler
-    uploader: Uploader
-    in_flight: InFlight
-    function_drafts: FunctionDrafts | None
-    step_gate: StepGate
-    attention: AttentionChoice
-    sharing: PrefixSharing
-
-
-def build_engine(
-    target: TargetModel,
-    draft: Drafter | str | None,
-    vocabulary: Vocabulary | None,
-    config: EngineConfig,
-    backend: Backend | None,
-    record: Recording | str | Path | None,
-) -> EngineParts:
-    """ValueError if a part cannot be built from these arguments."""
-    models, config = resolve_drafter(target, draft, config)
-    limits = config.limits(target.vocab_size, checked_vocabulary_size(models, vocabulary), target.feature_size)
-    backend = backend or backend_for(config.backend, models, config.nvtx)
-    watchdog = Watchdog(backend, config.round_timeout_seconds)
-    timed = watchdog.backend
-    check_device(models, backend)
-    check_mode(models)
-    saved = states_layout(target) if config.save_hidden_states else None
-    buffers = make_buffers(limits, models, backend, config.greedy_only, saved, forces_drafts(config, models, vocabulary))
-    attention = attention_for(backend.device, config, models)
-    host_link, wake = make_host_link(config, buffers, limits, vocabulary), WakeSignal()
-    compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
-    decode_round = Round(limits, models, host_link, config.draft_masks, config.forced_acceptance, attention)
-    graphs = GraphSet(backend, buffers, decode_round.step, config.bucket_sizes, config.on_capture_failure, config.capture_bytes)
-    stop_ids = vocabulary.stop_token_ids if vocabulary else ()
-    validator = RequestValidator(config, limits, stop_ids, models, pinned=backend.device.type == "cuda")
-    states, sharing = open_states(config, saved, timed, buffers), sharing_for(config, models)
-    observer = observer_for(record, config, models, vocabulary, backend)
-    scheduler = Scheduler(limits, sharing, states.ended if states else None, isinstance(models.proposer, NgramLookup), observer)
-    in_flight, proposer = make_in_flight(timed, buffers, graphs, host_link, limits, states), models.proposer
-    return EngineParts(
-        config=config,
-        models=models,
-        limits=limits,
-        backend=backend,
-        watchdog=watchdog,
-        buffers=buffers,
-        host_link=host_link,
-        graphs=graphs,
-        wake=wake,
-        grammar_queue=GrammarQueue(compiler, host_link, wake),
-        validator=validator,
-        hidden_states=states,
-        scheduler=scheduler,
-        uploader=Uploader(timed, buffers, models, limits, attention, states),
-        in_flight=in_flight,
-        function_drafts=FunctionDrafts(proposer.function, timed, buffers, limits) if isinstance(proposer, FunctionProposer) else None,
-        step_gate=StepGate(wake, scheduler, in_flight, graphs, config.max_queued),
-        attention=attention,
-        sharing=sharing,
-    )
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: Drafter | str | None,
+        vocabulary: Vocabulary | None,
+        config: EngineConfig,
+        backend: Backend | None,
+        record: Recording | str | Path | None,
+    ) -> None:
+        self.models, self.config = models, config = resolve_drafter(target, draft, config)
+        num_tokens = checked_vocabulary_size(models, vocabulary)
+        self.limits = limits = config.limits(target.vocab_size, num_tokens, target.feature_size)
+        self.backend = backend or backend_for(config.backend, models, config.nvtx)
+        self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
+        timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
+        check_models(models, self.backend)
+        saved = states_layout(target) if config.save_hidden_states else None
+        forced = forces_drafts(config, models, vocabulary)
+        self.buffers = buffers = make_buffers(limits, models, self.backend, config.greedy_only, saved, forced)
+        self.attention = attention_for(device, config, models)
+        self.host_link = make_host_link(config, buffers, limits, vocabulary)
+        self.compiler = config.grammar_compiler(vocabulary) if vocabulary is not None else None
+        decode_round = Round(limits, models, self.host_link, config.draft_masks, config.forced_acceptance, self.attention)
+        step_of, on_failure = decode_round.step, config.on_capture_failure
+        self.graphs = GraphSet(self.backend, buffers, step_of, config.bucket_sizes, on_failure, config.capture_bytes)
+        stop_ids = vocabulary.stop_token_ids if vocabulary else ()
+        self.validator = RequestValidator(config, limits, stop_ids, models, pinned=device.type == "cuda")
+        self.hidden_states = states = open_states(config, saved, timed, buffers)
+        recorder = None if record is None else open_recorder(record, config, models, vocabulary, self.backend)
+        self.queue = RequestQueue(config.max_queued, self.compiler, self.host_link, recorder)
+        self.sharing, ended = sharing_for(config, models), states.ended if states else None
+        self.scheduler = Scheduler(self.queue, limits, self.sharing, recorder, ended, isinstance(proposer, NgramLookup))
+        self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
+        function = proposer.function if isinstance(proposer, FunctionProposer) else None
+        self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
+        self.in_flight = in_flight_type()(timed, buffers, self.graphs, self.host_link, limits, states)
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
@@ -198,21 +160,16 @@ def device_of(model: object) -> torch.device:
     return next(iter(_devices(model)), torch.device("cpu"))
 
 
-def check_device(models: ModelPair, backend: Backend) -> None:
+def check_models(models: ModelPair, backend: Backend) -> None:
+    """ValueError for tensors on another device, and for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
             raise ValueError(
                 f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
             )
-
-
-def check_mode(models: ModelPair) -> None:
-    """ValueError for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
-    for name, model in (("target", models.target), ("draft", models.drafter)):
-        if not isinstance(model, nn.Module):
-            continue
-        for inner, module in model.named_modules():
+        modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
+        for inner, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
 
@@ -243,7 +200,8 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"EngineConfig.{error}") from None
     forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
-    return (*notes, *parts.grammar_queue.notes, *parts.sharing.notes, *forced)
+    grammars = (f"grammars: {parts.compiler.note}",) if parts.compiler else ()
+    return (*notes, *grammars, *parts.sharing.notes, *forced)
 
 
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:
@@ -309,17 +267,6 @@ def make_host_link(config: EngineConfig, buffers: StaticBuffers, limits: Limits,
     pinned = (buffers.state_host, buffers.drafts_host, buffers.masks_host, buffers.tags_host)
     forcing = Forcing(token_table(vocabulary), buffers.forced_host) if vocabulary and "forced_host" in buffers else None
     return open_host_link(config.host_link, *pinned, depth=limits.ring_depth, forcing=forcing, check_masks=config.check_masks)
-
-
-def observer_for(
-    record: Recording | str | Path | None, config: EngineConfig, models: ModelPair, vocabulary: Vocabulary | None, backend: Backend
-) -> RequestObserver | None:
-    """The recorder for Engine(record=...); its module is imported only if something is recorded."""
-    if record is None:
-        return None
-    from stepgraph.runtime.extras.record import open_recorder
-
-    return open_recorder(record, config, models, vocabulary, backend)
 
 
 def _function_proposer(function: DraftFunction, config: EngineConfig) -> FunctionProposer:

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from stepgraph import __version__
-from stepgraph.runtime.commands import bench, capture_check, demo, doctor, generate, replay
-from stepgraph.runtime.commands.terminal import Command, Parser, run_command
-
-COMMANDS: dict[str, Command] = {
-    "demo": demo,
-    "generate": generate,
-    "bench": bench,
-    "doctor": doctor,
-    "capture-check": capture_check,
-    "replay": replay,
-}
+from stepgraph.runtime.commands.flags import COMMANDS
+from stepgraph.runtime.commands.terminal import Parser, run_command, waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     return run_command("stepgraph", lambda: _main(arguments))
 
 
-def _main(arguments: Sequence[str] | None) -> int:
+def make_parser() -> Parser:
     parser = Parser(prog="stepgraph", description="A decoding runtime: one speculative, grammar-constrained round is one recorded graph.")
     parser.add_argument("--version", action="version", version=f"stepgraph {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add(commands.add_parser(name, help=command.SUMMARY))
-    options = parser.parse_args(arguments)
-    return run_command(f"stepgraph {options.command}", lambda: COMMANDS[options.command].run(options))
+        examples = "examples:\n" + "\n".join(f"  {example}" for example in command.examples)
+        raw = argparse.RawDescriptionHelpFormatter
+        one = commands.add_parser(name, help=command.summary, description=command.description, epilog=examples, formatter_class=raw)
+        command.add(one)
+        one.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    return parser
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    options = make_parser().parse_args(arguments)
+    return run_command(f"stepgraph {options.command}", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    COMMANDS[options.command].check(options)
+    with waiting("loading libraries ..."):
+        command = importlib.import_module(f"stepgraph.runtime.commands.{options.command.replace('-', '_')}")
+    code: int = command.run(options)
+    return code
 
 
 if __name__ == "__main__":

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
 from stepgraph.graphs.attention.choose import ATTENTION
-from stepgraph.graphs.graph_set import OnFailure
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.proposing import ANCHOR
-from stepgraph.graphs.shapes import Limits, bucket_sizes, checked_buckets
+from stepgraph.graphs.recording import OnFailure
+from stepgraph.graphs.shapes import bucket_sizes, checked_buckets
 from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is_number, number, one_of, optional, whole
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.native import HOST_LINKS
+from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
 
@@ -104,6 +105,10 @@ class EngineConfig:
             raise ValueError(
                 "EngineConfig.forced_drafts: got True with draft_masks=False, expected draft_masks=True: masks show which drafts are forced"
             )
+        if self.host_link == "native" and self.check_masks:
+            raise ValueError(
+                "EngineConfig.host_link: got 'native' with check_masks=True, expected 'auto' or 'python': masks are compared in Python"
+            )
         if self.buckets is not None:
             checked_buckets(self.buckets, self.max_rows)
 
@@ -128,20 +133,8 @@ class EngineConfig:
             num_pages = self.max_rows * pages_per_row if self.num_pages is None else self.num_pages
         except (TypeError, ZeroDivisionError):
             num_pages = 1  # Limits raises for the wrong field
-        return Limits(
-            max_rows=self.max_rows,
-            num_speculative_tokens=self.num_speculative_tokens,
-            max_length=self.max_length,
-            page_size=self.page_size,
-            num_pages=num_pages,
-            vocab_size=vocab_size,
-            num_tokens=num_tokens,
-            feature_size=feature_size,
-            rounds_in_flight=self.rounds_in_flight,
-            max_stop_ids=self.max_stop_ids,
-            max_bias_ids=self.max_bias_ids,
-            prefill_chunk=self.prefill_chunk,
-        )
+        sizes = {field.name: getattr(self, field.name) for field in fields(Limits) if hasattr(self, field.name)}
+        return Limits(**sizes | {"num_pages": num_pages, "vocab_size": vocab_size, "num_tokens": num_tokens, "feature_size": feature_size})
 
 
 def _rates(drafts: int) -> Check:

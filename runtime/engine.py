@@ -6,22 +6,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_set import CaptureReport
 from stepgraph.graphs.model import TargetModel
-from stepgraph.runtime.build import Drafter, build_engine, capture_notes
+from stepgraph.graphs.recording import CaptureReport
+from stepgraph.runtime.build import Drafter, EngineParts, capture_notes
 from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.extras.record import Recording
 from stepgraph.runtime.metrics import prometheus_text
 from stepgraph.runtime.models.files.loading import load_models
-from stepgraph.runtime.request import EngineClosedError, FinishReason, Job, QueuedRequest, StepEvent
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, EngineClosedError, FinishReason, Job, StepEvent
+from stepgraph.runtime.request_queue import QueuedRequest
 from stepgraph.runtime.stats import EngineStats, take_stats
 from stepgraph.runtime.step_lock import StepLock
 from stepgraph.runtime.trace import Trace, trace_rounds
@@ -30,9 +32,6 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import FORKED, call_after_fork
 from stepgraph.sampling.params import SamplingParams
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.extras.record import Recording
 
 
 class Engine:
@@ -51,11 +50,10 @@ class Engine:
         backend: Backend | None = None,
         record: Recording | str | Path | None = None,
     ) -> None:
-        parts = build_engine(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
-        self._parts, self.config, self.limits, self.backend, self.buffers = parts, parts.config, parts.limits, parts.backend, parts.buffers
+        self._parts = parts = EngineParts(target, draft, vocabulary, EngineConfig() if config is None else config, backend, record)
+        self.config, self.limits, self.backend, self.buffers = parts.config, parts.limits, parts.backend, parts.buffers
+        self.queue, self.step_lock, self._closed = parts.queue, StepLock(), ""
         self._graphs, self._scheduler, self._uploader, self._in_flight = parts.graphs, parts.scheduler, parts.uploader, parts.in_flight
-        self._grammar_queue, self._function_drafts, self._wake = parts.grammar_queue, parts.function_drafts, parts.wake
-        self.step_gate, self._step_lock, self._closed = parts.step_gate, StepLock(), ""
         call_after_fork(self._detach)
 
     @classmethod
@@ -83,9 +81,9 @@ class Engine:
 
     def capture(self, *, progress: bool = False) -> CaptureReport:
         """Record the graphs: one per batch size, with and without grammars. Call once, before the first step."""
-        with self._step_lock:
+        with self.step_lock:
             self._require_open("capture")
-            if self._graphs.captured:
+            if self.captured:
                 raise RuntimeError("Engine.capture(): already captured; make a new engine for other limits")
             notes = capture_notes(self._parts)
             with self._in_flight.capturing():
@@ -117,39 +115,34 @@ class Engine:
         )
         queued = QueuedRequest(job)
         try:
-            self._grammar_queue.claim(queued)
-            self._scheduler.enqueue(queued, self.config.max_queued, self._require_open)
-            self._wake.notify()
+            self.queue.enqueue(queued, self._require_open)
         except BaseException:  # including KeyboardInterrupt
-            self._scheduler.withdraw(queued)
-            self._wake.notify()
+            self.queue.withdraw(queued)
             raise
         return job
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Compile the grammar of a constraint into the cache, and wait for it. ValueError if it cannot be enforced. From any thread."""
         self._require_open("compile")
-        return self._grammar_queue.compile(constraint)
+        return self.queue.compile(constraint)
 
     def cancel(self, job: Job | int) -> bool:
         """End a job at the next step. False if it has finished or is unknown. Idempotent, and safe at any time."""
-        running = self._scheduler.request_cancel(job)
-        self._wake.notify()
-        return running
+        return self.queue.cancel(job)
 
     def step(self) -> list[StepEvent]:
         """Launch one round and return the new results. At most `rounds_in_flight` - 1 rounds stay in flight."""
-        with self._step_lock:
+        with self.step_lock:
             self._require_open("step")
-            self.step_gate.check()
-            if not self._graphs.captured:
+            self.step_lock.check_owner()
+            if not self.captured:
                 raise RuntimeError("Engine.step(): nothing is captured; call capture() first")
             try:
                 events = self._admit()
                 requests = self._launch(events)
                 events += self._collect(self.limits.rounds_in_flight if requests else 1)
-                if not events and self._scheduler.waiting and not self._scheduler.active:
-                    self._grammar_queue.pause()  # every request waits for its grammar
+                if not events and self.queue.waiting and not self._scheduler.active:
+                    self.queue.pause()  # every request waits for its grammar
                 return events
             except BaseException as error:
                 self._shut(f"{type(error).__name__}: {error}", FinishReason.ERROR)
@@ -158,12 +151,18 @@ class Engine:
     def wait(self, seconds: float | None = None) -> bool:
         """Sleep until a step may have something to do; True if it has. For a thread that only steps."""
         self._require_open("wait")
-        return self.step_gate.wait(seconds)
+        if seconds is not None and not 0 <= seconds <= threading.TIMEOUT_MAX:
+            raise ValueError(f"Engine.wait.seconds: got {seconds!r}, expected a number of seconds >= 0, or None")
+        return self._ready or (self.queue.wake.wait(seconds) and self._ready)
+
+    @property
+    def captured(self) -> bool:
+        return self._graphs.captured
 
     @property
     def has_work(self) -> bool:
         """False once every submitted job has finished and its last event was returned."""
-        return bool(self._scheduler.jobs)
+        return bool(self.queue.unfinished)
 
     def stream(self) -> Iterator[StepEvent]:
         """Step until all jobs have finished, yielding every event. Breaking out discards the remaining events of that step."""
@@ -175,7 +174,7 @@ class Engine:
 
         Other jobs proceed meanwhile; their tokens are in their jobs, their events are not returned.
         """
-        if not self._graphs.captured:
+        if not self.captured:
             self.capture()
         job = self.submit(prompt_ids, **options)
         while not job.finished:
@@ -188,11 +187,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges at one moment. From any thread, at any time, also after close()."""
-        scheduler, parts, eager = self._scheduler, self._parts, self._graphs.eager
-        device, host, grammars = self.backend.stats, parts.host_link.stats, self._grammar_queue.stats
-        with scheduler.lock:
-            counters, launches, rows, waiting = scheduler.counters, self._in_flight.launches, scheduler.rows, scheduler.waiting
-            return take_stats(device, host, grammars, counters, launches, rows, waiting, parts.hidden_states, eager)
+        return take_stats(self._parts)
 
     def metrics(self, labels: Mapping[str, str] | None = None) -> str:
         """stats() in the Prometheus text format, with these labels on every sample."""
@@ -205,7 +200,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all jobs, wait for the device, release threads and graphs. Idempotent."""
-        with self._step_lock:
+        with self.step_lock:
             if not self._closed:
                 self._shut("the engine was closed", FinishReason.CANCELLED)
 
@@ -233,8 +228,8 @@ class Engine:
     def _launch(self, events: list[StepEvent]) -> tuple[ActiveRequest, ...]:
         """Launch a round of the decoding requests, and return them. Requests whose draft function failed end with an event."""
         requests = tuple(request for request in self._scheduler.active if request.decoding)
-        if self._function_drafts:
-            failed = self._function_drafts.upload(requests)
+        if drafts := self._parts.function_drafts:
+            failed = drafts.upload(requests)
             events += [self._end(request.job, request, FinishReason.ERROR, error) for request, error in failed]
             requests = tuple(request for request in requests if not request.job.finished)
         if requests:
@@ -245,13 +240,18 @@ class Engine:
         """Read the oldest rounds until fewer than `most` are in flight."""
         events = []
         while len(self._in_flight) >= most:
-            events += [self._scheduler.record(result) for result in self._in_flight.collect()]
+            events += [self._scheduler.record(*result) for result in self._in_flight.collect()]
         return events
 
     def _end(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         if request is not None:
             self._uploader.retire(request.row)
         return self._scheduler.finish(job, request, reason, error)
+
+    @property
+    def _ready(self) -> bool:
+        """Whether a step has something to do. False while every job waits for its grammar."""
+        return self._scheduler.runnable or len(self._in_flight) > 0
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -260,12 +260,13 @@ class Engine:
     def _shut(self, why: str, reason: FinishReason) -> None:
         self._closed = why
         self._scheduler.finish_all(reason, why)
-        self._wake.notify()
+        self.queue.wake.notify()
         self._parts.watchdog.end(self._in_flight, self._parts.host_link)
-        self._grammar_queue.close()
+        if self._parts.compiler:
+            self._parts.compiler.close()
         if self._parts.hidden_states:
             self._parts.hidden_states.close()
 
     def _detach(self) -> None:
         """In a fork: every call raises EngineClosedError."""
-        self._closed, self._step_lock = FORKED, StepLock()
+        self._closed, self.step_lock = FORKED, StepLock()

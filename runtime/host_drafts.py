@@ -10,10 +10,9 @@ from torch import Tensor
 
 from stepgraph.graphs.buffers import BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.capture import Backend
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History
-from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.request import Job
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.runtime.upload import PinnedRing
 from stepgraph.runtime.validate import checked_count
 
@@ -60,17 +59,16 @@ class FunctionDrafts:
         return failed
 
     def _copy(self, lines: Sequence[Sequence[int]]) -> None:
-        slot, buffers, width = self._ring.write([number for line in lines for number in line]), self._buffers, len(lines[0])
+        buffers, width = self._buffers, len(lines[0])
 
-        def copy() -> None:
+        def copy(slot: Tensor) -> None:
             uploaded = buffers.function_drafts[: len(lines) * width]
             uploaded.copy_(slot[: len(lines) * width], non_blocking=True)
             rows, counts, drafts = uploaded.view(-1, width).split([1, 1, width - 2], 1)
             buffers.row_drafts.index_copy_(0, rows[:, 0], drafts)
             buffers.row_state[:, Column.DRAFT_COUNT].index_copy_(0, rows[:, 0], counts[:, 0])
 
-        self._backend.run(copy)
-        self._ring.sent()
+        self._ring.send([number for line in lines for number in line], copy)
 
     def _line(self, request: ActiveRequest) -> list[int]:
         limit, vocabulary = request.job.num_speculative_tokens, self._limits.num_tokens

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from stepgraph.graphs.buffers import ResultLayout, StaticBuffers
+from stepgraph.graphs.buffers import ResultLayout, ResultRecord, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
 from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.shapes import GraphKey, Limits
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.request import TokenLogprob
-from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.stats import GraphCounters, Loss, loss_of
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.link.protocol import HostLink
+
+Launch = tuple[int, bool, bool]  # rows, whether some are constrained, whether some are sampled
 
 
 class LaunchedRound(NamedTuple):
@@ -28,20 +28,6 @@ class LaunchedRound(NamedTuple):
     requests: tuple[ActiveRequest, ...]  # by batch index
     key: GraphKey
     logprobs: bool  # whether log-probabilities were copied as well
-
-
-class RowResult(NamedTuple):
-    """The result of one round for one request."""
-
-    request: ActiveRequest
-    tokens: list[int]
-    accepted: int
-    code: FinishCode
-    logprobs: list[TokenLogprob]
-    forced: int  # bit i: a grammar forced draft i
-    looked_up: int  # bit i: a look-up proposed draft i, unless it was forced
-    offered: int  # drafts that the round verified
-    lost: Loss | None  # why fewer drafts were accepted than the request asks for; None if all were
 
 
 class InFlight:
@@ -62,7 +48,7 @@ class InFlight:
         self._layout = ResultLayout(limits.num_speculative_tokens)
         self._pending: collections.deque[LaunchedRound] = collections.deque()
         self.rounds = 0
-        self.launches = GraphCounters()
+        self.launches: dict[Launch, int] = {}  # number of rounds; single operations only, as other threads read it
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -88,8 +74,8 @@ class InFlight:
         slot = self.rounds % self._ring_depth
         self.rounds += 1
         constrained, sampled = any(request.matcher for request in requests), any(request.sampled for request in requests)
-        key = self._graphs.key_for(len(requests), constrained, sampled)
-        self.launches.add(key, len(requests))
+        key, launch = self._graphs.key_for(len(requests), constrained, sampled), (len(requests), constrained, sampled)
+        self.launches[launch] = self.launches.get(launch, 0) + 1
         batch_host, results_host = self._buffers.batch_rows_ring_host[slot], self._buffers.results_ring_host[slot]
         batch_np = batch_host.numpy()
         batch_np[:] = self._dummy_row
@@ -107,7 +93,7 @@ class InFlight:
             self._states.launched(slot, len(requests))
         self._pending.append(LaunchedRound(self._backend.event(), slot, requests, key, logprobs))
 
-    def collect(self) -> Iterator[RowResult]:
+    def collect(self) -> Iterator[tuple[ActiveRequest, ResultRecord]]:
         """Wait for the oldest round, and read the results of its unfinished requests."""
         launched = self._pending[0]
         launched.event.wait()
@@ -119,20 +105,10 @@ class InFlight:
             job = request.job
             if job.finished:  # it ended after this round was launched: the row was inert
                 continue
-            row = self._layout.read(line, pairs)
+            result = self._layout.read(line, pairs)
             if self._states:
-                self._states.emitted(job, launched.slot, index, row.emitted)
-            yield RowResult(
-                request,
-                row.tokens[: row.emitted],
-                row.accepted,
-                FinishCode(row.finish),
-                [TokenLogprob(*pair) for pair in row.logprobs[: row.emitted]] if job.sampling.logprobs else [],
-                row.forced if launched.key.constrained else 0,
-                row.looked_up,
-                row.draft_count,
-                loss_of(job.num_speculative_tokens, row.emitted, row.accepted, row.draft_count, row.statuses, row.drafts),
-            )
+                self._states.emitted(job, launched.slot, index, result.emitted)
+            yield request, result
 
     def clear(self) -> None:
         """Drop the rounds in flight without reading them."""

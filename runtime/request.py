@@ -1,4 +1,4 @@
-"""A request as its user sees it: the job, its events, and its finish reason; and a job while it is queued."""
+"""A request as its user sees it: the job, its events, and its finish reason; and a job that holds a row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from stepgraph.runtime.page_cache import CachedPage
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.params import SamplingParams
@@ -150,11 +150,20 @@ class Job:
 
 
 @dataclass(eq=False)
-class QueuedRequest:
-    """A job that waits for a row. With a constraint it is not ready before the compile of its grammar succeeded or failed."""
+class ActiveRequest:
+    """A job that holds a row, its pages and its matcher, from admission to finish."""
 
     job: Job
-    claim: Claim | None = None
-    matcher: MatcherRow | None = None
-    error: str = ""  # why its grammar could not be compiled
-    ready: bool = True
+    row: int
+    pages: list[int]  # its block table
+    matcher: MatcherRow | None
+    sampled: bool  # needs more than a masked argmax
+    cached: list[CachedPage]  # of its first pages: those it found published, then those it published
+    prefill_started: bool = False
+    prefilled: int = 0  # prompt tokens whose cache entries are launched
+    decoding: bool = False  # takes part in rounds
+
+    @property
+    def to_prefill(self) -> int:
+        """All but the last prompt token, which is an input of the first round."""
+        return len(self.job.prompt_ids) - 1 - self.prefilled

@@ -1,79 +1,39 @@
-"""Bookkeeping of unfinished jobs: queue, cancellation, active requests. The only part of the engine that other threads change."""
+"""Bookkeeping of the requests that hold rows: admission, results of rounds, and the end of jobs. For the stepping thread only."""
 
 from __future__ import annotations
 
 import collections
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection
 
-from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.in_flight import RowResult
-from stepgraph.runtime.request import (
-    FINISH_REASONS,
-    DraftCounts,
-    FinishReason,
-    Job,
-    QueuedRequest,
-    QueueFullError,
-    StepEvent,
-    origins_of,
-)
-from stepgraph.runtime.slots import ActiveRequest, PrefixSharing, RowTable
-from stepgraph.runtime.stats import Counters
+from stepgraph.graphs.buffers import ResultRecord
+from stepgraph.graphs.limits import Limits
+from stepgraph.runtime.counters import Counters, loss_of
+from stepgraph.runtime.extras.record import Recorder
+from stepgraph.runtime.request import FINISH_REASONS, ActiveRequest, DraftCounts, FinishReason, Job, StepEvent, TokenLogprob, origins_of
+from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
+from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.compile.compiler import Claim
 from stepgraph.sampling.grammar.compile.limits import named
-from stepgraph.sampling.lifetimes import FORKED, call_after_fork
-
-
-class RequestObserver(Protocol):
-    """Receives the events of all requests, in order, on the thread that causes them. Its methods must not raise."""
-
-    def submitted(self, job: Job) -> None:
-        """Before the job is queued, since another thread may step it at once."""
-
-    def refused(self, job: Job) -> None:
-        """The job was not queued after all."""
-
-    def cancel_requested(self, job_id: int) -> None: ...
-
-    def step_begins(self) -> None: ...
-
-    def emitted(self, job: Job, tokens: Sequence[int]) -> None: ...
-
-    def finished(self, job: Job) -> None: ...
-
-    def closed(self, why: str) -> None:
-        """Before the remaining jobs are ended."""
 
 
 class Scheduler:
-    """`enqueue`, `withdraw` and `request_cancel` may be called from any thread; everything else from the stepping thread."""
+    """Takes requests from the queue, and keeps them until they end. Changes what other threads read under the queue's lock."""
 
     def __init__(
         self,
+        queue: RequestQueue,
         limits: Limits,
         sharing: PrefixSharing,
+        recorder: Recorder | None = None,
         ended: Callable[[Job], None] | None = None,
         only_looks_up: bool = False,
-        observer: RequestObserver | None = None,
     ) -> None:
         """ended: called for each finished job. only_looks_up: every draft that is not forced comes from a look-up."""
-        self.lock, self._ended, self._only_looks_up, self._observer = threading.Lock(), ended, only_looks_up, observer
-        self._waiting: collections.deque[QueuedRequest] = collections.deque()
-        self._claims: dict[int, Claim] = {}
-        self._cancelled: dict[int, Job] = {}
+        self._queue, self._recorder, self._ended, self._only_looks_up = queue, recorder, ended, only_looks_up
         self._active: dict[int, ActiveRequest] = {}
-        self.jobs: dict[int, Job] = {}  # unfinished, by id
         self.rows = RowTable(limits, sharing)
         self.counters = Counters(limits.num_speculative_tokens)
-        call_after_fork(self._detach)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def active(self) -> Collection[ActiveRequest]:
@@ -83,69 +43,30 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """Whether a request is active, could be admitted or is cancelled. False while all wait for their grammars."""
-        with self.lock:
-            return bool(self._active or self._cancelled or any(queued.ready for queued in self._waiting))
-
-    def enqueue(self, queued: QueuedRequest, max_queued: int, require_open: Callable[[str], None]) -> None:
-        """QueueFullError if `max_queued` requests are waiting; whatever `require_open` raises for a closed engine."""
-        if self._observer:
-            self._observer.submitted(queued.job)
-        with self.lock:
-            require_open("submit")
-            if len(self._waiting) >= max_queued:
-                raise QueueFullError(f"Engine.submit(): {max_queued} requests are waiting already (EngineConfig.max_queued)")
-            most = max(self.counters.most_waiting, len(self._waiting) + 1)
-            # An interrupt is raised on return from a call. From here on only the last statement calls one, so nothing or all is done.
-            self.jobs[queued.job.id] = queued.job
-            if queued.claim is not None:
-                self._claims[queued.job.id] = queued.claim
-            self.counters.submitted += 1
-            self.counters.most_waiting = most
-            self._waiting.append(queued)
-
-    def withdraw(self, queued: QueuedRequest) -> None:
-        """Undo an interrupted submit, whether or not the request entered the queue."""
-        if queued.job.id in self.jobs:
-            self.request_cancel(queued.job.id)
-            return
-        if self._observer:
-            self._observer.refused(queued.job)
-        if queued.claim is not None:
-            queued.claim.release()
-
-    def request_cancel(self, requested: Job | int) -> bool:
-        """Cancel a job at the next step. False if it has finished or is unknown."""
-        if self._observer:
-            self._observer.cancel_requested(id_of(requested))
-        with self.lock:
-            job = self.jobs.get(id_of(requested))
-            # A job of another engine may have the id of one of this engine.
-            if job is None or job.finished or (isinstance(requested, Job) and requested is not job):
-                return False
-            self._cancelled[job.id] = job
-            claim = self._claims.get(job.id)
-        if claim and not claim.done:
-            claim.release()  # at once: this ends a compile that no other request needs
-        return True
+        queue = self._queue
+        with queue.lock:
+            return bool(self._active or queue.cancelled or any(queued.ready for queued in queue.waiting))
 
     def pop_cancelled(self) -> list[tuple[Job, ActiveRequest | None]]:
         """The first call of every step: remove the cancelled jobs from the queue, and return them."""
-        if self._observer:
-            self._observer.step_begins()
-        with self.lock:
-            cancelled, self._cancelled = self._cancelled, {}
+        queue = self._queue
+        if self._recorder:
+            self._recorder.step_begins()
+        with queue.lock:
+            cancelled, queue.cancelled = queue.cancelled, {}
             if cancelled:
-                self._waiting = collections.deque(queued for queued in self._waiting if queued.job.id not in cancelled)
+                queue.waiting = collections.deque(queued for queued in queue.waiting if queued.job.id not in cancelled)
         return [(job, self._active.get(job.id)) for job in cancelled.values() if not job.finished]
 
     def admit(self) -> list[QueuedRequest]:
         """Give rows to queued requests in order of arrival. The first one without a free row or pages holds back those after it; one whose
         grammar is still being compiled does not. Returns the requests whose grammar could not be compiled."""
         failed, not_ready = list[QueuedRequest](), list[QueuedRequest]()
-        with self.lock:
-            while self._waiting:
-                first = self._waiting[0]
-                if not first.ready or first.job.id in self._cancelled:
+        with self._queue.lock:
+            waiting = self._queue.waiting
+            while waiting:
+                first = waiting[0]
+                if not first.ready or first.job.id in self._queue.cancelled:
                     not_ready.append(first)
                 elif first.error:
                     failed.append(first)
@@ -155,56 +76,56 @@ class Scheduler:
                     self.counters.queue_seconds.add(request.job.queue_seconds)
                 else:
                     break
-                self._waiting.popleft()
-            self._waiting.extendleft(reversed(not_ready))
+                waiting.popleft()
+            waiting.extendleft(reversed(not_ready))
         return failed
 
     def start_prefill(self, request: ActiveRequest) -> None:
-        with self.lock:
+        with self._queue.lock:
             self.rows.start_prefill(request)
 
     def prefilled(self, request: ActiveRequest, tokens: int) -> None:
         """Record that the next `tokens` prompt tokens of a request are launched."""
-        with self.lock:
+        with self._queue.lock:
             self.rows.publish_prompt(request)
             self.counters.prompt_tokens += tokens
 
-    def record(self, result: RowResult) -> StepEvent:
+    def record(self, request: ActiveRequest, result: ResultRecord) -> StepEvent:
         """Add a round's result to its job, and finish the job if the round ended it."""
-        request, tokens, accepted, code = result.request, result.tokens, result.accepted, result.code
-        forced, held = result.forced, ~(-1 << accepted)
-        looked_up = (~(-1 << result.offered) if self._only_looks_up else result.looked_up) & ~forced
+        job, counters, accepted, tokens = request.job, self.counters, result.accepted, tuple(result.tokens[: result.emitted])
+        forced, held = result.forced if request.matcher else 0, ~(-1 << accepted)  # rounds without grammars do not write `forced`
+        looked_up = (~(-1 << result.draft_count) if self._only_looks_up else result.looked_up) & ~forced
         drafts = DraftCounts(
             accepted, forced.bit_count(), (forced & held).bit_count(), looked_up.bit_count(), (looked_up & held).bit_count()
         )
-        job, counters = request.job, self.counters
-        if tokens and self._observer:
-            self._observer.emitted(job, tokens)
-        with self.lock:
+        if tokens and self._recorder:
+            self._recorder.emitted(job, tokens)
+        with self._queue.lock:
             if tokens and not job.tokens:
                 job.first_token_seconds = time.perf_counter() - job.submitted_at
                 counters.first_token_seconds.add(job.first_token_seconds)
             counters.tokens += len(tokens)
             counters.drafts = counters.drafts.plus(drafts)
-            if result.offered or (job.rounds and job.num_speculative_tokens):
-                counters.add_drafting_round(len(tokens), result.offered, accepted, result.lost)
+            if result.draft_count or (job.rounds and job.num_speculative_tokens):
+                counters.add_drafting_round(result, loss_of(job.num_speculative_tokens, result))
         origins = origins_of(len(tokens), accepted, forced, looked_up)
+        logprobs = tuple(TokenLogprob(*pair) for pair in result.logprobs[: len(tokens)]) if job.sampling.logprobs else ()
         job.tokens.extend(tokens)
         job.origins.extend(origins)
-        job.logprobs.extend(result.logprobs)
+        job.logprobs.extend(logprobs)
         job.num_accepted_drafts += accepted
         job.rounds += 1
-        if code != FinishCode.RUNNING:
+        if result.finish != FinishCode.RUNNING:
+            code = FinishCode(result.finish)
             self.finish(job, request, FINISH_REASONS[code], _error(code, request))
-        return StepEvent(job.id, tuple(tokens), drafts, job.finish_reason, job.error, tuple(result.logprobs), origins)
+        return StepEvent(job.id, tokens, drafts, job.finish_reason, job.error, logprobs, origins)
 
     def finish(self, job: Job, request: ActiveRequest | None, reason: FinishReason, error: str = "") -> StepEvent:
         """End a job and free what it holds. Returns an event without tokens."""
-        with self.lock:
+        with self._queue.lock:
             job.error, job.finish_reason = error, reason
-            del self.jobs[job.id]
+            claim = self._queue.unfinished.pop(job.id).claim
             self.counters.finished[reason] += 1
-            claim = self._claims.pop(job.id, None)
             if request is not None:
                 del self._active[job.id]
                 self.rows.release(request)
@@ -213,30 +134,19 @@ class Scheduler:
             claim.release()
         if self._ended:
             self._ended(job)
-        if self._observer:
-            self._observer.finished(job)
+        if self._recorder:
+            self._recorder.finished(job)
         return StepEvent(job.id, finish_reason=reason, error=error)
 
     def finish_all(self, reason: FinishReason, error: str) -> None:
         """End every job. A submit before this is among them; a later one is refused."""
-        if self._observer:
-            self._observer.closed(error)
-        with self.lock:
-            jobs = tuple(self.jobs.values())
-            self._waiting.clear()
-        for job in jobs:
-            self.finish(job, self._active.get(job.id), reason, error=error)
-
-    def _detach(self) -> None:
-        """In a fork: all jobs end with an error."""
-        self.lock = threading.Lock()
-        for job in self.jobs.values():
-            job.error, job.finish_reason = FORKED, FinishReason.ERROR
-        self.jobs = {}
-
-
-def id_of(job: Job | int) -> int:
-    return job.id if isinstance(job, Job) else job
+        if self._recorder:
+            self._recorder.closed(error)
+        with self._queue.lock:
+            unfinished = tuple(self._queue.unfinished.values())
+            self._queue.waiting.clear()
+        for queued in unfinished:
+            self.finish(queued.job, self._active.get(queued.job.id), reason, error=error)
 
 
 def _error(code: FinishCode, request: ActiveRequest) -> str:

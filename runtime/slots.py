@@ -1,4 +1,4 @@
-"""Rows and pages of active requests. A request keeps one row, its pages and its matcher from admission to finish."""
+"""Rows and pages of active requests."""
 
 from __future__ import annotations
 
@@ -6,30 +6,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.page_cache import CachedPage, PageCache
-from stepgraph.runtime.request import FinishReason, Job
+from stepgraph.runtime.request import ActiveRequest, FinishReason, Job
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
-
-
-@dataclass(eq=False)
-class ActiveRequest:
-    """A job that holds a row."""
-
-    job: Job
-    row: int
-    pages: list[int]  # its block table
-    matcher: MatcherRow | None
-    sampled: bool  # needs more than a masked argmax
-    cached: list[CachedPage]  # of its first pages: those it found published, then those it published
-    prefill_started: bool = False
-    prefilled: int = 0  # prompt tokens whose cache entries are launched
-    decoding: bool = False  # takes part in rounds
-
-    @property
-    def to_prefill(self) -> int:
-        """All but the last prompt token, which is an input of the first round."""
-        return len(self.job.prompt_ids) - 1 - self.prefilled
 
 
 @dataclass(frozen=True)
@@ -62,7 +42,7 @@ class RowTable:
 
     def __init__(self, limits: Limits, sharing: PrefixSharing) -> None:
         self._limits, self._sharing = limits, sharing
-        self._pages = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle)
+        self.pages = PageCache(limits.num_pages, limits.page_size, sharing.lookahead, sharing.max_idle)
         self._free_rows = list(range(limits.max_rows))
         self.reused_tokens = self.most_used_pages = 0
 
@@ -70,36 +50,19 @@ class RowTable:
         """The number of rows in use."""
         return self._limits.max_rows - len(self._free_rows)
 
-    @property
-    def num_pages(self) -> int:
-        return self._limits.num_pages
-
-    @property
-    def free_pages(self) -> int:
-        """Pages without a holder, including published ones."""
-        return self._pages.num_free
-
-    @property
-    def cached_pages(self) -> int:
-        return len(self._pages)
-
-    @property
-    def evicted_pages(self) -> int:
-        return self._pages.evicted
-
     def allocate(self, job: Job, matcher: MatcherRow | None) -> ActiveRequest | None:
         """A row, and pages for the job's maximum length; None where there are too few of either."""
         page_size, length = self._limits.page_size, len(job.prompt_ids) + job.max_new_tokens
         count = -(-length // page_size)
-        if not self._free_rows or count - len(job.prompt_ids) // page_size > self.free_pages:
+        if not self._free_rows or count - len(job.prompt_ids) // page_size > self.pages.num_free:
             return None
         cached = self._find(job)
-        self._pages.acquire(cached)
-        private = self._pages.allocate(count - len(cached))
+        self.pages.acquire(cached)
+        private = self.pages.allocate(count - len(cached))
         if private is None:
-            self._pages.release(cached)
+            self.pages.release(cached)
             return None
-        self.most_used_pages = max(self.most_used_pages, self.num_pages - self.free_pages)
+        self.most_used_pages = max(self.most_used_pages, self._limits.num_pages - self.pages.num_free)
         row, pages = heapq.heappop(self._free_rows), [*(page.page for page in cached), *private]
         return ActiveRequest(job, row, pages, matcher, not job.sampling.plain, cached)
 
@@ -107,8 +70,8 @@ class RowTable:
         """Look up the prefix again just before the first chunk: requests with the same prefix may have published pages since `allocate`."""
         found, held = self._find(request.job), len(request.cached)
         if found[:held] == request.cached:
-            self._pages.acquire(found[held:])
-            self._pages.free(request.pages[held : len(found)])
+            self.pages.acquire(found[held:])
+            self.pages.free(request.pages[held : len(found)])
             request.cached = found
             request.pages[: len(found)] = [page.page for page in found]
         reused = len(request.cached) * self._limits.page_size
@@ -126,22 +89,22 @@ class RowTable:
         assert request.row not in self._free_rows
         heapq.heappush(self._free_rows, request.row)
         if request.job.finish_reason == FinishReason.ERROR:
-            self._pages.unpublish(request.cached)
+            self.pages.unpublish(request.cached)
         elif request.decoding:
             history = (*request.job.prompt_ids, *request.job.tokens)
             self._publish(request, history, len(history) - 1)
         cached = [page.page for page in request.cached]
-        self._pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
-        self._pages.release(request.cached)
+        self.pages.free([page for index, page in enumerate(request.pages) if cached[index : index + 1] != [page]])
+        self.pages.release(request.cached)
 
     def _find(self, job: Job) -> list[CachedPage]:
         """Full published pages before the last prompt token, which is an input of the first round."""
         sharing = self._sharing
         limit = len(job.prompt_ids) - max(1 + sharing.recompute_tail, sharing.lookahead)
-        return self._pages.find(job.cache_salt, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
+        return self.pages.find(job.cache_salt, job.prompt_ids, min(limit, job.shareable_tokens)) if not sharing.off else []
 
     def _publish(self, request: ActiveRequest, ids: Sequence[int], written: int) -> None:
         """Publish the full pages of a text. The entries of its first `written` tokens are launched, and token `written` is known."""
         limit = min(written + 1 - max(1, self._sharing.lookahead), request.job.shareable_tokens)
         while not self._sharing.off and (len(request.cached) + 1) * self._limits.page_size <= limit:
-            self._pages.publish(request.job.cache_salt, request.cached, ids, request.pages[len(request.cached)])
+            self.pages.publish(request.job.cache_salt, request.cached, ids, request.pages[len(request.cached)])

@@ -1,47 +1,19 @@
-"""Counters of an engine, and the frozen snapshot that `Engine.stats()` returns."""
+"""The frozen snapshot that `Engine.stats()` returns."""
 
 from __future__ import annotations
 
-import bisect
-import collections
-import enum
 import itertools
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepgraph.graphs.buffers import REFUSED
-from stepgraph.graphs.capture import BackendStats
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.request import NO_DRAFTS, DraftCounts, FinishReason
-from stepgraph.runtime.slots import RowTable
+from stepgraph.runtime.build import EngineParts
+from stepgraph.runtime.counters import Counters, HistogramBuilder, Loss
+from stepgraph.runtime.request import DraftCounts, FinishReason
 from stepgraph.sampling.grammar.compile.compiler import CompileStats
-from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostStats
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 NODE_BOUNDS = tuple(bound / 1e9 for bound in NODE_BOUNDS_NS)
-
-
-class Loss(str, enum.Enum):
-    """Why a round accepted fewer drafts than the request asks for: the first cause in the chain."""
-
-    ILLEGAL = "illegal"  # the grammar forbids the next draft; found when it was proposed or when it was verified
-    IMPROBABLE = "improbable"  # the target chose or sampled another token
-    ENDED = "ended"  # the text ended at an accepted draft, or at the position of the next one
-    UNDRAFTED = "undrafted"  # no drafter proposed a token for the next position
-
-
-def loss_of(requested: int, emitted: int, accepted: int, offered: int, statuses: Sequence[int], drafts: Sequence[int]) -> Loss | None:
-    """The cause for one row of a round that `requested` so many drafts; None if all of them were accepted."""
-    if accepted >= requested:
-        return None
-    if emitted == accepted:
-        return Loss.ENDED
-    if accepted < offered:
-        return Loss.IMPROBABLE if MaskStatus.OK <= statuses[accepted + 1] < MaskStatus.ILLEGAL else Loss.ILLEGAL
-    return Loss.ILLEGAL if drafts[accepted] == REFUSED else Loss.UNDRAFTED
 
 
 @dataclass(frozen=True)
@@ -96,85 +68,6 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
 
-class HistogramBuilder:
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self._bounds, self._counts, self._total = tuple(bounds), [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._total += value
-
-    @property
-    def histogram(self) -> Histogram:
-        return Histogram(self._bounds, tuple(self._counts), self._total)
-
-
-class Counters:
-    """Counts of jobs, tokens and drafts. Not locked: the scheduler reads and writes it under its own lock."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self.tokens = self.prompt_tokens = self.submitted = self.most_waiting = 0
-        self.drafts = NO_DRAFTS
-        self.finished = collections.Counter[FinishReason]()
-        self.queue_seconds, self.first_token_seconds = HistogramBuilder(), HistogramBuilder()
-        self._drafting_tokens = 0
-        self._offered, self._accepted = [0] * (num_drafts + 1), [0] * (num_drafts + 1)  # rounds by number of drafts
-        self._losses: dict[Loss | None, int] = dict.fromkeys((None, *Loss), 0)
-
-    def add_drafting_round(self, tokens: int, offered: int, accepted: int, loss: Loss | None) -> None:
-        """A round of a row for which drafts could be made."""
-        self._offered[offered] += 1
-        self._accepted[accepted] += 1
-        self._drafting_tokens += tokens
-        self._losses[loss] += 1
-
-    @property
-    def drafting(self) -> DraftStats:
-        return DraftStats(
-            rounds=sum(self._losses.values()),
-            tokens=self._drafting_tokens,
-            full=self._losses[None],
-            offered=_at_least(self._offered),
-            accepted=_at_least(self._accepted),
-            **{loss.value: self._losses[loss] for loss in Loss},
-        )
-
-
-class GraphCounters:
-    """Rounds launched per graph and number of active rows. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rounds: dict[tuple[int, bool, bool], int] = {}  # by active rows; a GraphKey's hash is Python code and slower
-        self._keys: dict[tuple[int, bool, bool], GraphKey] = {}
-
-    def add(self, key: GraphKey, rows: int) -> None:
-        launched = rows, key.constrained, key.sampled
-        with self._lock:
-            if launched in self._rounds:
-                self._rounds[launched] += 1
-            else:
-                self._rounds[launched], self._keys[launched] = 1, key
-
-    @property
-    def graphs(self) -> tuple[GraphStats, ...]:
-        """Largest first."""
-        with self._lock:
-            counts = [(self._keys[launched], launched[0], rounds) for launched, rounds in self._rounds.items()]
-        by_key: dict[GraphKey, list[int]] = {}
-        for key, rows, rounds in counts:
-            sums = by_key.setdefault(key, [0, 0, 0])
-            sums[0] += rounds
-            sums[1] += rounds if rows < key.rows else 0
-            sums[2] += rounds * (key.rows - rows)
-        return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
-
-
-def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:
-    """From rounds with exactly 0, 1, ... drafts to rounds with at least 1, 2, ... drafts."""
-    return tuple(itertools.accumulate(reversed(rounds[1:])))[::-1]
-
-
 @dataclass(frozen=True)
 class EngineStats:
     """Counts since the engine was made, and its present state.
@@ -222,56 +115,80 @@ class EngineStats:
     reused_tokens: int  # prompt tokens found in the prefix cache
 
 
-def take_stats(
-    backend: BackendStats,
-    host: HostStats,
-    grammars: CompileStats,
-    counters: Counters,
-    launches: GraphCounters,
-    rows: RowTable,
-    waiting: int,
-    states: HiddenStates | None,
-    eager: Mapping[GraphKey, str],
-) -> EngineStats:
-    """A snapshot. The caller holds the scheduler's lock. eager: the keys whose rounds are not recorded, and why."""
-    graphs = launches.graphs  # under the lock, so that every round counted in `counters` is among them
-    rounds = sum(graph.rounds for graph in graphs)
-    eager_rounds = sum(graph.rounds for graph in graphs if graph.key in eager)
-    exposed_ns = host.node_ns if eager_rounds == rounds else backend.wait_ns
-    return EngineStats(
-        rounds=rounds,
-        replays=backend.replays,
-        host_syncs=backend.syncs,
-        event_waits=backend.event_waits,
-        eager_rounds=eager_rounds,
-        eager_reason="; ".join(dict.fromkeys(eager.values())),
-        graphs=graphs,
-        tokens=counters.tokens,
-        prompt_tokens=counters.prompt_tokens,
-        drafts=counters.drafts,
-        drafting=counters.drafting,
-        forced_looks=host.looks,
-        mask_fills=host.fills,
-        matcher_accepts=host.accepts,
-        matcher_rollbacks=host.rollbacks,
-        host_nodes=Histogram(NODE_BOUNDS, host.nodes, host.node_ns / 1e9),
-        longest_host_node_seconds=host.longest_node_ns / 1e9,
-        exposed_wait_seconds=None if exposed_ns is None else exposed_ns / 1e9,
-        grammars=grammars,
-        saved_texts=states.saved if states else 0,
-        unsaved_texts=states.unsaved if states else 0,
-        saving_error=states.error if states else "",
-        submitted=counters.submitted,
-        finished=tuple((reason.value, counters.finished[reason]) for reason in FinishReason),
-        running=len(rows),
-        waiting=waiting,
-        most_waiting=counters.most_waiting,
-        queue_seconds=counters.queue_seconds.histogram,
-        first_token_seconds=counters.first_token_seconds.histogram,
-        pages=rows.num_pages,
-        free_pages=rows.free_pages,
-        most_used_pages=rows.most_used_pages,
-        cached_pages=rows.cached_pages,
-        evicted_pages=rows.evicted_pages,
-        reused_tokens=rows.reused_tokens,
+def take_stats(parts: EngineParts) -> EngineStats:
+    device, host, graphs, rows, states = parts.backend.stats, parts.host_link.stats, parts.graphs, parts.scheduler.rows, parts.hidden_states
+    grammars, counters, queue = parts.compiler.stats if parts.compiler else CompileStats(), parts.scheduler.counters, parts.queue
+    with queue.lock:
+        launches = graph_stats(parts)  # under the lock, so that every round counted in `counters` is among them
+        rounds = sum(graph.rounds for graph in launches)
+        eager_rounds = sum(graph.rounds for graph in launches if graph.key in graphs.eager)
+        exposed_ns = host.node_ns if eager_rounds == rounds else device.wait_ns
+        return EngineStats(
+            rounds=rounds,
+            replays=device.replays,
+            host_syncs=device.syncs,
+            event_waits=device.event_waits,
+            eager_rounds=eager_rounds,
+            eager_reason="; ".join(dict.fromkeys(graphs.eager.values())),
+            graphs=launches,
+            tokens=counters.tokens,
+            prompt_tokens=counters.prompt_tokens,
+            drafts=counters.drafts,
+            drafting=draft_stats(counters),
+            forced_looks=host.looks,
+            mask_fills=host.fills,
+            matcher_accepts=host.accepts,
+            matcher_rollbacks=host.rollbacks,
+            host_nodes=Histogram(NODE_BOUNDS, host.nodes, host.node_ns / 1e9),
+            longest_host_node_seconds=host.longest_node_ns / 1e9,
+            exposed_wait_seconds=None if exposed_ns is None else exposed_ns / 1e9,
+            grammars=grammars,
+            saved_texts=states.writer.saved if states else 0,
+            unsaved_texts=states.writer.unsaved if states else 0,
+            saving_error=states.writer.error if states else "",
+            submitted=queue.submitted,
+            finished=tuple((reason.value, counters.finished[reason]) for reason in FinishReason),
+            running=len(rows),
+            waiting=len(queue.waiting),
+            most_waiting=queue.most_waiting,
+            queue_seconds=histogram(counters.queue_seconds),
+            first_token_seconds=histogram(counters.first_token_seconds),
+            pages=parts.limits.num_pages,
+            free_pages=rows.pages.num_free,
+            most_used_pages=rows.most_used_pages,
+            cached_pages=len(rows.pages),
+            evicted_pages=rows.pages.evicted,
+            reused_tokens=rows.reused_tokens,
+        )
+
+
+def graph_stats(parts: EngineParts) -> tuple[GraphStats, ...]:
+    """Largest first."""
+    by_key: dict[GraphKey, list[int]] = {}
+    for (rows, *kind), rounds in tuple(parts.in_flight.launches.items()):
+        key = parts.graphs.key_for(rows, *kind)
+        sums = by_key.setdefault(key, [0, 0, 0])
+        sums[0] += rounds
+        sums[1] += rounds if rows < key.rows else 0
+        sums[2] += rounds * (key.rows - rows)
+    return tuple(GraphStats(key, *sums) for key, sums in sorted(by_key.items(), reverse=True))
+
+
+def draft_stats(counters: Counters) -> DraftStats:
+    return DraftStats(
+        rounds=sum(counters.losses.values()),
+        tokens=counters.drafting_tokens,
+        full=counters.losses[None],
+        offered=_at_least(counters.offered),
+        accepted=_at_least(counters.accepted),
+        **{loss.value: counters.losses[loss] for loss in Loss},
     )
+
+
+def histogram(builder: HistogramBuilder) -> Histogram:
+    return Histogram(builder.bounds, tuple(builder.counts), builder.total)
+
+
+def _at_least(rounds: Sequence[int]) -> tuple[int, ...]:
+    """From rounds with exactly 0, 1, ... drafts to rounds with at least 1, 2, ... drafts."""
+    return tuple(itertools.accumulate(reversed(rounds[1:])))[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,16 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.buffers import Column, StaticBuffers
 from stepgraph.graphs.capture import Backend, Event
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
 from stepgraph.graphs.prefill import Chunk, prefill
 from stepgraph.graphs.proposing import ANCHOR, given_from
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.extras.hidden_states import HiddenStates
-from stepgraph.runtime.request import Job
-from stepgraph.runtime.slots import ActiveRequest
+from stepgraph.runtime.request import ActiveRequest, Job
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.sampler import Param
@@ -33,17 +32,14 @@ class PinnedRing:
         self._events: list[Event | None] = [None] * len(ring_host)
         self._next = 0
 
-    def write(self, values: Sequence[int] | npt.NDArray[np.int32]) -> Any:
-        """Write `values` to the start of the next slot, and return the slot. Waits while the slot is being copied."""
+    def send(self, values: Sequence[int] | npt.NDArray[np.int32], copy: Callable[[Any], object]) -> None:
+        """Write `values` to the start of the next slot, and launch `copy(slot)`. Waits while the slot is being copied."""
         busy = self._events[self._next]
         if busy is not None and not busy.query():
             busy.wait()
         slot = self._ring[self._next]
         slot.numpy()[: len(values)] = values
-        return slot
-
-    def sent(self) -> None:
-        """The copy from the slot last written has been launched."""
+        self._backend.run(lambda: copy(slot))
         self._events[self._next] = self._backend.event()
         self._next = (self._next + 1) % len(self._events)
 
@@ -72,16 +68,14 @@ class Uploader:
         start, reused = request.prefilled, request.job.num_cached_tokens
         count = min(request.to_prefill, max(budget, reused - start + 1))  # recompute at least one token past the shared prefix
         chunk = Chunk(request.row, start, count, reused, tuple(_spans(request.job, start, count)))
-        slot = self._prompts.write(request.job.prompt_ids[start : start + count + 1])
         buffers, models, limits = self._buffers, self._models, self._limits
 
-        def run_chunk() -> None:
+        def run_chunk(slot: Tensor) -> None:
             buffers.prompt.copy_(slot, non_blocking=True)
             prefill(buffers, chunk, models.target, models.draft, limits, self._attention, lines)
 
         lines = self._states.prompt_lines(request.job, count) if self._states else None
-        self._backend.run(run_chunk)
-        self._prompts.sent()
+        self._prompts.send(request.job.prompt_ids[start : start + count + 1], run_chunk)
         if self._states:
             self._states.prompt_sent(request.job, count)
         request.prefilled += count
@@ -103,9 +97,8 @@ class Uploader:
         biases = request.job.sampling.biases
         unused = limits.max_bias_ids - len(biases)
         bias_ids, bias_bits = [*biases, *[-1] * unused], _bits([*biases.values(), *[0.0] * unused])
-        slot = self._admissions.write([*stops, *table, *bias_ids, *bias_bits])
 
-        def copy() -> None:
+        def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             sizes = [limits.max_stop_ids, limits.pages_per_row, limits.max_bias_ids, limits.max_bias_ids]
             stop_part, table_part, ids_part, bits_part = buffers.admission[: sum(sizes)].split(sizes)
@@ -116,8 +109,7 @@ class Uploader:
             buffers.row_prompt_seen[row].zero_()
             buffers.row_output_counts[row].zero_()
 
-        self._backend.run(copy)
-        self._admissions.sent()
+        self._admissions.send([*stops, *table, *bias_ids, *bias_bits], copy)
         if request.job.sampling.repetition_penalty != 1:  # otherwise the prompt's tokens have no effect
             self._upload_seen(request)
         if self._texts is not None:
@@ -128,24 +120,21 @@ class Uploader:
         row_seen, count = self._buffers.row_prompt_seen[request.row], self._limits.num_tokens
         seen = np.zeros(self._buffers.seen_ring_host.shape[1] * 32, dtype=np.bool_)
         seen[list(request.job.prompt_ids)] = True
-        slot = self._seen.write(np.packbits(seen, bitorder="little").view(np.int32))
-        self._backend.run(lambda: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
-        self._seen.sent()
+        words = np.packbits(seen, bitorder="little").view(np.int32)
+        self._seen.send(words, lambda slot: row_seen.copy_(bitmask.unpack(slot.to(row_seen.device, non_blocking=True), count)))
 
     def _upload_text(self, request: ActiveRequest, texts: PinnedRing) -> None:
         """Upload what a proposer reads: the prompt and, from `given_from` on, the end of the prompt and draft_ids."""
         row_text, prompt, start = self._buffers.row_text[request.row], request.job.prompt_ids, given_from(self._limits)
         given = (*prompt[-ANCHOR:], *request.job.draft_ids) if request.job.draft_ids else ()
         first, split, end = start + len(request.job.draft_ids) - len(given), len(prompt), len(prompt) + len(given)
-        slot = texts.write((*prompt, *given))
 
-        def copy() -> None:
+        def copy(slot: Tensor) -> None:
             row_text.fill_(-1)
             row_text[:split].copy_(slot[:split], non_blocking=True)
             row_text[first : first + len(given)].copy_(slot[split:end], non_blocking=True)
 
-        self._backend.run(copy)
-        texts.sent()
+        texts.send((*prompt, *given), copy)
 
     def _upload_state(self, request: ActiveRequest) -> None:
         buffers, job, row = self._buffers, request.job, request.row
@@ -164,20 +153,9 @@ class Uploader:
             Column.DRAFT_LIMIT: job.num_speculative_tokens,
             Column.SEED: job.seed,
         }
-        sampling = job.sampling
-        params = {
-            Param.TEMPERATURE: sampling.temperature,
-            Param.TOP_K: sampling.top_k,
-            Param.TOP_P: sampling.top_p,
-            Param.MIN_P: sampling.min_p,
-            Param.REPETITION_PENALTY: sampling.repetition_penalty,
-            Param.PRESENCE_PENALTY: sampling.presence_penalty,
-            Param.FREQUENCY_PENALTY: sampling.frequency_penalty,
-            Param.MIN_NEW_TOKENS: sampling.min_new_tokens,
-        }
-        slot = self._admissions.write([*[state.get(column, 0) for column in Column], *_bits([params[column] for column in Param])])
+        params = [getattr(job.sampling, column.name.lower()) for column in Param]
 
-        def copy() -> None:
+        def copy(slot: Tensor) -> None:
             buffers.admission.copy_(slot, non_blocking=True)
             buffers.row_drafts[row].fill_(-1)
             if offered:
@@ -190,8 +168,7 @@ class Uploader:
             buffers.row_params[row].copy_(_floats(bits_part))
             buffers.row_state[row].copy_(state_part)
 
-        self._backend.run(copy)
-        self._admissions.sent()
+        self._admissions.send([*[state.get(column, 0) for column in Column], *_bits(params)], copy)
 
 
 def _spans(job: Job, start: int, count: int) -> Iterator[tuple[int, Tensor]]:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelPair
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.config import EngineConfig
 from stepgraph.runtime.request import Job
 from stepgraph.sampling.fields import clip_repr, is_int

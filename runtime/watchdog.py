@@ -7,10 +7,13 @@ from outside: its thread and memory are not freed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from stepgraph.graphs.capture import Backend, Event
@@ -29,15 +32,16 @@ class Watchdog:
 
     def __init__(self, backend: Backend, seconds: float | None) -> None:
         self._backend, self._seconds, self._expired = backend, seconds, False
-        self.backend = backend if seconds is None else cast("Backend", _Watched(backend, self))
+        self.backend = backend if seconds is None else cast("Backend", _Watched(backend, self.wait))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event) -> bool:
         """RoundTimeoutError if the event is not reached in time."""
         if not event.wait(self._seconds):
             self._expired = True
             doing = "; ".join(self._backend.active_work())
             limit = f"{self._seconds:g} s (EngineConfig.round_timeout_seconds)"
             raise RoundTimeoutError(f"the device did not finish within {limit}{doing and ': ' + doing}")
+        return True
 
     def end(self, in_flight: InFlight, host: HostLink) -> None:
         """Wait for the device, and close the backend and the host link. After a time-out: log the report, and free nothing."""
@@ -71,25 +75,12 @@ class Watchdog:
 class _Watched:
     """A backend whose events time out."""
 
-    def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
-        self._backend, self._watchdog = backend, watchdog
+    def __init__(self, backend: Backend, wait: Callable[[Event], bool]) -> None:
+        self._backend, self._wait = backend, wait
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def event(self) -> _WatchedEvent:
-        return _WatchedEvent(self._backend.event(), self._watchdog)
-
-
-class _WatchedEvent:
-    def __init__(self, event: Event, watchdog: Watchdog) -> None:
-        self._event, self._watchdog = event, watchdog
-
-    def query(self) -> bool:
-        return self._event.query()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        if seconds is not None:
-            return self._event.wait(seconds)
-        self._watchdog.wait(self._event)
-        return True
+    def event(self) -> Event:
+        event = self._backend.event()
+        return cast("Event", SimpleNamespace(query=event.query, wait=functools.partial(self._wait, event)))

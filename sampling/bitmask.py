@@ -5,12 +5,23 @@ Ids from the end of the tokenizer on have bit 0, so padding logits are never cho
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
 
 WORD = 32
+
+
+class GrammarMask(NamedTuple):
+    """The masks of B rows at Q positions."""
+
+    masks: Tensor  # [R, Q, words] int32
+    rows: Tensor | None  # [B] int64: row b reads masks[rows[b]]; None: masks[b]
+    constrained: Tensor  # [B] bool: rows that have a mask
+    status: Tensor  # [B, Q] int64 MaskStatus; where a constrained row's is not OK, no token is legal, whatever the mask
 
 
 def unpack(masks: Tensor, width: int) -> Tensor:

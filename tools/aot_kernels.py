@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
 def variants() -> list[Variant]:
     """Every kernel, in the shapes that matter: all logit types, most tiles, most drafts."""
-    from stepgraph.sampling.kernels.triton import chain, choice, rejection
+    from stepgraph.sampling.kernels.triton import chain, choice, filters, rejection
     from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
     found = []
@@ -56,8 +56,8 @@ def variants() -> list[Variant]:
             found.append(_variant(label, choice.masked_candidates, types, constants, 8))
     for purpose in (Purpose.DRAFT, Purpose.TARGET):
         types = ["*fp32", "*i64", "*i64", "*i64", "i32", "i32"]
-        constants = {"SALT": signed(purpose * GOLDEN), "TILE": choice.RACE_TILE}
-        found.append(_variant(f"race_candidates {purpose.name}", choice.race_candidates, types, constants, 4))
+        constants = {"SALT": signed(purpose * GOLDEN), "TILE": filters.RACE_TILE}
+        found.append(_variant(f"race_candidates {purpose.name}", filters.race_candidates, types, constants, 4))
     for has_best in (True, False):
         types = ["*i64", "*fp32" if has_best else "*i64", "*i64", "i32"]
         found.append(_variant(f"take_best {has_best}", choice.take_best, types, {"HAS_BEST": has_best, "TILES": 256}, 1))
@@ -75,20 +75,21 @@ def variants() -> list[Variant]:
 
 def _mask_variants() -> list[Variant]:
     """Tags, and masks with every setting of a request."""
-    from stepgraph.sampling.kernels.triton import masks
+    from stepgraph.sampling.kernels.triton import chain, processors
 
     types = [*["*i64"] * 4, "*i1", "*i64", *["i32"] * 6]
-    found = [_variant("check_tags", masks.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
+    found = [_variant("check_tags", chain.check_tags, types, {"HAS_ROWS": True, "POSITIONS": 16}, 1)]
     for dtype, has_masks, has_ids in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
         types = [f"*{dtype}", "*i32", "*i64", "*i1", *["*i64"] * 3, "*fp32", "*i64", "*fp32", "*i64", "*i1", "*i32", "*i64", "*i64"]
         types += ["*fp32", "*i32", *["i32"] * 15]
         flags = {"HAS_MASKS": has_masks, "HAS_MASK_ROWS": has_masks, "HAS_IDS": has_ids, "HAS_ROWS": True}
-        constants = {**flags, "WORDS": masks.PROCESS_TILE // 32, "BIASES": 256}
+        constants = {**flags, "WORDS": processors.PROCESS_TILE // 32, "BIASES": 256}
         label = f"{'mapped ' if has_ids else ''}process_tile {dtype} {'masked' if has_masks else 'free'}"
-        found.append(_variant(label, masks.process_tile, types, constants, 4))
+        found.append(_variant(label, processors.process_tile, types, constants, 4))
     for has_status in (True, False):
         types = ["*i32", "*i64" if has_status else "*i1", "*i1", "*i64", "i32"]
-        found.append(_variant(f"judge_positions {has_status}", masks.judge_positions, types, {"HAS_STATUS": has_status, "TILES": 512}, 1))
+        constants = {"HAS_STATUS": has_status, "TILES": 512}
+        found.append(_variant(f"judge_positions {has_status}", processors.judge_positions, types, constants, 1))
     return found + _filter_variants() + attention_variants()
 
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, FinishReason
 from stepgraph.runtime.demo.pair import DRAFTS, target_path
-from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, variants
+from stepgraph.runtime.demo.variants import LOOK_UP, Case, Pair, Variant, open_pair, tokens_per_second, variants
 from tools.train.demo.collect import LONGEST_PROMPT, encoded
 from tools.train.demo.prompts import prompt
 from tools.train.demo.schemas import MEASURED, SCHEMAS
@@ -43,10 +43,11 @@ def compared(drafts: int) -> list[Variant]:
     ]
 
 
-def spread(values: list[float]) -> list[float]:
-    """The quartiles."""
-    ordered = sorted(values)
-    return [round(ordered[len(ordered) // 4], 1), round(ordered[(3 * len(ordered)) // 4], 1)]
+def speed(times: list[tuple[int, float]]) -> dict[str, Any]:
+    """The rate over all answers, and the quartiles. times: tokens and seconds of each answer."""
+    rates = sorted(tokens / seconds for tokens, seconds in times if tokens)
+    quartiles = [round(rates[len(rates) * part // 4], 1) for part in (1, 3)]
+    return {"tokens_per_second": round(tokens_per_second(times), 1), "spread": quartiles}
 
 
 def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int, baseline: bool) -> dict[str, Any]:
@@ -73,18 +74,11 @@ def throughput(pair: Pair, drafts: int, prompts: int, repeats: int, threads: int
         if other is not None:
             timed = other.generate(ids, NEW_TOKENS, grammars[each.kind])
             times.append((len(timed.tokens) - 1, timed.rest))
-    found = {
-        case.variant.name: {**case.figures(), "tokens_per_second": round(case.tokens_per_second, 1), "spread": spread(case.rates)}
-        for case in cases
-    }
+    found = {case.variant.name: {**case.figures(), **speed(case.times)} for case in cases}
     for case in cases:
         case.engine.close()
     if times:
-        rates = [tokens / seconds for tokens, seconds in times]
-        found[BASELINE] = {
-            "tokens_per_second": round(sum(tokens for tokens, _ in times) / sum(seconds for _, seconds in times), 1),
-            "spread": spread(rates),
-        }
+        found[BASELINE] = speed(times)
     return {
         "prompts": len(encoded_prompts),
         "repeats": repeats,

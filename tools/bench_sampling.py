@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.buffers import Column
+from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask, kernels, sampler
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus

@@ -27,13 +27,14 @@ from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import GraphKey, drafting, stages
+from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.batch import read_batch
-from stepgraph.graphs.capture import EagerContext, use_context
+from stepgraph.graphs.capture import use_context
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen
@@ -148,7 +149,7 @@ class Scene:
         engine, gpu = self.engine, self.engine.buffers.device.type == "cuda"
         context = TimedContext(torch.cuda.synchronize if gpu else lambda: None)
         matchers = [request.matcher for request in engine._scheduler.active]
-        step = engine._graphs._step_of(self.key)
+        step = engine._graphs._recorder.step_of(self.key)
         for _ in range(rounds):
             engine._parts.host_link.push_batch(matchers)
             with use_context(context), torch.no_grad():

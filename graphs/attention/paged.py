@@ -7,6 +7,8 @@ multiplied by zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,9 +17,10 @@ from torch.nn import functional
 
 from stepgraph.graphs.buffers import BufferSpec
 from stepgraph.graphs.layers.dense import LEAST_ROWS
-from stepgraph.graphs.model import ModelInput
-from stepgraph.graphs.shapes import Limits
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, is_contiguous, operation, same_float_type
+from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.model import Attend, ModelInput
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.native import CKernel, is_contiguous, same_float_type
 
 HEAD_SIZES = (64, 96, 128, 192, 256)  # that the Triton program was checked for; the reference takes any
 C_HEAD_SIZE = 256  # the largest in C
@@ -119,3 +122,25 @@ def by_reference(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput
     """For ModelInput.attend: plain torch on every device. On the CPU it is an operation, which the tape records as one node."""
     run = reference_attention.out if query.device.type == "cpu" else reference_attention.run_reference
     run(query, keys, values, inputs.positions, inputs.slots, inputs.block_tables, inputs.page_size, window, scale, output)
+
+
+def run_operation(*_: int) -> None:
+    """No other implementation: `attention` calls the operation paged_attention."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The implementations of an engine's attention: `choose.choose_attention` makes it."""
+
+    rounds: str = ""  # flashinfer, triton, reference, or native on the CPU; empty if no model declares its attention
+    prompts: str = ""
+    passed_over: tuple[str, ...] = ()  # preferred implementations, and why they cannot be used
+    round_call: Callable[[], Attend | None] = run_operation  # ModelInput.attend for one call of a model in a round
+    prompt_call: Callable[[int, int], Attend | None] = run_operation  # the same for a number of prompt tokens from a position on
+
+    def __str__(self) -> str:
+        names = self.rounds if self.rounds == self.prompts else f"rounds {self.rounds}, prompts {self.prompts}"
+        return "; ".join((names, *self.passed_over))
+
+
+OPERATION = AttentionChoice()

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
-from stepgraph.graphs.cuda.context import Streams, fail
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
+from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, difference
 from stepgraph.graphs.cuda.trace import CudaTracer
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.sampling.cuda_graphs import GraphPool
 
@@ -51,7 +52,7 @@ class _DeviceResources:
         """Return an event for reuse. From any thread."""
         if self._released:
             with contextlib.suppress(RuntimeError):
-                self.driver.event_destroy(event)
+                self.driver.cuEventDestroy_v2(event)
         else:
             self._spare_events.append(event)
 
@@ -63,7 +64,7 @@ class _DeviceResources:
     def release(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a device error nothing runs
             for stream in self.streams.values():
-                self.driver.stream_synchronize(stream.cuda_stream)
+                self.driver.cuStreamSynchronize(stream.cuda_stream)
         self.free_retired()
         self.pool.release()
         self._released = True
@@ -81,13 +82,13 @@ class CudaEvent:
         self.handle = resources.take_event()
 
     def query(self) -> bool:
-        return self._backend.driver.event_reached(self.handle)
+        return bool(self._backend.driver.cuEventQuery(self.handle))
 
     def wait(self, seconds: float | None = None) -> bool:
         self._backend.refuse_while_capturing("Event.wait()")
         self._backend.stats.event_waits += 1
         if seconds is None:
-            self._backend.driver.event_synchronize(self.handle)
+            self._backend.driver.cuEventSynchronize(self.handle)
         elif not self._poll(until=time.monotonic() + seconds):
             return False
         self._backend.errors.raise_first()
@@ -163,7 +164,7 @@ class CudaBackend:
         between: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> CudaGraph:
-        if not _same_device(buffers.device, self.device):
+        if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
             self._recorder.warm_up(step, buffers, generators)
@@ -175,7 +176,7 @@ class CudaBackend:
         graph = CudaGraph(self, recording, self._resources.retired)
         self._graphs.add(graph)
         if hasattr(recording.graph, "raw_cuda_graph_exec"):  # not in torch 2.8
-            self.driver.graph_upload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
+            self.driver.cuGraphUpload(recording.graph.raw_cuda_graph_exec(), self._main.cuda_stream)
         return graph
 
     def measure(self, step: Step, buffers: StaticBuffers) -> int:
@@ -189,7 +190,7 @@ class CudaBackend:
     def event(self) -> CudaEvent:
         self._enter("event()")
         event = CudaEvent(self, self._resources)
-        self.driver.event_record(event.handle, self._main.cuda_stream)
+        self.driver.cuEventRecord(event.handle, self._main.cuda_stream)
         return event
 
     def synchronize(self) -> None:
@@ -223,7 +224,7 @@ class CudaBackend:
             warnings.warn(f"CudaBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
-        return (f"stream {MAIN}: {'idle' if self.driver.stream_idle(self._main.cuda_stream) else 'busy'}",)
+        return (f"stream {MAIN}: {'idle' if self.driver.cuStreamQuery(self._main.cuda_stream) else 'busy'}",)
 
     def close_without_waiting(self) -> None:
         self._finalizer.detach()
@@ -236,14 +237,14 @@ class CudaBackend:
         self._enter(call)
         self.errors.raise_first()
         caller, main = torch.cuda.current_stream(self.device).cuda_stream, self._main.cuda_stream
-        if caller != main and not self.driver.stream_idle(caller):
-            self.driver.event_record(self._order_event, caller)
-            self.driver.stream_wait(main, self._order_event)
+        if caller != main and not self.driver.cuStreamQuery(caller):
+            self.driver.cuEventRecord(self._order_event, caller)
+            self.driver.cuStreamWaitEvent(main, self._order_event, 0)
         with torch.cuda.stream(self._main):
             yield
         if self._ordered and caller != main:
-            self.driver.event_record(self._order_event, main)
-            self.driver.stream_wait(caller, self._order_event)
+            self.driver.cuEventRecord(self._order_event, main)
+            self.driver.cuStreamWaitEvent(caller, self._order_event, 0)
 
     def refuse_while_capturing(self, call: str) -> None:
         if self._capturing:
@@ -254,11 +255,8 @@ class CudaBackend:
         with torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
-            self._capturing = True
-            try:
+            with setting(self, "_capturing", True):
                 yield
-            finally:
-                self._capturing = False
 
     def _compare(self, recording: Recording, second: Recording) -> None:
         error = difference(recording.nodes, second.nodes)
@@ -268,7 +266,7 @@ class CudaBackend:
             raise error
 
     def _drain(self) -> None:
-        self.driver.stream_synchronize(self._main.cuda_stream)
+        self.driver.cuStreamSynchronize(self._main.cuda_stream)
         self._resources.free_retired()
 
     def _enter(self, call: str) -> None:
@@ -276,7 +274,7 @@ class CudaBackend:
             raise RuntimeError(f"CudaBackend.{call}: the backend is closed")
         self.refuse_while_capturing(call)
         if not getattr(self._local, "bound", False):  # a new thread has no context before its first torch call
-            self.driver.use_context(self._context)
+            self.driver.cuCtxSetCurrent(self._context)
             self._local.bound = True
 
 
@@ -289,7 +287,3 @@ def _checked_device(device: str | torch.device | int | None) -> torch.device:
     if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
-
-
-def _same_device(given: torch.device, own: torch.device) -> bool:
-    return given.type == own.type and (torch.cuda.current_device() if given.index is None else given.index) == own.index

@@ -1,34 +1,21 @@
-"""The capture context on CUDA: streams, events, stages and host nodes of a step; the source line of a failure."""
+"""The capture context on CUDA: streams, events, stages and host nodes of a step."""
 
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, CaptureError, StreamEvent
+from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import STEP, Label, MakeRange
 from stepgraph.sampling import cuda_graphs
-
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_SKIPPED = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    contextlib.__file__,
-    _HERE + os.sep,
-    *(os.path.join(os.path.dirname(_HERE), name) for name in ("backends.py", "capture.py")),
-    os.path.abspath(cuda_graphs.__file__),
-)
 
 
 class Streams(dict[str, torch.cuda.Stream]):
@@ -74,37 +61,31 @@ class CudaCaptureContext:
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
         self.label_nodes()
-        before, self._current = self._current, name
-        try:
+        with setting(self, "_current", name):
             with torch.cuda.stream(self._streams[name]):
                 yield
                 self._require_joined("the block")
             self.label_nodes()
-        finally:
-            self._current = before
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self.label_nodes()
-        before, self._stage = self._stage, name
-        try:
+        with setting(self, "_stage", name):
             with self._range(name):
                 yield
             self.label_nodes()
-        finally:
-            self._stage = before
 
     def record(self) -> StreamEvent:
         self._require_joined("record()")
         event = self._driver.event_create()
         self._events.append(event)
-        self._driver.event_record(event, self._handle)
+        self._driver.cuEventRecord(event, self._handle)
         return CudaStreamEvent(event, self)
 
     def wait(self, event: StreamEvent) -> None:
         if not isinstance(event, CudaStreamEvent) or event.context is not self:
             raise fail("foreign-event", "wait() for an event that was not recorded in this run of the step")
-        self._driver.stream_wait(self._handle, event.handle)
+        self._driver.cuStreamWaitEvent(self._handle, event.handle, 0)
         self._joined.add(self._current)
 
     def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
@@ -119,7 +100,7 @@ class CudaCaptureContext:
             self.callbacks.append(callback)
             self.label_nodes()
             with self._range(name):
-                self._driver.launch_host(self._handle, callback)
+                self._driver.cuLaunchHostFunc(self._handle, callback.address, callback.data)
             self.label_nodes(Label(self._current, name, "host"))
 
     def label_nodes(self, label: Label | None = None) -> None:
@@ -134,16 +115,16 @@ class CudaCaptureContext:
         for name in self._joined - {MAIN}:
             event = self._driver.event_create()
             self._events.append(event)
-            self._driver.event_record(event, self._streams[name].cuda_stream)
-            self._driver.stream_wait(main, event)
+            self._driver.cuEventRecord(event, self._streams[name].cuda_stream)
+            self._driver.cuStreamWaitEvent(main, event, 0)
 
     def close(self) -> None:
         for event in self._events:
-            self._driver.event_destroy(event)
+            self._driver.cuEventDestroy_v2(event)
         self._events.clear()
 
     def _range(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._ranges is None else self._ranges(name)
+        return NOTHING if self._ranges is None else self._ranges(name)
 
     @property
     def _handle(self) -> int:
@@ -153,16 +134,3 @@ class CudaCaptureContext:
         if self._current not in self._joined:
             message = f"{operation} on stream {self._current!r}, which has not waited for an event of this step, so it is not in the graph"
             raise fail("stream-outside-capture", message)
-
-
-def blame(innermost_first: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str]:
-    """File, line and source text of the innermost frame outside torch and this package's capture code."""
-    for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if not file.startswith(_SKIPPED):
-            return file, line, linecache.getline(file, line).strip()
-    return "", 0, ""
-
-
-def fail(rule: str, message: str) -> CaptureError:
-    return CaptureError(rule, message, *blame(traceback.walk_stack(sys._getframe(1))))

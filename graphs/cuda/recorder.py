@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, CaptureError, RecordedReport, Step, use_context
-from stepgraph.graphs.cuda.buffer_backup import BufferBackup
-from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams, blame
-from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors
+from stepgraph.graphs.capture import MAIN, RecordedReport, Step, use_context
+from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
+from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
+from stepgraph.graphs.errors import CaptureError, fail, site_of
 from stepgraph.graphs.spans import Label, MakeRange, stage_runs
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
+
+_SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
+_CHUNK = 1 << 26  # elements per comparison, to bound its memory
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
+    *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
+    *("alloc", "free", "memory-operations", "conditional"),
+)
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("shape", c_uint * 7),  # grid, block, dynamic shared memory
+        ("kernel_params", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
+class GraphNode(NamedTuple):
+    """Kind and launch shape of a node, without its arguments."""
+
+    kind: str
+    launch: tuple[int, ...] = ()  # of a kernel: handle, grid, block, shared memory
 
 
 class Recording(NamedTuple):
@@ -66,7 +97,7 @@ class CudaRecorder:
         begin, reserved = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         graph, callbacks, labels = self._capture(step, buffers, generators)
         graph.instantiate()
-        nodes = self._driver.graph_nodes(graph.raw_cuda_graph())
+        nodes = graph_nodes(self._driver, graph.raw_cuda_graph())
         report = RecordedReport(
             nodes=dict(Counter(node.kind for node in nodes)),
             host_nodes=tuple(callback.name for callback in callbacks),
@@ -89,7 +120,7 @@ class CudaRecorder:
 
     def synchronize(self) -> None:
         for stream in self._streams.values():
-            self._driver.stream_synchronize(stream.cuda_stream)
+            self._driver.cuStreamSynchronize(stream.cuda_stream)
 
     def _capture(
         self, step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator]
@@ -115,6 +146,27 @@ class CudaRecorder:
         return graph, context.callbacks, context.labels
 
 
+def graph_nodes(driver: Driver, graph: int) -> list[GraphNode]:
+    """The nodes of a cudaGraph_t."""
+    count = c_size_t()
+    driver.cuGraphGetNodes(graph, None, byref(count))
+    handles = (c_void_p * max(count.value, 1))()
+    driver.cuGraphGetNodes(graph, handles, byref(count))
+    return [_node(driver, handle or 0) for handle in handles[: count.value]]
+
+
+def _node(driver: Driver, handle: int) -> GraphNode:
+    number = c_int()
+    driver.cuGraphNodeGetType(handle, byref(number))
+    kind = _NODE_KINDS[number.value] if number.value < len(_NODE_KINDS) else f"type-{number.value}"
+    params = _KernelParams()
+    if kind == "kernel":
+        with contextlib.suppress(RuntimeError):  # not available for some kernels
+            driver.cuGraphKernelNodeGetParams_v2(handle, byref(params))
+            return GraphNode(kind, (params.func or params.kern or 0, *params.shape))
+    return GraphNode(kind)
+
+
 def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> CaptureError | None:
     """The first difference between two captures: the kind of a node, or identity and launch shape of a kernel."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
@@ -127,7 +179,44 @@ def difference(first: Sequence[GraphNode], second: Sequence[GraphNode]) -> Captu
 
 def as_capture_error(error: Exception) -> CaptureError:
     """An error in the capture itself. The warm-up succeeded, so the step fails only while it is captured."""
-    text, frames = str(error).split("\n", 1)[0], list(traceback.walk_tb(error.__traceback__))
+    text, site = str(error).split("\n", 1)[0], site_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     if not isinstance(error, RuntimeError):
-        return CaptureError("exception", f"{type(error).__name__}: {text}", *blame(reversed(frames)))
-    return CaptureError("unjoined-fork" if "unjoined" in text else "cuda", text, *blame(reversed(frames)))
+        return fail("exception", f"{type(error).__name__}: {text}", site)
+    return fail("unjoined-fork" if "unjoined" in text else "cuda", text, site)
+
+
+class BufferBackup:
+    """The contents of all buffers except constants. Copied and restored on the current stream, while nothing else runs.
+
+    A large buffer that still holds its declared fill value, such as a cache before the first request, is not copied. A buffer whose
+    copy does not fit into device memory is copied to the host.
+    """
+
+    def __init__(self, buffers: StaticBuffers) -> None:
+        self._copies: list[tuple[Tensor, Tensor | None, float]] = []
+        for spec in buffers.specs:
+            tensor = buffers[spec.name]
+            untouched = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
+            self._copies.append((tensor, None if untouched else _copy_of(tensor), spec.fill))
+
+    def restore(self) -> None:
+        for tensor, copy, fill in self._copies:
+            if copy is None:
+                tensor.fill_(fill)
+            else:
+                tensor.copy_(copy)
+
+
+def holds_only(tensor: Tensor, fill: float) -> bool:
+    """Whether every element has the bits of `fill`."""
+    bits = _BITS.get(tensor.element_size())
+    if bits is None:
+        return False
+    pattern = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).view(bits)
+    return all(bool((chunk == pattern).all()) for chunk in tensor.view(bits).flatten().split(_CHUNK))
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda and 2 * tensor.nbytes > torch.cuda.mem_get_info(tensor.device)[0]:
+        return tensor.cpu()
+    return tensor.clone()

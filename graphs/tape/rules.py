@@ -6,31 +6,21 @@ operation with its tensors. Both raise CaptureError with the line of the step.
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import os
+import itertools
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import CaptureError
+from stepgraph.graphs.errors import fail
 from stepgraph.graphs.tape.replay_ops import bound, signature, tensors_in
 
 Kind = Literal["device", "pinned", "constant", "made", "literal", "foreign", "unknown"]
-
-_TAPE = os.path.dirname(os.path.abspath(__file__))
-_BUFFERS = os.path.join(os.path.dirname(_TAPE), "buffers.py")
-_SKIPPED_FILES = {
-    contextlib.__file__,
-    *(os.path.join(os.path.dirname(_TAPE), name) for name in ("backends.py", "capture.py", "buffers.py")),
-}
-_SKIPPED_FOLDERS = (_TAPE + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 
 _SYNCS: dict[Any, str] = {
     getattr(Tensor, name): name
@@ -60,32 +50,6 @@ _SYNCING_OPS = {
 }
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _INDEX_PUT = {"aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index_put", "aten::_unsafe_index_put_"}
-
-
-class Site(NamedTuple):
-    """A line of the step."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def call_site() -> Site:
-    """The innermost line outside torch and the recorder."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in _SKIPPED_FILES and not file.startswith(_SKIPPED_FOLDERS):
-            return Site(file, frame.f_lineno)
-        frame = frame.f_back
-    return Site("", 0)
-
-
-def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
-    file, line = site or call_site()
-    return CaptureError(rule, message, file, line, linecache.getline(file, line).strip())
 
 
 def generator_key(generator: torch.Generator) -> int:
@@ -249,11 +213,5 @@ def _has_mask(indices: object) -> bool:
 
 
 def _called_by_buffers() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename == _BUFFERS:
-            return True
-        frame = frame.f_back
-    return False
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), 4)
+    return any(frame.f_code.co_filename == storage_key.__code__.co_filename for frame, _ in frames)

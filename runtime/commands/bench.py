@@ -3,155 +3,92 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from stepgraph.runtime.commands import options as flags
-from stepgraph.runtime.commands.terminal import (
-    FAILED,
-    add_json_flag,
-    describe,
-    load_libraries,
-    print_error,
-    print_json,
-    print_text,
-    shows_progress,
-    waiting,
-)
+import torch
+from tqdm import tqdm
+
+from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.commands.flags import TOY
+from stepgraph.runtime.commands.inputs import read_file
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.demo.scenarios import SCENARIOS
+from stepgraph.runtime.demo.variants import Case, Pair, tokens_per_second, toy_pair, variants
+from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling.fields import clip_repr
+from stepgraph.sampling.grammar import Constraint
 
-if TYPE_CHECKING:
-    from stepgraph.runtime.demo.variants import Case, Pair, Variant
-    from stepgraph.runtime.text import TextCodec
-    from stepgraph.sampling.grammar import Constraint
-
-SUMMARY = "measure tokens per second of a model: plain and speculative, with and without a grammar"
-TOY = "toy"
-COLUMNS = (
-    ("tokens/s", "tokens_per_second"),
-    ("least", "least"),
-    ("most", "most"),
-    ("tokens/round", "tokens_per_round"),
-    ("accepted length", "accepted_length"),
-    ("rounds", "rounds"),
-    ("replays", "replays"),
-    ("syncs", "host_syncs"),
-    ("mask fills", "mask_fills"),
-)
+COLUMNS = {
+    "tokens/s": "tokens_per_second",
+    "least": "least",
+    "most": "most",
+    "tokens/round": "tokens_per_round",
+    "accepted length": "accepted_length",
+    "rounds": "rounds",
+    "replays": "replays",
+    "syncs": "host_syncs",
+    "mask fills": "mask_fills",
+}
 
 
 class Prompt(NamedTuple):
     token_ids: list[int]
-    constraint: Constraint  # for the variants with a grammar
-
-
-@dataclass
-class Measured:
-    """A variant and its tokens per second in each repeat."""
-
-    case: Case
-    rates: list[float]
-
-    def figures(self) -> dict[str, Any]:
-        stats = self.case.engine.stats()
-        return {
-            **self.case.figures(),
-            "tokens_per_second": median(self.rates),
-            "least": min(self.rates),
-            "most": max(self.rates),
-            "accepted_length": stats.drafting.accepted_length or None,
-        }
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Answer the same prompts with and without speculation and with and without grammars, the variants interleaved. Decoding is\n"
-        "greedy; tokens per second count from the first token of an answer; cached prompts are not reused. The table shows the\n"
-        "median, least and most of the repeats. Exit code 1: an answer failed.",
-        [
-            "stepgraph bench toy --repeats 2 --max-new-tokens 32",
-            "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
-        ],
-    )
-    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, a .gguf file, or {TOY} for the seeded toy pair")
-    prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
-    parser.add_argument("--prompts", metavar="FILE", help=prompts)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="answers of each variant to each prompt (default: 3)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="maximum length of an answer (default: 128)")
-    flags.add_draft_flags(parser)
-    flags.add_dtype_flag(parser)
-    flags.add_threads_flag(parser)
-    add_json_flag(parser)
+    constraint: Constraint | None  # for the variants with a grammar
 
 
 def run(options: argparse.Namespace) -> int:
-    flags.check_range(options, "repeats", 1)
-    flags.check_range(options, "max-new-tokens", 2)
-    load_libraries()
-    from stepgraph.runtime.demo.variants import Case
-
-    flags.set_threads(options)
-    with waiting("opening the model ..."):
+    engines.set_threads(options)
+    with terminal.waiting("opening the model ..."):
         pair, prompts = _open(options)
-    flags.set_default_threads(options, pair.target)
+    engines.set_default_threads(options, pair.target)
     longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
-    cases: list[Case] = []
-    try:
-        for variant in _variants(options):
+    speculative = options.drafts and options.draft != "none"
+    with contextlib.ExitStack() as stack:
+        cases = []
+        for variant in variants(options.drafts, options.look_up, None)[: 4 if speculative else 2]:
             cases.append(Case(variant, pair, longest))
-            cases[-1].engine.capture(progress=shows_progress())
-        measured = [Measured(case, []) for case in cases]
-        same_texts, failed = _measure(measured, prompts, options)
-        document = _document(options, pair, len(prompts), measured, same_texts, failed)
-    finally:
-        for case in cases:
-            case.engine.close()
+            stack.enter_context(cases[-1].engine).capture(progress=terminal.shows_progress())
+        same, failed = _measure(cases, prompts, options)
+        compared = options.repeats * len(prompts) * (len(cases) > 2)
+        document = {
+            "model": pair.name,
+            "draft": options.draft if options.model != TOY else TOY,
+            "drafts": options.drafts,
+            "prompts": len(prompts),
+            "repeats": options.repeats,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "device": cases[0].engine.backend.name,
+            "same_texts": {name: f"{same[constrained]} of {compared}" for name, constrained in (("free", False), ("grammar", True))},
+            "failed": failed,
+            "variants": [_figures(case, len(prompts)) for case in cases],
+        }
     if options.json:
-        print_json(document)
+        terminal.print_json(document)
     else:
         _print_table(document)
-    for failure in failed:
-        print_error(f"stepgraph bench: {failure}")
-    return FAILED if failed else 0
-
-
-def _variants(options: argparse.Namespace) -> tuple[Variant, ...]:
-    from stepgraph.runtime.demo.variants import Variant
-
-    plain = (Variant("plain", 0, False), Variant("plain + grammar", 0, True))
-    if not options.drafts or options.draft == "none":
-        return plain
-    look_up = flags.look_up_of(options)
-    return (*plain, Variant("speculative", options.drafts, False, look_up), Variant("speculative + grammar", options.drafts, True, look_up))
+    return terminal.report_failures("bench", failed)
 
 
 def _open(options: argparse.Namespace) -> tuple[Pair, list[Prompt]]:
     """The prompts are checked before the weights are read."""
-    from stepgraph.runtime.config import EngineConfig
-    from stepgraph.runtime.demo.variants import Pair, toy_pair
-    from stepgraph.runtime.models.files.loading import load_models
-    from stepgraph.runtime.text import TextCodec
-
     if options.model == TOY:
         pair = toy_pair()
         return pair, _read_prompts(options, pair.codec)
     codec = TextCodec.open(options.model)
     prompts = _read_prompts(options, codec)
-    config = EngineConfig(max_rows=1, num_speculative_tokens=options.drafts)
-    loaded = load_models(options.model, options.draft, config, dtype=flags.dtype_of(options), progress=shows_progress())
+    loaded = engines.load(options, EngineConfig(max_rows=1, num_speculative_tokens=options.drafts), terminal.shows_progress())
     return Pair(options.model, loaded.target, loaded.draft, codec), prompts
 
 
 def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]:
-    from stepgraph.runtime.demo.scenarios import SCENARIOS
-
     if options.prompts is None:
         return [Prompt(_encode({"messages": each.messages}, codec), each.constraint) for each in SCENARIOS if each.constraint]
     prompts = []
-    text = flags.read_file("--prompts", options.prompts, "the path of a file with JSON lines")
+    text = read_file("--prompts", options.prompts, "the path of a file with JSON lines")
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits at U+2028 and others
         if line.strip():
             try:
@@ -164,8 +101,6 @@ def _read_prompts(options: argparse.Namespace, codec: TextCodec) -> list[Prompt]
 
 
 def _read_prompt(line: str, codec: TextCodec) -> Prompt:
-    from stepgraph.sampling.grammar import Constraint
-
     entry = json.loads(line)
     names = entry.keys() - {"schema"} if isinstance(entry, dict) else ()
     if len(names) != 1 or not names <= {"text", "messages", "token_ids"}:
@@ -192,62 +127,44 @@ def _encode(entry: dict[str, Any], codec: TextCodec) -> list[int]:
     return ids
 
 
-def _measure(measured: list[Measured], prompts: list[Prompt], options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """How many speculative answers equal the plain ones, and the failures. The first repeat warms up and is not counted."""
-    from tqdm import tqdm
-
-    same, failed = dict.fromkeys((False, True), 0), []
-    total = (1 + options.repeats) * len(measured) * len(prompts)
-    with tqdm(total=total, desc="bench", unit="answer", disable=not shows_progress(), leave=False) as bar:
+def _measure(cases: list[Case], prompts: list[Prompt], options: argparse.Namespace) -> tuple[dict[bool, int], list[str]]:
+    """How many speculative answers equal the plain ones, without and with a grammar, and the failures. The first repeat warms up."""
+    same, failed = {False: 0, True: 0}, []
+    total = (1 + options.repeats) * len(cases) * len(prompts)
+    with tqdm(total=total, desc="bench", unit="answer", disable=not terminal.shows_progress(), leave=False) as bar:
         for repeat in range(1 + options.repeats):
             texts: dict[tuple[int, bool], list[int]] = {}
-            for one in measured[repeat % len(measured) :] + measured[: repeat % len(measured)]:
-                tokens, seconds = one.case.tokens, one.case.seconds
-                constrained = one.case.variant.constrained
+            for case in cases[repeat % len(cases) :] + cases[: repeat % len(cases)]:
+                constrained = case.variant.constrained
                 for index, prompt in enumerate(prompts):
-                    job = one.case.run(prompt.token_ids, prompt.constraint, options.max_new_tokens)
+                    job = case.run(prompt.token_ids, prompt.constraint, options.max_new_tokens)
                     bar.update()
-                    if job.finish_reason in ("error", "dead_end"):
-                        failed.append(f"{one.case.variant.name}, prompt {index + 1}: {job.finish_reason}: {job.error}")
+                    if failure := engines.failure_of(job):
+                        failed.append(f"{case.variant.name}, prompt {index + 1}: {failure}")
                     other = texts.setdefault((index, constrained), job.tokens)
                     same[constrained] += repeat > 0 and other is not job.tokens and other == job.tokens
-                if repeat:
-                    seconds = one.case.seconds - seconds
-                    one.rates.append((one.case.tokens - tokens) / seconds if seconds else 0.0)
-    compared = options.repeats * len(prompts) * (len(measured) > 2)
-    return {name: f"{same[constrained]} of {compared}" for name, constrained in (("free", False), ("grammar", True))}, failed
+    return same, failed
 
 
-def _document(
-    options: argparse.Namespace, pair: Pair, prompts: int, measured: list[Measured], same_texts: dict[str, str], failed: list[str]
-) -> dict[str, Any]:
-    import torch
-
+def _figures(case: Case, prompts: int) -> dict[str, Any]:
+    """Without the first repeat."""
+    rates = [tokens_per_second(case.times[start : start + prompts]) for start in range(prompts, len(case.times), prompts)]
     return {
-        "model": pair.name,
-        "draft": options.draft if options.model != TOY else TOY,
-        "drafts": options.drafts,
-        "prompts": prompts,
-        "repeats": options.repeats,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": measured[0].case.engine.backend.name,
-        "same_texts": same_texts,
-        "failed": failed,
-        "variants": [one.figures() for one in measured],
+        **case.figures(),
+        "tokens_per_second": median(rates),
+        "least": min(rates),
+        "most": max(rates),
+        "accepted_length": case.engine.stats().drafting.accepted_length or None,
     }
 
 
 def _print_table(document: dict[str, Any]) -> None:
     setting = f"draft {document['draft']}, K = {document['drafts']}, {document['device']}, {document['threads']} threads"
-    print_text(f"{document['model']}, {setting}")
-    widths = [max(len(title), 8) + 2 for title, _ in COLUMNS]
-    print_text(f"{'':<24}" + "".join(f"{title:>{width}}" for (title, _), width in zip(COLUMNS, widths, strict=True)))
-    for row in document["variants"]:
-        cells = zip((_cell(row[name]) for _, name in COLUMNS), widths, strict=True)
-        print_text(f"{row['variant']:<24}" + "".join(f"{text:>{width}}" for text, width in cells))
+    terminal.print_text(f"{document['model']}, {setting}")
+    rows = [[row["variant"], *(_cell(row[name]) for name in COLUMNS.values())] for row in document["variants"]]
+    terminal.print_text("\n".join(terminal.table(["", *COLUMNS], rows)))
     same = document["same_texts"]
-    print_text(f"speculative answers equal to the plain ones: {same['free']} without a grammar, {same['grammar']} with one")
+    terminal.print_text(f"speculative answers equal to the plain ones: {same['free']} without a grammar, {same['grammar']} with one")
 
 
 def _cell(value: object) -> str:

@@ -10,84 +10,39 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepgraph.runtime.commands.terminal import (
-    BAD_INPUT,
-    FAILED,
-    add_json_flag,
-    describe,
-    load_libraries,
-    print_error,
-    print_json,
-    print_text,
-)
+from stepgraph.graphs.backends import capture, run_eager
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import Recorded, Step
+from stepgraph.graphs.errors import CaptureError
+from stepgraph.graphs.tape.replay_ops import same_bits
+from stepgraph.runtime.commands import terminal
 from stepgraph.sampling.fields import clip_repr
 
-if TYPE_CHECKING:
-    from stepgraph.graphs.buffers import StaticBuffers
-    from stepgraph.graphs.capture import Recorded, Step
-
-SUMMARY = "check whether your step can be captured; reports the line that prevents it"
 MODULE_AND_NAME = "a module and a name in it, such as my_step:make"
 FACTORY = "a function without arguments that returns (step, buffers); to pass the step itself, use --buffers"
 MAX_FRAMES = 5  # innermost frames of the user's code in an error report
-EXAMPLE = """
-# my_step.py
-import torch
-from stepgraph.graphs import BufferSpec, StaticBuffers
-
-buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32), BufferSpec("y", (4,), torch.float32)])
-
-def step(buffers):
-    buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
-
-def make():
-    return step, buffers
-"""
 
 
 class UserError(Exception):
     """The user's own code raised; the cause is chained."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Record a step twice and compare the recordings: into a CUDA graph if its buffers are on a GPU, otherwise on the tape.\n"
-        "Reading host state, waiting for the device and data-dependent shapes are errors with rule, file and line.\n"
-        "MODULE:NAME is called without arguments and returns (step, buffers). The current folder is on the import path.\n" + EXAMPLE,
-        [
-            "stepgraph capture-check my_step:make",
-            "stepgraph capture-check my_step:make --replay --json",
-            "stepgraph capture-check my_step:step --buffers my_step:buffers",
-        ],
-    )
-    parser.add_argument("target", metavar="MODULE:NAME", help="a function that returns (step, buffers); with --buffers, the step itself")
-    parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
-    parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change host state")
-    parser.add_argument("--replay", action="store_true", help="also run and replay the step from the same state, and compare all bits")
-    add_json_flag(parser)
-
-
 def run(options: argparse.Namespace) -> int:
-    load_libraries("stepgraph.graphs.capture")
     with contextlib.redirect_stdout(sys.stderr):  # output of the user's code does not mix with the result
         document, text, code = _check(options)
     if options.json:
-        print_json(document)
+        terminal.print_json(document)
     elif code:
-        print_error(text)
+        terminal.print_error(text)
     else:
-        print_text(text)
+        terminal.print_text(text)
     return code
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """The output with --json, the output without, and the exit code."""
-    from stepgraph.graphs.backends import capture
-    from stepgraph.graphs.capture import CaptureError
-
     sys.path.insert(0, str(Path.cwd()))
     try:
         step, buffers = _step_and_buffers(options)
@@ -95,15 +50,15 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
         if between is not None:
             _require_callable("--between", options.between, between, "a function without arguments")
     except UserError as error:
-        return {"capturable": None, "error": _trace(error.__cause__)}, f"{error}:\n{_trace(error.__cause__)}", BAD_INPUT
+        return {"capturable": None, "error": _trace(error.__cause__)}, f"{error}:\n{_trace(error.__cause__)}", terminal.BAD_INPUT
     try:
         recorded = capture(step, buffers, check="twice", between=between)
         same = _replay_equals_eager(step, buffers, recorded) if options.replay else None
     except CaptureError as error:
         where = {"rule": error.rule, "message": str(error).split("\n")[0], "file": error.file, "line": error.line, "source": error.source}
-        return {"capturable": False, **where}, f"not capturable: {error}", FAILED
+        return {"capturable": False, **where}, f"not capturable: {error}", terminal.FAILED
     except (Exception, SystemExit) as error:  # raised by the user's step
-        return {"capturable": False, "error": _trace(error)}, f"the step failed:\n{_trace(error)}", FAILED
+        return {"capturable": False, "error": _trace(error)}, f"the step failed:\n{_trace(error)}", terminal.FAILED
     report = recorded.report
     document = {
         "capturable": True,
@@ -115,12 +70,10 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
         "seconds": report.seconds,
         "replay_equals_eager": same,
     }
-    return document, _table(document), FAILED if same is False else 0
+    return document, _table(document), terminal.FAILED if same is False else 0
 
 
 def _step_and_buffers(options: argparse.Namespace) -> tuple[Step, StaticBuffers]:
-    from stepgraph.graphs.buffers import StaticBuffers
-
     target = _import("MODULE:NAME", options.target)
     if options.buffers is None:
         result = _call("MODULE:NAME", options.target, target, FACTORY)
@@ -177,8 +130,6 @@ def _require_callable(flag: str, value: str, function: Any, expected: str) -> No
 
 def _replay_equals_eager(step: Step, buffers: StaticBuffers, recorded: Recorded) -> bool:
     """Whether a replay and the step leave the same bits, both started from the current contents of the buffers."""
-    from stepgraph.graphs.capture import run_eager
-    from stepgraph.graphs.tape.replay_ops import same_bits
 
     def after(run: Callable[[], None]) -> dict[str, Any]:
         for name, tensor in before.items():

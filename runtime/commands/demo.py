@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepgraph.runtime.commands import options as flags
-from stepgraph.runtime.commands.terminal import (
-    FAILED,
-    add_json_flag,
-    colour_enabled,
-    describe,
-    load_libraries,
-    print_error,
-    print_json,
-    print_text,
-    printable,
-    shows_progress,
-    waiting,
-)
-from stepgraph.runtime.demo.pair import DRAFTS
-from stepgraph.sampling.fields import clip_repr
+import torch
+from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from stepgraph.runtime.demo.scenarios import Scenario
-    from stepgraph.runtime.demo.variants import Case, Pair
-    from stepgraph.runtime.request import Job, StepEvent
-    from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
+from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
+from stepgraph.runtime.demo.variants import Case, Pair, open_pair, tokens_per_second, toy_pair, variants
+from stepgraph.runtime.request import Job, StepEvent
+from stepgraph.sampling.grammar.compile.compiler import CompiledConstraint
 
-SUMMARY = "decode with a small real model and its draft, and show where the speed comes from"
 PICTURE, TRACE = "timeline.png", "timeline.json"
 TRACED_ROUNDS = 6
 MIN_LENGTH = 512
@@ -41,96 +25,39 @@ ORIGINS = {"draft": "from the draft", "look_up": "looked up in the text", "force
 RESET = "\x1b[0m"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Answer three prompts with SmolLM2-135M-Instruct and the draft that is part of stepgraph: extract a record, call a tool,\n"
-        "answer a question. Plain and speculative decoding alternate, with and without grammars; then a few rounds are traced and\n"
-        "written as a picture and as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
-        [
-            "stepgraph demo --toy",
-            "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
-            """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
-        ],
-    )
-    add_flag = parser.add_argument
-    add_flag("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
-    add_flag("--prompt", metavar="TEXT", help="your own prompt instead of the three")
-    add_flag("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
-    add_flag("--max-new-tokens", type=int, default=128, metavar="N", help="maximum length of an answer (default: %(default)s)")
-    add_flag("--repeats", type=int, default=3, metavar="N", help="measured answers of each variant (default: %(default)s)")
-    flags.add_threads_flag(parser)
-    add_flag("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
-    add_flag("--no-timeline", action="store_true", help="do not write a picture and a trace")
-    add_flag("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
-    add_json_flag(parser)
-
-
 def run(options: argparse.Namespace) -> int:
-    check(options)
-    load_libraries()
-    from stepgraph.runtime.demo.scenarios import SCENARIOS, Scenario
-    from stepgraph.runtime.demo.variants import open_pair, toy_pair
-
     scenarios = list(SCENARIOS)
     if options.prompt is not None:
-        schema = None if options.schema is None else flags.read_schema("--schema", options.schema)
-        scenarios = [Scenario("yours", options.prompt, schema=schema)]
-    flags.set_threads(options)
-    with waiting("opening the models ..."):
-        pair = toy_pair() if options.toy else open_pair(options.drafts, shows_progress() and not options.json)
-    flags.set_default_threads(options, pair.target)
-    with Demonstration(pair, scenarios, options) as demonstration:
-        document = demonstration.run()
+        scenarios = [Scenario("yours", options.prompt, schema=options.schema)]
+    engines.set_threads(options)
+    with terminal.waiting("opening the models ..."):
+        pair = toy_pair() if options.toy else open_pair(options.drafts, terminal.shows_progress() and not options.json)
+    engines.set_default_threads(options, pair.target)
+    document = Demonstration(pair, scenarios, options).run()
     if options.json:
-        print_json(document)
-    failures = {name: answer["failed"] for name, answer in document["answers"].items() if answer["failed"]}
-    for name, failure in failures.items():
-        print_error(f"stepgraph demo: {name}: {failure}")
-    return FAILED if failures else 0
-
-
-def check(options: argparse.Namespace) -> None:
-    if options.schema is not None and options.prompt is None:
-        accepted = "both: the built-in prompts have schemas of their own"
-        raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
-    for flag, least, most in (("drafts", 1, 8), ("max-new-tokens", 2, 4096), ("repeats", 1, 1000)):
-        flags.check_range(options, flag, least, most)
-    if not options.no_timeline:
-        require_folder(options.out)  # before minutes of decoding
-
-
-def require_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        accepted = "a writable folder, or --no-timeline"
-        raise ValueError(f"--out: got {clip_repr(str(folder))} ({error.strerror}), expected {accepted}") from None
+        terminal.print_json(document)
+    failures = {name: answer["failed"] for name, answer in document["answers"].items()}
+    return terminal.report_failures("demo", [f"{name}: {failure}" for name, failure in failures.items() if failure])
 
 
 class Demonstration:
     """One engine per variant of the pair, and the scenarios that they answer."""
 
     def __init__(self, pair: Pair, scenarios: list[Scenario], options: argparse.Namespace) -> None:
-        import torch
-
         self.threads = torch.get_num_threads()
         self.pair, self.scenarios, self.options = pair, scenarios, options
         self.prompts = {scenario.name: pair.codec.chat(scenario.messages) for scenario in scenarios}
         self.cases: list[Case] = []
         self.rates: dict[str, dict[str, float]] = {}  # tokens per second, by variant and scenario
-        self._colour, self._progress = colour_enabled(sys.stdout) and not options.json, shows_progress() and not options.json
-
-    def __enter__(self) -> Demonstration:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for case in self.cases:
-            case.engine.close()
+        self._colour = terminal.colour_enabled(sys.stdout) and not options.json
+        self._progress = terminal.shows_progress() and not options.json
 
     def run(self) -> dict[str, Any]:
-        self.prepare()
+        with contextlib.ExitStack() as stack:
+            self.prepare(stack)
+            return self.decode()
+
+    def decode(self) -> dict[str, Any]:
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self._print(f"{self.pair.name}, {self.options.drafts} drafts per round, {threads}")
         if self._colour:
@@ -148,15 +75,14 @@ class Demonstration:
             document["timeline"] = self.timeline()
         return document
 
-    def prepare(self) -> None:
+    def prepare(self, stack: contextlib.ExitStack) -> None:
         """Make the engines and compile the grammars, so that bad input raises before anything is printed."""
-        from stepgraph.runtime.demo.variants import Case, variants
-
         length = max(MIN_LENGTH, *(len(prompt) + self.options.max_new_tokens for prompt in self.prompts.values()))
         all_variants = variants(self.options.drafts)
         with self._bar("prepare", len(all_variants) + len(self.scenarios)) as bar:
             for variant in all_variants:
                 self.cases.append(Case(variant, self.pair, length))
+                stack.enter_context(self.cases[-1].engine)
                 bar.update()
             for scenario in self.scenarios:
                 self._compiled(scenario)
@@ -184,16 +110,15 @@ class Demonstration:
         }
 
     def race(self, scenario: Scenario, update: Callable[[], object]) -> None:
-        """Measure the variants, interleaved. The times of the first answers are discarded."""
+        """Measure the variants, interleaved, without their first answers."""
         cases = self._suitable(scenario)
-        for case in cases:
-            case.tokens, case.seconds = 0, 0.0
         for _ in range(self.options.repeats):
             for case in cases:
                 self._run(case, scenario)
                 update()
         for case in cases:
-            self.rates.setdefault(case.variant.name, {})[scenario.name] = round(case.tokens_per_second, 1)
+            rate = tokens_per_second(case.times[-self.options.repeats :])
+            self.rates.setdefault(case.variant.name, {})[scenario.name] = round(rate, 1)
 
     def timeline(self) -> dict[str, Any]:
         """Trace some rounds of the fastest variant on the first scenario."""
@@ -215,8 +140,6 @@ class Demonstration:
         return {"trace": str(trace_path), "picture": picture, "summary": summary.as_dict()}
 
     def _bar(self, label: str, steps: int) -> Any:
-        from tqdm import tqdm
-
         return tqdm(total=steps, desc=label, disable=not self._progress, leave=False)
 
     def _compiled(self, scenario: Scenario) -> CompiledConstraint | None:
@@ -233,34 +156,35 @@ class Demonstration:
         if self.options.json:
             return
         for token, origin in zip(event.tokens, event.origins, strict=True):
-            text = printable(decode((token,)), sys.stdout)
+            text = terminal.printable(decode((token,)), sys.stdout)
             print(f"{COLOURS[origin.value]}{text}{RESET}" if self._colour else text, end="", flush=True)
 
     def _print(self, text: str) -> None:
         if not self.options.json:
-            print_text(text)
+            terminal.print_text(text)
 
 
 def table(cases: list[Case], rates: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Lines with tokens per second by scenario, and counts over all scenarios."""
     scenarios = list(dict.fromkeys(name for row in rates.values() for name in row))
-    counts = {"tokens_per_round": "per round", "mask_fills": "mask fills", "replays": "replays", "host_syncs": "syncs"}
-    lines = [f"{'tokens per second':<24}" + "".join(f"{name:>12}" for name in (*scenarios, *counts.values()))]
+    counts = {"per round": "tokens_per_round", "mask fills": "mask_fills", "replays": "replays", "syncs": "host_syncs"}
+    rows = []
     for case in cases:
-        if case.variant.name not in rates:  # a variant with grammars, without a scenario that has one
-            continue
-        figures, row = case.figures(), rates[case.variant.name]
-        cells = [f"{row[name]:.1f}" if name in row else "" for name in scenarios] + [str(figures[key]) for key in counts]
-        lines.append(f"{case.variant.name:<24}" + "".join(f"{cell:>12}" for cell in cells))
-    base, fast = "plain + grammar", "speculative + grammar"
-    ratios = [f"{rates[fast][name] / rates[base][name]:.2f}" if name in rates.get(base, {}) else "" for name in scenarios]
-    return [*lines, f"{'speed-up':<24}" + "".join(f"{ratio:>12}" for ratio in ratios)] if base in rates else lines
+        if row := rates.get(case.variant.name):  # none for a variant with grammars, without a scenario that has one
+            figures = case.figures()
+            cells = [row.get(name, "") for name in scenarios] + [figures[key] for key in counts.values()]
+            rows.append([case.variant.name, *map(str, cells)])
+    base, fast = rates.get("plain + grammar"), rates.get("speculative + grammar")
+    if base and fast:
+        ratios = [f"{fast[name] / base[name]:.2f}" if name in base else "" for name in scenarios]
+        rows.append(["speed-up", *ratios, *[""] * len(counts)])
+    return terminal.table(["tokens per second", *scenarios, *counts], rows)
 
 
 def failure_of(job: Job, compiled: CompiledConstraint | None) -> str:
     """Empty for an answer that a new matcher accepts, complete or cut short by its length."""
-    if job.finish_reason in ("error", "dead_end"):
-        return f"{job.finish_reason}: {job.error or 'no token is allowed'}"
+    if failure := engines.failure_of(job):
+        return failure
     matcher = compiled.matcher() if compiled else None
     if matcher is not None and not all(matcher.accept_token(token) for token in job.tokens):
         return "the answer breaks its schema"

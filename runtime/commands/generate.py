@@ -4,63 +4,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
-from stepgraph.runtime.commands import options as flags
-from stepgraph.runtime.commands.terminal import (
-    FAILED,
-    add_json_flag,
-    describe,
-    load_libraries,
-    print_error,
-    print_json,
-    print_text,
-    shows_progress,
-    waiting,
-)
+import torch
+
+from stepgraph.runtime.commands import engines, terminal
+from stepgraph.runtime.commands.flags import SAMPLING
+from stepgraph.runtime.commands.inputs import read_file, read_standard_input
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.engine import Engine
+from stepgraph.runtime.request import Job
+from stepgraph.runtime.text import TextCodec, TextStream
 from stepgraph.sampling.fields import clip_repr
-
-if TYPE_CHECKING:
-    from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.request import Job
-    from stepgraph.runtime.text import TextCodec, TextStream
-    from stepgraph.sampling.grammar import Constraint, Vocabulary
-    from stepgraph.sampling.params import SamplingParams
-
-SUMMARY = "answer a prompt with a model from a folder or a GGUF file, under a schema, pattern or grammar"
+from stepgraph.sampling.grammar import Constraint, Vocabulary
+from stepgraph.sampling.params import SamplingParams
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    describe(
-        parser,
-        "Answer one prompt and print the text while it is generated.\n"
-        "Exit code 1: the answer failed, or --max-new-tokens cut it short of its constraint.",
-        [
-            'stepgraph generate model "Is water wet?" --choice yes --choice no',
-            """stepgraph generate model "Is water wet?" --json --schema"""
-            """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
-            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
-        ],
-    )
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a .gguf file")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
-    prompt.add_argument("--token-ids", metavar="IDS", help="the prompt as token ids, such as 1,2,3; needs no tokenizer library")
-    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if the model has one)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt, in a chat")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of the answer (default: 256)")
-    flags.add_draft_flags(parser)
-    flags.add_constraint_flags(parser)
-    flags.add_sampling_flags(parser)
-    flags.add_dtype_flag(parser)
-    flags.add_threads_flag(parser)
-    add_json_flag(parser)
-
-
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The checked flags, before the weights are loaded."""
 
     prompt_ids: list[int]
@@ -68,72 +29,43 @@ class Request:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True)
-class Answer:
-    job: Job
-    text: str
-    seconds: float  # since the submit
-    first: float  # seconds until the first token
-
-    @property
-    def failure(self) -> str:
-        """Empty for a successful answer."""
-        if self.job.finish_reason == "length" and self.job.constraint is not None:
-            return f"cut short by --max-new-tokens {self.job.max_new_tokens}: the text is not complete"
-        if self.job.finish_reason in ("error", "dead_end"):
-            return f"{self.job.finish_reason}: {self.job.error or 'no token is allowed'}"
-        return ""
-
-
 def run(options: argparse.Namespace) -> int:
     request = _read_request(options)
-    from stepgraph.runtime.text import TextStream
-
-    flags.set_threads(options)
+    engines.set_threads(options)
     engine, vocabulary = _make_engine(options, request)
     with engine:
-        report = engine.capture(progress=shows_progress())
+        report = engine.capture(progress=terminal.shows_progress())
         if request.constraint is not None:
             engine.compile(request.constraint)  # bad input if it cannot be enforced; not part of the measured time
-        answer = _generate(engine, request, options, TextStream(vocabulary))
-        if options.json:
-            print_json(_document(answer, engine, report.notes))
-    if answer.failure:
-        print_error(f"stepgraph generate: {answer.failure}")
-    elif shows_progress():
-        print_error(_summary(answer))
-    return FAILED if answer.failure else 0
+        document = _generate(engine, request, options, TextStream(vocabulary))
+        document |= {"threads": torch.get_num_threads(), "notes": report.notes, "stats": asdict(engine.stats())}
+    if options.json:
+        terminal.print_json(document)
+    if not document["error"] and terminal.shows_progress():
+        speed = f"{document['tokens_per_second']:.1f} tokens/s, the first after {document['seconds_to_first_token']:.2f} s"
+        terminal.print_error(f"{document['tokens']} tokens in {document['rounds']} rounds, {speed}, {document['finish_reason']}")
+    return terminal.report_failures("generate", filter(None, [document["error"]]))
 
 
 def _read_request(options: argparse.Namespace) -> Request:
-    """Check flags, files and texts before the weights are read."""
-    flags.check_constraint_flags(options)
-    flags.check_range(options, "max-new-tokens", 1)
-    stops = flags.stop_ids(options)
-    load_libraries()
+    """Check the texts before the weights are read."""
     if options.token_ids is not None:
-        if options.chat or options.system is not None:
-            raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
-        ids = flags.token_ids("--token-ids", options.token_ids)
-        return Request(ids, flags.constraint_of(options, None), flags.sampling_of(options, stops))
-    text = _prompt(options)
-    from stepgraph.runtime.text import TextCodec
-
-    sampling = flags.sampling_of(options, stops)
-    with waiting("opening the model ..."):
+        return Request(options.token_ids, constraint_of(options, None), _sampling_of(options))
+    text, sampling = _prompt(options), _sampling_of(options)
+    with terminal.waiting("opening the model ..."):
         codec = TextCodec.open(options.model)
     ids = _encode(options, text, codec)
     if not ids:
         raise ValueError(f"PROMPT: got {clip_repr(text)}, which has no tokens, expected at least one")
-    return Request(ids, flags.constraint_of(options, codec), sampling)
+    return Request(ids, constraint_of(options, codec), sampling)
 
 
 def _prompt(options: argparse.Namespace) -> str:
     if options.prompt_file is not None:
-        return flags.read_file("--prompt-file", options.prompt_file, "the path of a text file")
+        return read_file("--prompt-file", options.prompt_file, "the path of a text file")
     if options.prompt is None:
         raise ValueError("PROMPT: got none, expected a text, - for standard input, --prompt-file or --token-ids")
-    return flags.read_standard_input("PROMPT") if options.prompt == "-" else str(options.prompt)
+    return read_standard_input("PROMPT") if options.prompt == "-" else str(options.prompt)
 
 
 def _encode(options: argparse.Namespace, text: str, codec: TextCodec) -> list[int]:
@@ -146,67 +78,86 @@ def _encode(options: argparse.Namespace, text: str, codec: TextCodec) -> list[in
     return codec.chat([*system, {"role": "user", "content": text}])
 
 
-def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine, Vocabulary]:
-    from stepgraph.runtime.config import EngineConfig
-    from stepgraph.runtime.engine import Engine
-    from stepgraph.runtime.models.files.loading import load_models
+def constraint_of(options: argparse.Namespace, codec: TextCodec | None) -> Constraint | None:
+    """With a codec, a marker that encodes to control tokens becomes their ids."""
+    constraint: Constraint | None = None
+    if options.schema is not None:
+        constraint = Constraint.json_schema(options.schema)
+    elif options.regex is not None:
+        constraint = Constraint.regex(options.regex)
+    elif options.grammar is not None:
+        constraint = Constraint.ebnf(options.grammar) if options.grammar_kind == "ebnf" else Constraint.lark(options.grammar)
+    elif options.choice is not None:
+        constraint = Constraint.choice(options.choice)
+    elif options.json_object:
+        constraint = Constraint.json_object()
+    if constraint is None or options.after is None:
+        return constraint
+    ids = codec.encode(options.after, begins=False) if codec else []
+    control_ids = codec.vocabulary.non_text_ids if codec else frozenset()
+    return constraint.after(options.after if control_ids.isdisjoint(ids) else ids)
 
+
+def _sampling_of(options: argparse.Namespace) -> SamplingParams:
+    values: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if options.stop is not None:
+        values["stop_token_ids"] = tuple(options.stop)
+    try:
+        return SamplingParams(**{"temperature": 0.0, **values})
+    except ValueError as error:
+        field, message = str(error).removeprefix("SamplingParams.").split(":", 1)
+        raise ValueError(f"--{field.split('[')[0].replace('_', '-').replace('stop-token-ids', 'stop')}:{message}") from None
+
+
+def _make_engine(options: argparse.Namespace, request: Request) -> tuple[Engine, Vocabulary]:
     config = EngineConfig(
         max_rows=1,
         num_speculative_tokens=options.drafts,
         max_length=len(request.prompt_ids) + options.max_new_tokens,
         greedy_only=request.sampling.plain,
-        **flags.look_up_of(options),
+        look_up=options.look_up,
     )
     try:
-        with waiting("opening the model ..."):
-            loaded = load_models(options.model, options.draft, config, dtype=flags.dtype_of(options), progress=shows_progress())
+        with terminal.waiting("opening the model ..."):
+            loaded = engines.load(options, config, terminal.shows_progress())
     except ValueError as error:
         if "max_length" not in str(error):
             raise
         got = f"got {options.max_new_tokens} after a prompt of {len(request.prompt_ids)} tokens"
         raise ValueError(f"--max-new-tokens: {got}: {error}") from None
-    flags.set_default_threads(options, loaded.target)
+    engines.set_default_threads(options, loaded.target)
     return Engine(loaded.target, loaded.draft, vocabulary=loaded.vocabulary, config=loaded.config), loaded.vocabulary
 
 
-def _generate(engine: Engine, request: Request, options: argparse.Namespace, stream: TextStream) -> Answer:
+def _generate(engine: Engine, request: Request, options: argparse.Namespace, stream: TextStream) -> dict[str, Any]:
     started, first, pieces = time.perf_counter(), 0.0, []
     job = engine.submit(request.prompt_ids, constraint=request.constraint, sampling=request.sampling, max_new_tokens=options.max_new_tokens)
     for event in engine.stream():
         first = first or time.perf_counter() - started
         pieces.append(stream.push(event.tokens) + (stream.finish() if event.finish_reason else ""))
         if not options.json:
-            print_text(pieces[-1], end="")
+            terminal.print_text(pieces[-1], end="")
     if not options.json:
-        print_text("")
-    return Answer(job, "".join(pieces), time.perf_counter() - started, first)
-
-
-def _document(answer: Answer, engine: Engine, notes: tuple[str, ...]) -> dict[str, Any]:
-    import torch
-
-    job = answer.job
+        terminal.print_text("")
+    seconds = time.perf_counter() - started
     return {
-        "text": answer.text,
+        "text": "".join(pieces),
         "token_ids": job.tokens,
         "finish_reason": str(job.finish_reason),
-        "error": answer.failure,
+        "error": _failure_of(job),
         "prompt_tokens": len(job.prompt_ids),
         "tokens": len(job.tokens),
         "rounds": job.rounds,
         "tokens_per_round": len(job.tokens) / max(job.rounds, 1),
-        "seconds": answer.seconds,
-        "seconds_to_first_token": answer.first,
-        "tokens_per_second": len(job.tokens) / answer.seconds,
+        "seconds": seconds,
+        "seconds_to_first_token": first,
+        "tokens_per_second": len(job.tokens) / seconds,
         "seed": job.seed,
-        "threads": torch.get_num_threads(),
-        "notes": notes,
-        "stats": asdict(engine.stats()),
     }
 
 
-def _summary(answer: Answer) -> str:
-    job = answer.job
-    speed = f"{len(job.tokens) / answer.seconds:.1f} tokens/s, the first after {answer.first:.2f} s"
-    return f"{len(job.tokens)} tokens in {job.rounds} rounds, {speed}, {job.finish_reason}"
+def _failure_of(job: Job) -> str:
+    """Empty for a successful answer."""
+    if job.finish_reason == "length" and job.constraint is not None:
+        return f"cut short by --max-new-tokens {job.max_new_tokens}: the text is not complete"
+    return engines.failure_of(job)

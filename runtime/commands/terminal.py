@@ -7,27 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn, Protocol, TextIO
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn, TextIO
 
 FAILED, BAD_INPUT, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
-
-
-class Command(Protocol):
-    """A module of this package."""
-
-    SUMMARY: str  # one line of `stepgraph --help`
-
-    def add(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, options: argparse.Namespace) -> int: ...
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,17 +24,6 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         super().exit(status, printable(message, sys.stderr) if message else None)
-
-
-def describe(parser: argparse.ArgumentParser, description: str, examples: Sequence[str]) -> None:
-    """Set the text of --help around the flags. A test runs every example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = description.strip()
-    parser.epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples)
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
 
 
 def colour_enabled(stream: TextIO) -> bool:
@@ -76,6 +54,25 @@ def print_error(text: str) -> None:
     print(printable(text, sys.stderr), file=sys.stderr)
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the first column left-aligned and the others right-aligned."""
+    widths = [max(8, *map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
+    lines = []
+    for name, *cells in (head, *rows):
+        numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("".join([f"{name:<{widths[0]}}", *numbers]).rstrip())
+    return lines
+
+
+def report_failures(command: str, failures: Iterable[str]) -> int:
+    """Print them to stderr. Returns the exit code."""
+    code = 0
+    for failure in failures:
+        print_error(f"stepgraph {command}: {failure}")
+        code = FAILED
+    return code
+
+
 @contextlib.contextmanager
 def waiting(message: str) -> Iterator[None]:
     """Show `message` while a step runs that takes seconds and has no progress bar."""
@@ -87,11 +84,6 @@ def waiting(message: str) -> Iterator[None]:
         yield
     finally:
         print(" " * len(message), end="\r", file=sys.stderr, flush=True)
-
-
-def load_libraries(module: str = "stepgraph.runtime.engine") -> None:
-    with waiting("loading libraries ..."):
-        importlib.import_module(module)
 
 
 def print_json(document: object) -> None:
@@ -126,8 +118,10 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     """Run `work` and return the exit code. Bad input becomes one line on stderr; other exceptions keep their traceback."""
     _repair_streams()
     try:
-        with _flushed_output():
+        try:
             return work()
+        finally:  # also after a parser's SystemExit: a closed pipe raises here or not at all
+            sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter flushes stdout again when it exits and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -138,14 +132,3 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print_error("\n" * sys.stdout.isatty() + f"{name}: interrupted")  # the cursor may be inside a line of the answer
         return INTERRUPTED
-
-
-@contextlib.contextmanager
-def _flushed_output() -> Iterator[None]:
-    """Flush stdout also after a parser's SystemExit: a closed pipe raises here or not at all."""
-    try:
-        yield
-    except SystemExit:
-        sys.stdout.flush()
-        raise
-    sys.stdout.flush()

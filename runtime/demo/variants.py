@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,14 +57,19 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for EngineConfig
 
 
-def variants(drafts: int) -> tuple[Variant, ...]:
-    look_up = {"look_up": LOOK_UP}
+def variants(drafts: int, look_up: int = LOOK_UP, forced_drafts: bool | None = True) -> tuple[Variant, ...]:
     return (
         Variant("plain", 0, False),
         Variant("plain + grammar", 0, True),
-        Variant("speculative", drafts, False, look_up),
-        Variant("speculative + grammar", drafts, True, look_up | {"forced_drafts": True}),
+        Variant("speculative", drafts, False, {"look_up": look_up}),
+        Variant("speculative + grammar", drafts, True, {"look_up": look_up, "forced_drafts": forced_drafts}),
     )
+
+
+def tokens_per_second(times: Iterable[tuple[int, float]]) -> float:
+    """times: tokens and seconds of each answer."""
+    tokens, seconds = map(sum, zip(*times, strict=True))
+    return tokens / seconds if tokens else 0.0
 
 
 class Case:
@@ -72,7 +77,7 @@ class Case:
 
     def __init__(self, variant: Variant, pair: Pair, max_length: int) -> None:
         self.variant = variant
-        self.tokens, self.seconds, self.rates = 0, 0.0, list[float]()
+        self.times: list[tuple[int, float]] = []  # of every answer: its tokens after the first event, and their seconds
         config = EngineConfig(
             max_rows=1,
             num_speculative_tokens=variant.drafts,
@@ -100,15 +105,8 @@ class Case:
             if not seen:
                 first, seen = time.perf_counter(), len(event.tokens)
             show(event)
-        seconds, tokens = time.perf_counter() - first, len(job.tokens) - seen
-        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
-        if tokens:
-            self.rates.append(tokens / seconds)
+        self.times.append((len(job.tokens) - seen, time.perf_counter() - first))
         return job
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.tokens else 0.0
 
     def figures(self) -> dict[str, Any]:
         """Counts over the lifetime of the engine."""

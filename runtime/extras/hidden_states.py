@@ -35,29 +35,17 @@ class PromptLines(NamedTuple):
 class HiddenStates:
     """Collects the states of each job and passes complete texts to the writer. Used by the stepping thread only.
 
-    If the writer fails, saving stops with one warning and `error` holds the reason. Requests are not affected.
+    If the writer fails, saving stops with one warning and `writer.error` holds the reason. Requests are not affected.
     """
 
     def __init__(self, backend: Backend, buffers: StaticBuffers, layout: StatesLayout, writer: StatesWriter) -> None:
-        self._backend, self._buffers, self._layout, self._writer = backend, buffers, layout, writer
+        self._backend, self._buffers, self._layout, self.writer = backend, buffers, layout, writer
         self._lines = buffers.prompt_states_ring_host
         self._next = 0
         self._sent: collections.deque[PromptLines] = collections.deque()
         self._states: dict[int, list[Tensor]] = {}  # by job id, in order: [n, layout.width]
         self._warned = False
         weakref.finalize(self, writer.finish).atexit = False  # for an engine that is not closed
-
-    @property
-    def saved(self) -> int:
-        return self._writer.saved
-
-    @property
-    def unsaved(self) -> int:
-        return self._writer.unsaved
-
-    @property
-    def error(self) -> str:
-        return self._writer.error
 
     def prompt_lines(self, job: Job, count: int) -> Tensor:
         """Pinned lines for the states of a job's next `count` prompt tokens. Waits only if the whole ring is being copied."""
@@ -97,15 +85,15 @@ class HiddenStates:
         valid = job.finish_reason != FinishReason.ERROR and not job.embeddings
         if valid and states and sum(map(len, states)) == len(token_ids) - 1:
             parts = torch.cat(states).split([size for _, size in self._layout.parts], 1)
-            self._writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
-        if self.error and not self._warned:
+            self.writer.put(SavedText(token_ids, len(job.prompt_ids), features=parts[0], hidden=parts[-1]))
+        if self.writer.error and not self._warned:
             self._warned = True
-            message = f"EngineConfig.save_hidden_states: {self.error}; nothing more is saved, requests continue"
+            message = f"EngineConfig.save_hidden_states: {self.writer.error}; nothing more is saved, requests continue"
             with suppress(Warning):  # raised if warnings are errors
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
     def _take_oldest(self) -> None:
         lines = self._sent.popleft()

@@ -8,41 +8,30 @@ replaces the fused state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention.paged import AttentionShape, cache_specs
+from stepgraph.graphs.attention.paged import cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
+from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs
+from stepgraph.runtime.models.parameters import empty_weight
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """Sizes and options of one head. `layer.vocab_size` is the target's, since the head reads the target's tokens."""
-
-    layer: LlamaConfig
-    feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
-    target_hidden_size: int
-    draft_vocab_size: int  # tokens that the head can propose
-    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
-
-
-class Eagle3(nn.Module):
+class Eagle3(LlamaBase):
     """A head. Its weights are uninitialised until a loader, training or `randomise` fills them.
 
     d2t: [draft_vocab_size] target ids of the head's tokens; None if the head has the target's vocabulary. embedding, head:
     the target's, if the head has none of its own. The first token of a history has no cache entry, as no state precedes it.
     """
 
+    head: nn.Parameter
     lookahead = 1  # the cache entry of a position depends on the token after it
 
     def __init__(
@@ -54,8 +43,8 @@ class Eagle3(nn.Module):
         head: nn.Parameter | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        super().__init__()
         layer = config.layer
+        super().__init__(layer, device)
         self.config, self.vocab_size = config, config.draft_vocab_size
         like = torch.empty(0, dtype=layer.dtype, device=device)
         feature_size = len(config.feature_layers) * config.target_hidden_size
@@ -67,8 +56,6 @@ class Eagle3(nn.Module):
         self.head = empty_weight(like, config.draft_vocab_size, layer.hidden_size) if head is None else head
         self.register_buffer("d2t", None if d2t is None else d2t.to(device=device, dtype=torch.int64))
         self.d2t: Tensor | None
-        self.register_buffer("frequency_bits", layer.rope.frequencies(layer.head_size).to(device).view(torch.int32), persistent=False)
-        self.frequency_bits: Tensor
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -77,11 +64,6 @@ class Eagle3(nn.Module):
         layers = ", ".join(map(str, config.feature_layers))
         proposed = f"{config.draft_vocab_size} of {config.layer.vocab_size} tokens"
         return (f"draft: EAGLE-3 over the inputs of layers {layers}; proposes {proposed}",)
-
-    @property
-    def attends(self) -> tuple[AttentionShape, ...]:
-        layer = self.config.layer
-        return (AttentionShape(layer.dtype, layer.num_heads, layer.num_kv_heads, layer.head_size, layer.windows[:1]),)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         layer = self.config.layer  # positions beyond max_positions lower acceptance only, so they are accepted
@@ -95,17 +77,10 @@ class Eagle3(nn.Module):
         if inputs.step == 1:
             states = product(states, self.fuse)
         embedded = functional.embedding(inputs.tokens.flatten(), self.embedding)
-        rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+        rotation = self.rotation(entries.positions, embedded.dtype)
         normed = rms_norm(states, self.state_norm, epsilon)
         layer_input = torch.cat([rms_norm(embedded, layer.attention_norm, epsilon), normed], -1)
         residual = normed if config.norm_before_residual else states
         attended = layer.attend(residual, layer_input, rotation, entries, buffers["draft_keys"][0], buffers["draft_values"][0])
         states = layer.feed_forward(attended)
         return ModelOutput(rms_norm(states, self.norm, epsilon).view(*shape, -1), states.view(*shape, -1))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return product(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
-
-    def randomise(self, seed: int = 0, scale: float = 1.0) -> Eagle3:
-        randomise(self, seed, scale)
-        return self

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 
 
 class ForcedDrafts(nn.Module):

@@ -7,6 +7,7 @@ values are one matrix product, gate and up another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,47 @@ from stepgraph.graphs.attention.rope_kv import rope_and_write_kv
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm, silu_and_mul
 from stepgraph.graphs.layers.slot_mapping import rope_angles
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.parameters import empty_weight, randomise
 from stepgraph.sampling.fields import is_int
 
+Model = TypeVar("Model", bound="LlamaBase")
 
-class Llama(nn.Module):
+
+class LlamaBase(nn.Module):
+    """What a target and its drafts have besides their layers. layer_config: the sizes of these layers."""
+
+    embedding: nn.Parameter
+    head: nn.Parameter | None
+
+    def __init__(self, layer_config: LlamaConfig, device: str | torch.device) -> None:
+        super().__init__()
+        size, windows = layer_config.head_size, layer_config.windows
+        self.attends = (AttentionShape(layer_config.dtype, layer_config.num_heads, layer_config.num_kv_heads, size, windows),)
+        # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
+        frequencies = layer_config.rope.frequencies(size).to(device)
+        self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
+        self.frequency_bits: Tensor
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rope_angles(positions.flatten(), self.frequency_bits.view(torch.float32), dtype)
+
+    @property
+    def unembedding(self) -> nn.Parameter:
+        """[vocab_size, hidden_size], the matrix of the logits."""
+        return self.embedding if self.head is None else self.head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
+
+    def randomise(self: Model, seed: int = 0, scale: float = 1.0) -> Model:
+        randomise(self, seed, scale)
+        return self
+
+
+class Llama(LlamaBase):
     """A target of the family. Its weights are uninitialised until a loader or `randomise` fills them.
 
     feature_layers: the features are the inputs of these layers, concatenated (num_layers: the output of the last one); if
@@ -38,7 +73,7 @@ class Llama(nn.Module):
         name: str = "target",
         device: str | torch.device = "cpu",
     ) -> None:
-        super().__init__()
+        super().__init__(config, device)
         for layer in feature_layers:
             if not is_int(layer) or not 0 <= layer <= config.num_layers:
                 raise ValueError(f"Llama.feature_layers: got {layer!r}, expected whole numbers from 0 to {config.num_layers}")
@@ -52,15 +87,6 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(LlamaLayer(config, index, like) for index in range(config.num_layers))
         self.norm = empty_weight(like, config.hidden_size)
         self.head = None if config.tied else empty_weight(like, config.vocab_size, config.hidden_size)
-        frequencies = config.rope.frequencies(config.head_size).to(device)
-        # As integer bits: .to(bfloat16) rounds every floating-point buffer, and rounded frequencies give wrong positions.
-        self.register_buffer("frequency_bits", frequencies.view(torch.int32), persistent=False)
-        self.frequency_bits: Tensor
-
-    @property
-    def attends(self) -> tuple[AttentionShape, ...]:
-        config = self.config
-        return (AttentionShape(config.dtype, config.num_heads, config.num_kv_heads, config.head_size, config.windows),)
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         config = self.config
@@ -75,7 +101,7 @@ class Llama(nn.Module):
         if inputs.embeddings is not None:
             embeddings = inputs.embeddings
             states = torch.where(embeddings.given.flatten()[:, None], embeddings.values.flatten(0, 1), states)
-        rotation = rope_angles(inputs.positions.flatten(), self.frequency_bits.view(torch.float32), states.dtype)
+        rotation = self.rotation(inputs.positions, states.dtype)
         layer_inputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
@@ -86,18 +112,6 @@ class Llama(nn.Module):
         hidden = rms_norm(states, self.norm, self.config.norm_epsilon).view(*shape, -1)
         features = [layer_inputs[layer] for layer in self.feature_layers]
         return ModelOutput(hidden, torch.cat(features, -1).view(*shape, -1) if features else hidden)
-
-    @property
-    def unembedding(self) -> nn.Parameter:
-        """[vocab_size, hidden_size], the matrix of the logits."""
-        return self.embedding if self.head is None else self.head
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return product(hidden.reshape(-1, hidden.shape[-1]), self.unembedding).view(*hidden.shape[:-1], -1)
-
-    def randomise(self, seed: int = 0, scale: float = 1.0) -> Llama:
-        randomise(self, seed, scale)
-        return self
 
 
 class LlamaLayer(nn.Module):
@@ -138,18 +152,3 @@ class LlamaLayer(nn.Module):
         query = rope_and_write_kv(query, key, value, *rotation, inputs.slots.flatten(), keys, values)
         attended = attention(query.view(*inputs.tokens.shape, heads, size), keys, values, inputs, self.window)
         return product(attended.view(len(states), -1), self.output, self.output_bias, onto=residual)
-
-
-@torch.no_grad()
-def randomise(model: nn.Module, seed: int = 0, scale: float = 1.0) -> None:
-    """Random weights. A matrix product keeps the magnitude of its input, times `scale`."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        spread = scale * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-        values = torch.randn(parameter.shape, generator=generator) * spread + float(parameter.dim() == 1)
-        parameter.copy_(values)
-
-
-def empty_weight(like: Tensor, *shape: int) -> nn.Parameter:
-    """An uninitialised parameter with the dtype and device of `like`."""
-    return nn.Parameter(like.new_empty(shape), requires_grad=False)

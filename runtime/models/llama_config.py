@@ -1,4 +1,4 @@
-"""The config of a Llama-family model, read from a `config.json` and checked before anything is allocated."""
+"""The configs of Llama-family models and of EAGLE-3 heads; the former read from a `config.json`, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from stepgraph.sampling.fields import is_int
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _MAX_PARAMETERS = 1 << 42
+# Options that are not implemented, with the values that turn them off.
+_UNSUPPORTED = {"hidden_act": "silu", "partial_rotary_factor": 1, "pretraining_tp": 1}
 
 
 @dataclass(frozen=True)
@@ -69,26 +71,37 @@ class LlamaConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes and options of one head. `layer.vocab_size` is the target's, since the head reads the target's tokens."""
+
+    layer: LlamaConfig
+    feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
+    target_hidden_size: int
+    draft_vocab_size: int  # tokens that the head can propose
+    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
+
+
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
     _check_unsupported(config)
-    hidden = _count(config, "hidden_size", 1 << 17)
-    layers = _count(config, "num_hidden_layers", 4096)
-    heads = _count(config, "num_attention_heads", 4096)
-    kv_heads = _count(config, "num_key_value_heads", 4096, default=heads)
+    hidden = count_field(config, "hidden_size", 1 << 17)
+    layers = count_field(config, "num_hidden_layers", 4096)
+    heads = count_field(config, "num_attention_heads", 4096)
+    kv_heads = count_field(config, "num_key_value_heads", 4096, default=heads)
     if heads % kv_heads:
         raise ValueError(f"config.num_key_value_heads: got {kv_heads}, expected a divisor of num_attention_heads={heads}")
     if config.get("head_dim") is None and hidden % heads:
         raise ValueError(f"config.num_attention_heads: got {heads}, expected a divisor of hidden_size={hidden}, or a head_dim")
-    head_size = _count(config, "head_dim", 1024, default=hidden // heads)
+    head_size = count_field(config, "head_dim", 1024, default=hidden // heads)
     if head_size % 2:
         raise ValueError(f"config.head_dim: got {head_size}, expected an even number")
-    bias = _flag(config, "attention_bias") if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+    bias = flag_field(config, "attention_bias") if architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
     found = LlamaConfig(
-        vocab_size=_count(config, "vocab_size", 1 << 24),
+        vocab_size=count_field(config, "vocab_size", 1 << 24),
         hidden_size=hidden,
-        intermediate_size=_count(config, "intermediate_size", 1 << 20),
+        intermediate_size=count_field(config, "intermediate_size", 1 << 20),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -98,17 +111,12 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
         output_bias=bias,
         head_norms=architecture == "Qwen3ForCausalLM",
-        tied=_flag(config, "tie_word_embeddings"),
-        max_positions=_count(config, "max_position_embeddings", 1 << 30, default=1 << 20),
+        tied=flag_field(config, "tie_word_embeddings"),
+        max_positions=count_field(config, "max_position_embeddings", 1 << 30, default=1 << 20),
         dtype=_dtype(config),
     )
     _check_total_size(found)
     return found
-
-
-def mtp_count(config: Mapping[str, Any]) -> int:
-    """The number of MTP modules in the model's folder."""
-    return _count(config, "num_nextn_predict_layers", 64, least=0, default=0)
 
 
 def _check_total_size(config: LlamaConfig) -> None:
@@ -121,14 +129,17 @@ def _check_total_size(config: LlamaConfig) -> None:
 
 def _check_unsupported(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a field that changes the computation and is not implemented."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.hidden_act: got {config['hidden_act']!r:.100}, expected 'silu'")
+    require_off(config, _UNSUPPORTED)
     for name in ("mlp_bias", "quantization_config", "attention_multiplier", "logits_scaling", "final_logit_softcapping"):
         if config.get(name):
             raise ValueError(f"config.{name}: got {config[name]!r:.200}, which is not supported")
-    for name in ("partial_rotary_factor", "pretraining_tp"):
-        if config.get(name, 1) not in (1, None):
-            raise ValueError(f"config.{name}: got {config[name]!r:.100}, expected 1")
+
+
+def require_off(config: Mapping[str, Any], options: Mapping[str, object]) -> None:
+    """options: the values that turn them off."""
+    for name, off in options.items():
+        if config.get(name, off) not in (off, None):
+            raise ValueError(f"config.{name}: got {config[name]!r:.100}, expected {off!r}")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -142,8 +153,8 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
     """The window of each layer, from `layer_types` if given, else by the rules of the architecture."""
     kinds = config.get("layer_types")
     if kinds is None:
-        if architecture.startswith("Qwen") and _flag(config, "use_sliding_window"):
-            first = _count(config, "max_window_layers", 4096, least=0, default=layers)
+        if architecture.startswith("Qwen") and flag_field(config, "use_sliding_window"):
+            first = count_field(config, "max_window_layers", 4096, least=0, default=layers)
         else:
             first = 0 if architecture == "MistralForCausalLM" and config.get("sliding_window") is not None else layers
         sliding: Sequence[bool] = [layer >= first for layer in range(layers)]
@@ -154,7 +165,7 @@ def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple
         sliding = [kind == "sliding_attention" for kind in kinds]
     if not any(sliding):
         return (None,) * layers
-    window = _count(config, "sliding_window", 1 << 30)
+    window = count_field(config, "sliding_window", 1 << 30)
     return tuple(window if slides else None for slides in sliding)
 
 
@@ -176,7 +187,7 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     low, high = _number(fields, "low_freq_factor", 0.0, 1e6), _number(fields, "high_freq_factor", 0.0, 1e6)
     if low >= high:
         raise ValueError(f"config.rope_scaling.high_freq_factor: got {high}, expected more than low_freq_factor={low}")
-    return RopeConfig(theta, factor, low, high, _count(fields, "original_max_position_embeddings", 1 << 30))
+    return RopeConfig(theta, factor, low, high, count_field(fields, "original_max_position_embeddings", 1 << 30))
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -186,7 +197,7 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _count(config: Mapping[str, Any], name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
+def count_field(config: Mapping[str, Any], name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not is_int(value) or not least <= value <= most:
@@ -202,7 +213,7 @@ def _number(config: Mapping[str, Any], name: str, above: float, below: float, *,
     return float(value)
 
 
-def _flag(config: Mapping[str, Any], name: str) -> bool:
+def flag_field(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"config.{name}: got {value!r:.100}, expected true or false")

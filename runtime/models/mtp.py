@@ -16,40 +16,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepgraph.graphs.attention.paged import AttentionShape, by_reference, cache_specs
+from stepgraph.graphs.attention.paged import by_reference, cache_specs
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.layers.dense import product, rms_norm
-from stepgraph.graphs.layers.slot_mapping import rope_angles, shift_entries
+from stepgraph.graphs.layers.slot_mapping import shift_entries
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
-from stepgraph.graphs.shapes import Limits
-from stepgraph.runtime.models.llama import LlamaLayer, empty_weight, randomise
+from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
 from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.parameters import empty_weight, randomise
 
 
-class Mtp(nn.Module):
+class Mtp(LlamaBase):
     """One module per layer of `config`. Their weights are uninitialised; embedding and head are the target's."""
 
+    head: nn.Parameter
     d2t: Tensor | None = None
 
     def __init__(self, config: LlamaConfig, *, embedding: nn.Parameter, head: nn.Parameter, device: str | torch.device = "cpu") -> None:
-        super().__init__()
+        super().__init__(config, device)
         self.config, self.vocab_size = config, config.vocab_size
         like = torch.empty(0, dtype=config.dtype, device=device)
         self.embedding, self.head = embedding, head
         self.depths = nn.ModuleList(MtpModule(config, index, like) for index in range(config.num_layers))
-        self.register_buffer("frequency_bits", config.rope.frequencies(config.head_size).to(device).view(torch.int32), persistent=False)
-        self.frequency_bits: Tensor
 
     @property
     def notes(self) -> tuple[str, ...]:
         """For the capture report."""
         count = len(self.depths)
         return (f"draft: MTP, {'one module for every draft' if count == 1 else f'{count} modules, one per draft'}",)
-
-    @property
-    def attends(self) -> tuple[AttentionShape, ...]:
-        config = self.config
-        return (AttentionShape(config.dtype, config.num_heads, config.num_kv_heads, config.head_size, config.windows),)
 
     @property
     def lookahead(self) -> int:
@@ -74,16 +69,13 @@ class Mtp(nn.Module):
         for index in (0,) if single else range(inputs.step - 1, len(keys)):
             entries = shift_inputs(inputs, index + 1)
             previous = inputs.features if index == 0 else kept[index - 1][entries.slots]
-            rotation = rope_angles(entries.positions.flatten(), self.frequency_bits.view(torch.float32), embedded.dtype)
+            rotation = self.rotation(entries.positions, embedded.dtype)
             module = self.depths[index]
             states = module(previous.flatten(0, 1), embedded, rotation, entries, keys[index], values[index]).view(*shape, -1)
             if index < len(kept):
                 kept[index].index_put_((entries.slots,), states)
             outputs.append(states)
         return ModelOutput(outputs[0], outputs[0])
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return product(hidden.reshape(-1, hidden.shape[-1]), self.head).view(*hidden.shape[:-1], -1)
 
     def randomise(self, seed: int = 0, scale: float = 1.0) -> Mtp:
         """Does not change the target's embedding and head."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
+from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History
 from stepgraph.graphs.proposing import ANCHOR
-from stepgraph.graphs.shapes import Limits
 from stepgraph.sampling.fields import is_int
 
 

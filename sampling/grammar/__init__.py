@@ -8,7 +8,7 @@ from stepgraph.sampling.grammar.constraints.unsupported import Unsupported
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
 __all__ = [
     "Claim",

@@ -14,8 +14,7 @@ import xgrammar
 
 from stepgraph.sampling.fields import clip_repr, is_int
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf
-from stepgraph.sampling.grammar.tokenizers.objects import read_object
-from stepgraph.sampling.grammar.tokenizers.ranks import table_of_ranks
+from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
 

@@ -3,12 +3,13 @@
 import torch
 
 from stepgraph.sampling import native
+from stepgraph.sampling.bitmask import GrammarMask
 from stepgraph.sampling.kernels import operation
-from stepgraph.sampling.kernels.chain import chain_accept
-from stepgraph.sampling.kernels.choice import masked_argmax, race
+from stepgraph.sampling.kernels.chain import chain_accept, mask_status
+from stepgraph.sampling.kernels.choice import masked_argmax
 from stepgraph.sampling.kernels.filter_choice import choose_filters
-from stepgraph.sampling.kernels.filters import distribution, draw
-from stepgraph.sampling.kernels.masks import GrammarMask, Processed, mask_status, process
+from stepgraph.sampling.kernels.filters import distribution, draw, race
+from stepgraph.sampling.kernels.processors import Processed, process
 from stepgraph.sampling.kernels.rejection import reject_sample
 
 __all__ = [

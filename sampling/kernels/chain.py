@@ -1,4 +1,4 @@
-"""Acceptance of a chain of drafts: how many hold, how many tokens each row emits, and whether it is finished."""
+"""Which mask rows are valid, how many drafts of a chain hold, how many tokens each row emits, and whether it is finished."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import acceptance
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
+from stepgraph.sampling.grammar.status import TAG_FIELDS
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.native import CKernel
+
+
+def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> Tensor:
+    assert tags.dim() == 3 and tags.dtype is torch.int64, f"tags {tags.dtype} {tags.shape}"
+    return torch.empty(len(owner), tags.shape[1], dtype=torch.int64, device=tags.device)
+
+
+def _c_supports(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None) -> bool:
+    dense = tags.stride(2) == 1 and constrained.is_contiguous() and (rows is None or rows.is_contiguous())
+    return dense and tags.shape[2] == TAG_FIELDS and (rows is not None or len(tags) == len(owner))
+
+
+@operation(_status_outputs, triton=True, c=CKernel("mask_status", _c_supports))
+def mask_status(
+    tags: Dense, owner: Tensor, generated: Tensor, constrained: Contiguous, first: int = 0, rows: Contiguous | None = None
+) -> Tensor:
+    """acceptance.mask_status, [B, N] int64, of tags [R, N, 4] of which row b reads rows[b] ([B] int64; None: row b).
+
+    owner, generated [B] int64, constrained [B] bool; first: the index of the first tag.
+    """
+    return acceptance.mask_status(tags if rows is None else tags[rows], owner, generated, constrained, first)
 
 
 def _outputs(sampled: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

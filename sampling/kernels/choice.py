@@ -1,12 +1,13 @@
-"""Choice of a token in each row: the likeliest legal one, or one drawn by exponential race."""
+"""The likeliest legal token of each row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import bitmask, rng, sampler
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, Dense, operation
+from stepgraph.sampling import bitmask
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.native import CKernel
 
 
 def _argmax_outputs(
@@ -47,18 +48,3 @@ def masked_argmax(
     own = masks if rows is None else masks[rows]
     best, token = bitmask.apply(logits, own, constrained, ids, status).max(-1)
     return best, token
-
-
-def _race_outputs(weights: Tensor, *_: object) -> Tensor:
-    assert weights.dim() == 2 and weights.dtype is torch.float32, f"weights {weights.dtype} {weights.shape}"
-    return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
-
-
-@operation(_race_outputs, triton=True)
-def race(weights: Dense, seed: Contiguous, position: Contiguous, purpose: int) -> Tensor:
-    """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
-
-    weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
-    """
-    vocabulary = torch.arange(weights.shape[1], device=weights.device)
-    return sampler.race(weights, rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), vocabulary))

@@ -5,10 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.choice import race
+from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.kernels.filter_choice import FLASHINFER, filter_module
 from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+
+
+def _race_outputs(weights: Tensor, *_: object) -> Tensor:
+    assert weights.dim() == 2 and weights.dtype is torch.float32, f"weights {weights.dtype} {weights.shape}"
+    return torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
+
+
+@operation(_race_outputs, triton=True)
+def race(weights: Dense, seed: Contiguous, position: Contiguous, purpose: int) -> Tensor:
+    """sampler.race with the noise rng.exponential(seed, position, purpose, token), which is never stored.
+
+    weights [N, V] float32; seed, position [N] int64; purpose: an rng.Purpose. Returns [N] int64.
+    """
+    vocabulary = torch.arange(weights.shape[1], device=weights.device)
+    return sampler.race(weights, rng.exponential(seed[:, None], position[:, None], rng.Purpose(purpose), vocabulary))
 
 
 def _check(logits: Tensor, params: Tensor) -> None:
@@ -48,7 +62,7 @@ def draw(
     ids: Contiguous | None = None,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """sampler.distribution of logits [N, V], and choice.race over it: probabilities [N, width] float32 and tokens [N] int64.
+    """sampler.distribution of logits [N, V], and `race` over it: probabilities [N, width] float32 and tokens [N] int64.
 
     With `ids` [V] int64 the logits belong to those tokens of a vocabulary of `width`: probabilities are written at these ids, zeros
     elsewhere, and each token races with the noise of its id. Without a finite best logit the token is 0.

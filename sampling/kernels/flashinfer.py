@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.choice import race
+from stepgraph.sampling.kernels.filters import race
 
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.buffers import Column, ResultLayout, ResultRecord, round_specs
+from stepgraph.graphs.buffers import Column, ResultLayout, ResultRecord
+from stepgraph.graphs.round_specs import round_specs
 
 SIZES: dict[str, Any] = {
     "max_rows": 3,

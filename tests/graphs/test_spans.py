@@ -14,7 +14,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, RecordedReport, StaticBuffers, TapeBackend, capture, current_context, run_eager, spans
-from stepgraph.graphs.capture import EagerContext
+from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.cuda.context import CudaCaptureContext
 from stepgraph.graphs.cuda.driver import HostErrors
 from stepgraph.graphs.spans import STEP, Label, StageRun, stage_runs
@@ -209,7 +209,7 @@ class CountingDriver:
     def captured_nodes(self, stream: int) -> int:
         return self.nodes
 
-    def launch_host(self, stream: int, callback: object) -> None:
+    def cuLaunchHostFunc(self, stream: int, address: int, data: int) -> None:
         self.nodes += 1
 
 

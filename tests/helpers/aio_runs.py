@@ -14,7 +14,7 @@ import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job, SamplingParams, StepEvent
 from stepgraph.runtime.aio import JobStream
-from stepgraph.runtime.wake import WakeSignal
+from stepgraph.runtime.request_queue import WakeSignal
 from tests.helpers.oracles import Answer
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
@@ -132,9 +132,9 @@ def watch_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     real = WakeSignal.wait
 
     def wait(wake: WakeSignal, seconds: float | None = None) -> bool:
-        if wake is engine._wake and seconds is None:
+        if wake is engine.queue.wake and seconds is None:
             asleep.set()
-        elif wake is engine._wake:
+        elif wake is engine.queue.wake:
             polls.append(seconds)
         return real(wake, seconds)
 

@@ -38,17 +38,17 @@ def worker_dies(behind: bool) -> Point:
 
     @contextlib.contextmanager
     def point(engine: Engine, fault: Fault) -> Iterator[None]:
-        compiler = engine._grammar_queue._compiler
+        compiler = engine._parts.compiler
         assert compiler is not None
         compiler._cache.clear()
         real = CompileWorker._exchange
 
-        def exchange(worker: CompileWorker, parts: list[bytes], seconds: float) -> list[bytes]:
+        def exchange(worker: CompileWorker, *arguments: Any, **options: Any) -> tuple[str, bool, str]:
             process, due = worker._process, fault.due()
             assert process is not None
             if due and not behind:
                 end(process.popen)
-            answer = real(worker, parts, seconds)
+            answer = real(worker, *arguments, **options)
             if due and behind:
                 end(process.popen)
             return answer

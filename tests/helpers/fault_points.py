@@ -12,15 +12,15 @@ from torch import Tensor
 
 from stepgraph import Engine, Job
 from stepgraph.graphs import BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.capture import HostNodeError
+from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.tape.backend import TapeBackend, TapeEvent
 from stepgraph.graphs.tape.player import HostCall, Segment
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.planted import fail, innermost, plant
 
 CAUSE = "planted fault"
@@ -85,7 +85,7 @@ def matcher_call(library: str, operation: str) -> Point:
                 if isinstance(made, NativeRow):
                     plant(made, operation, lambda entry, *rest: fail(rest[-1], CAUSE.encode()) if fault.due() else entry(*rest))
                 else:
-                    inner._matcher = Failing(inner._matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
+                    inner.library_matcher = Failing(inner.library_matcher, CALLS[library][operation], fault)  # type: ignore[attr-defined]
             return made
 
         with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +97,7 @@ def matcher_call(library: str, operation: str) -> Point:
 
 @contextlib.contextmanager
 def compile_fails(engine: Engine, fault: Fault) -> Iterator[None]:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
     compiler._cache.clear()  # otherwise nothing is compiled
     real = compiler._backends.build
@@ -122,7 +122,7 @@ def ring_full(engine: Engine, fault: Fault) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pages_empty(engine: Engine, fault: Fault) -> Iterator[None]:
-    prefixes = engine._scheduler.rows._pages
+    prefixes = engine._scheduler.rows.pages
     real = prefixes.allocate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "allocate", lambda count: None if fault.due() else real(count))

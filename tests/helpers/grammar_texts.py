@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar import Claim, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary, XGrammarMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 
 CONTROL = b"<|im_start|>"
 PRINTABLE = Vocabulary.printable([b"abc", b"\xc3\xa9"])
@@ -69,3 +69,9 @@ def filled(matcher: Matcher, words: int = PRINTABLE.mask_words) -> tuple[MaskSta
     assert masks[0].eq(0x5A5A5A5A).all() and masks[2].eq(0x5A5A5A5A).all()
     bits = np.unpackbits(masks[1].numpy().view(np.uint8), bitorder="little")
     return status, np.flatnonzero(bits).tolist()
+
+
+def claimed(compiler: GrammarCompiler, constraint: Constraint) -> Claim:
+    claim = Claim(compiler, constraint)
+    claim.take()
+    return claim

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from stepgraph.graphs import Limits, StaticBuffers, drafting, stages
 from stepgraph.graphs.batch import Batch, read_batch
-from stepgraph.graphs.buffers import BufferSpec, Column, round_specs
+from stepgraph.graphs.buffers import BufferSpec, Column
 from stepgraph.graphs.model import ModelInput, ModelOutput
+from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus

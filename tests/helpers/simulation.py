@@ -22,8 +22,8 @@ import torch
 from tqdm import tqdm
 
 from stepgraph import FinishReason, Job, QueueFullError, StepEvent
-from stepgraph.sampling.grammar.link.native import NativeRow
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.planted import break_fill, take_fuel
 from tests.helpers.simulated_worlds import MAX_LENGTH, MAX_QUEUED, NUM_ASKS, NUM_PAGES, WORLDS, Ask, Delays, World, alone, ask, make_engine
 
@@ -73,7 +73,7 @@ class Simulation:
 
     def run(self, seed: int) -> list[Entry]:
         self.delays.start(seed)
-        prefixes = self.engine._scheduler.rows._pages
+        prefixes = self.engine._scheduler.rows.pages
         prefixes._evict(len(prefixes._idle))  # cached pages of earlier schedules
         submissions: list[Entry | None] = []
         before = self.engine.stats()
@@ -109,7 +109,7 @@ class Simulation:
         except QueueFullError:
             assert full, "a queue with room refused a request"
             return None
-        while not all(waiting.ready for waiting in tuple(self.engine._scheduler._waiting)):
+        while not all(waiting.ready for waiting in tuple(self.engine.queue.waiting)):
             time.sleep(1e-4)  # compile times are not deterministic, so wait here
         return entry
 
@@ -159,15 +159,15 @@ class Simulation:
 
     def check_books(self) -> None:
         engine, stats = self.engine, self.engine.stats()
-        rows, prefixes = engine._scheduler.rows, engine._scheduler.rows._pages
+        rows, prefixes = engine._scheduler.rows, engine._scheduler.rows.pages
         assert (stats.running, stats.waiting, len(engine._scheduler._active)) == (0, 0, 0)
         assert sorted(rows._free_rows) == list(range(self.world.max_rows)), f"rows {rows._free_rows} are free"
         known = list(prefixes._published.values())
         held = sorted([*prefixes._free, *(page.page for page in known)])
         assert held == list(range(1, NUM_PAGES + 1)), f"pages {held} are free or known"
         assert all(page.holders == 0 for page in known), "a page is held after all jobs ended"
-        compiler = engine._grammar_queue._compiler
-        assert compiler is not None and not engine._scheduler._claims
+        compiler = engine._parts.compiler
+        assert compiler is not None and not engine.queue.unfinished
         assert not any(entry.claims for entry in compiler._cache._entries.values()), "a grammar is claimed after all jobs ended"
         assert stats.submitted == sum(count for _, count in stats.finished)
         assert stats.rounds == sum(graph.rounds for graph in stats.graphs) and stats.host_syncs == 0

@@ -19,7 +19,7 @@ import torch
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from tests.helpers.grammar_texts import TAGS
 from tests.helpers.vocabularies import VOCABULARIES, vocabulary
 

@@ -51,14 +51,14 @@ def test_dropping_a_stream_after_its_loop_ended_wakes_the_thread(monkeypatch: py
         assert serving._stepper is not None
         thread = serving._stepper.thread
         asleep.clear()
-        engine.step_gate.notify()
+        engine.queue.wake.notify()
         assert asleep.wait(60)
         del stream
         gc.collect()
         thread.join(30)
         slept_on = thread.is_alive()
         go.set()
-        engine.step_gate.notify()
+        engine.queue.wake.notify()
         assert not slept_on and job.finish_reason == FinishReason.CANCELLED
 
 

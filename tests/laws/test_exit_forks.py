@@ -16,9 +16,10 @@ import pytest
 from stepgraph import Constraint, Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.replay import read_recording
-from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
+from stepgraph.runtime.extras.states_folder import StatesWriter
 from stepgraph.sampling.lifetimes import FORKED
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY, plain
+from tools.train.saved_states import SavedStates
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -50,8 +51,8 @@ def held(engine: Engine) -> Iterator[None]:
     inside, go = threading.Event(), threading.Event()
 
     def hold() -> None:
-        writer = engine._parts.hidden_states._writer  # type: ignore[union-attr]
-        with engine._step_lock, engine._scheduler.lock, writer._lock, engine._scheduler._observer._lock:  # type: ignore[union-attr]
+        writer = engine._parts.hidden_states.writer  # type: ignore[union-attr]
+        with engine.step_lock, engine.queue.lock, writer._lock, engine._scheduler._recorder._lock:  # type: ignore[union-attr]
             inside.set()
             go.wait()
 
@@ -98,10 +99,9 @@ def outcome(call: Callable[[], object]) -> str:
 
 
 def worker_pid(engine: Engine) -> int | None:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
-    (worker,) = compiler._workers
-    return worker.pid
+    return next((worker.pid for worker in compiler._workers if worker is not None and worker.pid is not None), None)
 
 
 def submitted(engine: Engine) -> list[Job]:

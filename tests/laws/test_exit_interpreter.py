@@ -10,11 +10,11 @@ from pathlib import Path
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.sampling.grammar import GrammarLimits
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 from tests.laws.test_fault_sweep import threads
 from tests.sampling.grammar.compile.test_compiler import SLOW, busy_worker, gone, waited
+from tools.train.saved_states import SavedStates
 
 EXITING = """
 import atexit, os, sys, time, warnings
@@ -36,7 +36,7 @@ def engine(isolation, **options):
 engines = [engine("process"), engine("none", save_hidden_states=folder)]
 engines[1].generate([1], max_new_tokens=9, sampling=free)  # its states are held, a shard is not full
 engines[0].compile(Constraint.regex("a"))
-(worker,) = engines[0]._grammar_queue._compiler._workers
+(worker,) = engines[0]._parts.compiler._workers
 print(worker.pid)
 sys.stdout.flush()
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -83,7 +83,7 @@ def test_unclosed_engine_ends_when_dropped(tmp_path: Path) -> None:
     backend = TapeBackend(asynchronous=True)
     engine = Engine(TARGET, DRAFTERS["fair"](), vocabulary=VOCABULARY, config=config, backend=backend, record=tmp_path / "run.jsonl")
     engine.capture()
-    compiler, job = engine._grammar_queue._compiler, engine.generate([1], max_new_tokens=9)
+    compiler, job = engine._parts.compiler, engine.generate([1], max_new_tokens=9)
     assert compiler is not None and CONSTRAINTS[4] is not None
     engine.compile(CONSTRAINTS[4])
     for constraint in (CONSTRAINTS[4], None, SLOW):

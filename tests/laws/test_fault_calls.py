@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job
-from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
+from stepgraph.runtime.extras.states_folder import StatesWriter
 from tests.graphs.test_graph_set import KEYS, Refusing, serve
 from tests.graphs.test_graph_set import make as make_refusing
 from tests.helpers.aio_runs import check_events
@@ -27,6 +27,7 @@ from tests.helpers.proposers import parrot
 from tests.helpers.toy_engines import VOCABULARY
 from tests.laws.test_fault_sweep import REQUESTS, SAMPLED, Ending, _check_nothing_is_held, close_by, ending, run, submit, sweep
 from tests.laws.test_fault_sweep import make as make_faulty
+from tools.train.saved_states import SavedStates
 
 CALLS: dict[str, tuple[Point, bool]] = {  # the fault point, and whether the drafter is a proposer
     "target forward": (call_raises("target", "forward"), False),
@@ -72,7 +73,7 @@ def test_capture_succeeds_after_a_model_raised_in_it(name: str, expected: list[E
             fault = Fault(number)
             with point(fresh, fault), contextlib.suppress(RuntimeError):
                 fresh.capture()
-            assert fresh.step_gate.captured != fault.struck
+            assert fresh.captured != fault.struck
             return fault
 
         assert sweep(strike_at) >= 2
@@ -180,7 +181,7 @@ def test_requests_wait_while_no_page_is_free(engine: Engine, expected: list[Endi
     first = submit(engine, [0, 4])
     engine.step()
     engine.step()
-    prefixes, before = engine._scheduler.rows._pages, engine.stats().waiting
+    prefixes, before = engine._scheduler.rows.pages, engine.stats().waiting
     taken = prefixes.allocate(prefixes.num_free)
     assert taken and before == 0 and not any(job.finished for job in first)
     (late,) = submit(engine, [3])
@@ -214,7 +215,7 @@ def test_failed_saving_does_not_affect_jobs_when_warnings_are_errors(
             jobs += submit(engine, [index])
             for _ in engine.stream():
                 pass
-            while engine._parts.hidden_states._writer._held:  # type: ignore[union-attr]
+            while engine._parts.hidden_states.writer._held:  # type: ignore[union-attr]
                 pass
         assert [ending(job) for job in jobs] == [expected[0], expected[2], expected[4]]
         assert CAUSE in engine.stats().saving_error

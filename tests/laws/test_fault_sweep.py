@@ -171,10 +171,10 @@ def _check_affected(point: Point, fault: Fault, found: list[Ending], expected: l
 
 
 def _check_nothing_is_held(engine: Engine, rows: Sequence[weakref.ref[Any]] = ()) -> None:
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
-    assert (len(engine._scheduler.active), len(engine._in_flight), engine._scheduler.waiting, engine._scheduler._claims) == (0, 0, 0, {})
-    assert engine._scheduler.rows.free_pages == engine._scheduler.rows.num_pages
+    assert (len(engine._scheduler.active), len(engine._in_flight), len(engine.queue.waiting), engine.queue.unfinished) == (0, 0, 0, {})
+    assert engine._scheduler.rows.pages.num_free == engine.limits.num_pages
     assert not any(entry.claims for entry in compiler._cache._entries.values())
     if any(row() for row in rows):
         gc.collect()  # tracebacks form reference cycles

@@ -12,7 +12,7 @@ from stepgraph.sampling.grammar import GrammarLimits
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.helpers.grammar_bombs import BOMBS
 from tests.helpers.toy_engines import CONSTRAINTS, make_engine
-from tests.runtime.test_grammar_queue import SETUP, check_undisturbed, submitted
+from tests.runtime.test_request_queue import SETUP, check_undisturbed, submitted
 
 SMALL = GrammarLimits(max_nesting=50, compile_seconds=5.0, compile_bytes=128 * MIB, result_bytes=8 * MIB, compile_fuel=50_000)
 NAMED = re.compile(r"(constraint \w+|Constraint\.\w+.*): (cannot be compiled: |got ).*[\w)]", re.DOTALL)

@@ -15,7 +15,7 @@ from stepgraph import Constraint, Engine, FinishReason
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher, XGrammarMatcher
 from stepgraph.sampling.grammar.compile.compiler import GrammarCache
 from stepgraph.sampling.grammar.compile.limits import MIB
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine
 
 CACHE_BYTES = MIB // 4

@@ -13,8 +13,7 @@ import pytest
 
 import stepgraph
 from stepgraph import Constraint, Engine, FinishReason, Job
-from stepgraph.runtime.request import QueuedRequest
-from stepgraph.runtime.scheduler import Scheduler
+from stepgraph.runtime.request_queue import QueuedRequest, RequestQueue
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.toy_engines import Setup, make_engine
 from tests.sampling.grammar.compile.test_compiler import waited
@@ -55,7 +54,7 @@ def claims(compiler: GrammarCompiler) -> int:
 @pytest.mark.parametrize("kept", [True, False], ids=["found", "compiled"])
 def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine(Setup(k=0, max_rows=2, asynchronous=False), grammar_cache_bytes=1 << 20 if kept else 1) as engine:
-        compiler, scheduler, others = engine._grammar_queue._compiler, engine._scheduler, list[Job]()
+        compiler, queue, others = engine._parts.compiler, engine.queue, list[Job]()
         assert compiler is not None
         submit = functools.partial(engine.submit, [1], constraint=Constraint.regex("a+b"), max_new_tokens=2)
         engine.compile(Constraint.regex("a+b"))
@@ -63,9 +62,9 @@ def test_interrupt_in_submit_leaves_no_job_claim_or_lock(kept: bool, monkeypatch
         def withdraw(queued: QueuedRequest) -> None:
             if not kept and queued.claim is not None and queued.claim.entry is not None:
                 others.append(submit())  # another request with the same grammar, as from another thread
-            Scheduler.withdraw(scheduler, queued)
+            RequestQueue.withdraw(queue, queued)
 
-        monkeypatch.setattr(scheduler, "withdraw", withdraw)
+        monkeypatch.setattr(queue, "withdraw", withdraw)
         index = cancelled = 0
         while interrupted(index := index + 1, submit):
             cancelled += check_forgotten(engine, compiler)

@@ -14,8 +14,8 @@ from stepgraph import Constraint, Engine, EngineConfig, FinishReason, Job, Vocab
 from stepgraph.graphs import HostNodeError, StaticBuffers, TapeBackend
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.runtime.request import ActiveRequest
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from tests.helpers.oracles import greedy
 from tests.helpers.planted import break_fill, plant, take_fuel
 from tests.helpers.toy_engines import CONSTRAINTS, VOCABULARY, Setup, make_engine, needs_native, plain
@@ -161,7 +161,7 @@ def raises_assertion(check: Callable[[], None]) -> bool:
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the oracle must detect each of these bugs."""
     from stepgraph.runtime.page_cache import PageCache
-    from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+    from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
     if bug.startswith("native"):
         real_init = NativeRow.__init__

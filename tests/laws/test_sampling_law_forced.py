@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stepgraph.graphs import drafting
 from stepgraph.graphs.batch import Batch, read_batch
-from stepgraph.graphs.buffers import BufferSpec, Column, forced_specs
+from stepgraph.graphs.buffers import BufferSpec, Column
+from stepgraph.graphs.round_specs import forced_specs
 from tests.helpers.law import Law, Setting, setting
 
 ROUNDS, RARE = 20_000, 1e-13  # as in test_sampling_law.py

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from stepgraph.graphs import BufferSpec, proposing
 from stepgraph.graphs.batch import Batch
-from stepgraph.graphs.buffers import Column, round_specs
+from stepgraph.graphs.buffers import Column
 from stepgraph.graphs.model import History
+from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.params import SamplingParams
 from tests.helpers.law import GENERATED, TOKENS, Law, Setting, setting

@@ -16,22 +16,22 @@ from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.extras.record import Recording
-from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
+from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import _MAX_PARAMETERS, read_config
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import named
 from stepgraph.sampling.grammar.constraints.constraint import MAX_GIVEN_CHARS, MAX_MARKER
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT
+from stepgraph.sampling.grammar.constraints.schema import MAX_DEPTH, MAX_WHITESPACE
 from stepgraph.sampling.grammar.tokenizers.gguf import MAX_GGUF_ENTRIES
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import MAX_JSON_BYTES
-from stepgraph.sampling.grammar.xgrammar_lib.ebnf import MAX_WHITESPACE
-from stepgraph.sampling.grammar.xgrammar_lib.schema import MAX_DEPTH
 from tests.helpers.grammar_bombs import nested
-from tests.helpers.grammar_texts import PRINTABLE, accepts, encode, filled
+from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.serve.http import Bounds, HttpError, read_json
+from tools.train.saved_states import SavedStates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -195,7 +195,7 @@ def test_rows_and_queue_are_bounded(engine: Engine) -> None:
 
 def test_compilations_and_cache_are_bounded() -> None:
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, max_compiles=1, cache_bytes=1)
-    claims = [compiler.claim(Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
+    claims = [claimed(compiler, Constraint.regex(f"[a-z]{{{count}}}")) for count in range(1, 5)]
     while not all(claim.done for claim in claims):
         assert compiler.stats.running <= 1 and len(compiler._threads) <= 1
     assert compiler.stats.grammars == 4, "grammars in use are kept beyond the cache limit"

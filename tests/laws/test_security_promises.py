@@ -27,7 +27,7 @@ from tests.helpers.grammar_bombs import BOMBS
 from tests.helpers.grammar_texts import PRINTABLE
 from tests.helpers.toy_engines import COMPILER, CONSTRAINTS, CONTROL, STOP, TARGET, VOCABULARY, Setup, make_engine
 from tests.laws.test_request_faults import PoisonedTarget
-from tests.runtime.test_grammar_queue import check_undisturbed, submitted
+from tests.runtime.test_request_queue import check_undisturbed, submitted
 
 SETUP = Setup(k=2, max_rows=2, eager=True)
 PLAIN = EngineConfig(max_rows=2, num_speculative_tokens=0, max_length=64, page_size=4, eager=True)
@@ -77,12 +77,13 @@ def test_promise_3_what_is_not_enforced_is_refused_by_name() -> None:
 
 
 def test_promise_4_a_worker_that_dies_is_replaced() -> None:
-    """Covered by test_compiler.py and test_grammar_queue.py."""
+    """Covered by test_compiler.py and test_request_queue.py."""
     compiler = GrammarCompiler(PRINTABLE, max_threads=1, isolation="process", max_compiles=1)
     compiler.compile(Constraint.regex("a"))
     (worker,) = compiler._workers
+    assert worker is not None and worker.pid is not None
     pid = worker.pid
-    assert pid is not None and pid != os.getpid()
+    assert pid != os.getpid()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     compiler.compile(Constraint.regex("b"))

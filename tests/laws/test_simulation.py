@@ -9,7 +9,7 @@ import pytest
 
 from stepgraph import FinishReason
 from stepgraph.runtime.page_cache import PageCache
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.simulated_worlds import World
 from tests.helpers.simulation import Failure, Simulation, plan, run_many, run_seed
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from stepgraph import Engine, StepEvent
-from stepgraph.runtime.in_flight import RowResult
+from stepgraph.graphs.buffers import ResultRecord
 from stepgraph.runtime.page_cache import PageCache
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.sampling.grammar import Claim, CompiledConstraint, Matcher
 from tests.helpers.toy_engines import Setup, make_engine
@@ -138,8 +139,8 @@ def drop_last_events(patch: pytest.MonkeyPatch) -> None:
 def another_token(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler.record
 
-    def record(scheduler: Scheduler, result: RowResult) -> StepEvent:
-        return real(scheduler, result._replace(tokens=[(token + 1) % 95 for token in result.tokens]))
+    def record(scheduler: Scheduler, request: ActiveRequest, result: ResultRecord) -> StepEvent:
+        return real(scheduler, request, result._replace(tokens=[(token + 1) % 95 for token in result.tokens]))
 
     patch.setattr(Scheduler, "record", record)
 

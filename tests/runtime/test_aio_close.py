@@ -140,7 +140,7 @@ def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -
             await asyncio.to_thread(asleep.wait)
             engine.close()  # wakes the thread that sleeps
             assert serving._stepper is not None
-            await serving._stepper.ended
+            await serving._stepper.ended.wait()
             assert serving.failure is None
             with pytest.raises(EngineClosedError, match="it was closed"):
                 serving.generate([1])
@@ -167,7 +167,7 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             other = await serving.generate([2], max_new_tokens=9).result()
             assert other.tokens == plain([2], 9).tokens and not waiting.job.finished
             asleep.clear()
-            engine.step_gate.notify()  # it may be asleep already
+            engine.queue.wake.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             asleep.polls.clear()  # type: ignore[attr-defined]
             made = gate.made
@@ -177,13 +177,13 @@ def test_thread_sleeps_while_all_requests_wait_for_grammars(engine: Engine, monk
             assert gate.made > made and waiting.job.finish_reason == FinishReason.CONSTRAINT_COMPLETE
             assert asleep.polls == [], "it slept by the clock"  # type: ignore[attr-defined]
             asleep.clear()
-            engine.step_gate.notify()  # it may be asleep already
+            engine.queue.wake.notify()  # it may be asleep already
             await asyncio.to_thread(asleep.wait)
             assert serving._stepper is not None
             serving._stepper.stop(drain=True)
             serving._stepper.thread.join(60)
             slept_on = serving._stepper.thread.is_alive()
-            engine.step_gate.notify()
+            engine.queue.wake.notify()
             assert not slept_on, "stop() wakes the thread"
 
     run(main())

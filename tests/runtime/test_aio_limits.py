@@ -124,9 +124,9 @@ def test_open_captures_if_needed() -> None:
     with make_engine(Setup(k=0, max_rows=1, eager=True)) as made:
         engine = Engine(made._parts.models.target, vocabulary=VOCABULARY, config=replace(made.config, eager=False))
     with engine:
-        assert not engine.step_gate.captured
+        assert not engine.captured
         run(opened_again(AsyncEngine(engine)))
-        assert engine.step_gate.captured
+        assert engine.captured
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -18,6 +18,7 @@ import pytest
 import stepgraph
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.commands.flags import COMMANDS
 from tests.helpers.command_models import model_folder
 
 # without a C compiler there is a warning of that kind, which has a test of its own
@@ -57,8 +58,8 @@ def test_help_and_version_do_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     words = run("--help", PYTHONPATH=path).stdout
-    for word, command in cli.COMMANDS.items():
-        assert word in words and command.SUMMARY.split(",")[0] in " ".join(words.split())
+    for word, command in COMMANDS.items():
+        assert word in words and command.summary.split(",")[0] in " ".join(words.split())
     result = run("generate", "--help", PYTHONPATH=path)
     assert (result.returncode, result.stderr) == (0, "") and "examples:" in result.stdout
     assert "torch was imported" in run("demo", PYTHONPATH=path).stderr, "the planted module is found"

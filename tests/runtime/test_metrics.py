@@ -11,8 +11,9 @@ import pytest
 
 from stepgraph import EngineStats
 from stepgraph.graphs.shapes import GraphKey
+from stepgraph.runtime.counters import Loss
 from stepgraph.runtime.metrics import CONTENT_TYPE, prometheus_text
-from stepgraph.runtime.stats import GraphStats, Histogram, Loss
+from stepgraph.runtime.stats import GraphStats, Histogram
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, shared_engine
 
 NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stepgraph.graphs import Limits
-from stepgraph.runtime.request import FinishReason, Job
-from stepgraph.runtime.slots import ActiveRequest, PrefixSharing, RowTable
+from stepgraph.runtime.request import ActiveRequest, FinishReason, Job
+from stepgraph.runtime.slots import PrefixSharing, RowTable
 from stepgraph.sampling.params import GREEDY
 
 PAGE, PAGES, DRAFTS = 2, 14, 2
@@ -131,14 +131,14 @@ class RowTableMachine(RuleBasedStateMachine):
         self.emitted[job] += tokens
 
     def published(self) -> Iterator[object]:
-        return iter(self.rows._pages._published.values())
+        return iter(self.rows.pages._published.values())
 
     def slot(self, request: ActiveRequest, position: int) -> int:
         return request.pages[position // PAGE] * PAGE + position % PAGE
 
     def write(self, request: ActiveRequest, text: tuple[int, ...], targets: range, drafted: range) -> None:
         """Write the target's entries of `targets` and the draft's of `drafted`; `text` GARBAGE: of drafts that will be rejected."""
-        shared = {page.page for page in self.rows._pages._published.values()}
+        shared = {page.page for page in self.rows.pages._published.values()}
         most = min(len(request.pages) * PAGE, len(request.job.prompt_ids) + request.job.max_new_tokens)
         entries = [(position, -1) for position in targets] + [(token - shift, shift) for token in drafted for shift in self.shifts]
         for position, shift in entries:
@@ -153,7 +153,7 @@ class RowTableMachine(RuleBasedStateMachine):
         """Every page is accounted for exactly once, and its holders are counted correctly."""
         if not hasattr(self, "rows"):
             return
-        pages, requests = self.rows._pages, self.active
+        pages, requests = self.rows.pages, self.active
         published = list(pages._published.values())
         holders = collections.Counter(page for request in requests for page in request.cached)
         assert all(page.holders == count for page, count in holders.items())
@@ -163,7 +163,7 @@ class RowTableMachine(RuleBasedStateMachine):
         accounted = sorted([*pages._free, *private, *cached])
         assert accounted == list(range(1, PAGES + 1)), "each page is free, private, published or held"
         assert all(len(set(request.pages)) == len(request.pages) for request in requests)
-        assert self.rows.free_pages == len(pages._free) + sum(not page.holders for page in published)
+        assert self.rows.pages.num_free == len(pages._free) + sum(not page.holders for page in published)
 
 
 TestRowTable = RowTableMachine.TestCase
@@ -186,4 +186,4 @@ def test_long_random_schedules(kind: str, max_idle: int | None) -> None:
         while len(machine.waiting) > 6 and machine.active:
             machine.end(drawn, drawn.choice(ENDS))
             machine.admit()
-    assert machine.found > 100 and machine.rows.evicted_pages > 50
+    assert machine.found > 100 and machine.rows.pages.evicted > 50

@@ -12,8 +12,9 @@ import pytest
 
 from stepgraph import Constraint, Engine, EngineStats, FinishReason, SamplingParams
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.stats import Counters
+from stepgraph.runtime.counters import Counters
+from stepgraph.runtime.request import ActiveRequest
+from stepgraph.runtime.request_queue import RequestQueue
 from tests.helpers.planted import break_fill
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, shared_engine
@@ -69,27 +70,27 @@ def test_counters_are_accessed_under_the_scheduler_lock() -> None:
 
     def guarded(name: str, call: Any) -> Any:
         def checked(*arguments: Any) -> Any:
-            assert scheduler.lock.locked(), f"{name} without the lock"
+            assert engine.queue.lock.locked(), f"{name} without the lock"
             touched.add(name)
             return call(*arguments)
 
         return checked
 
-    class Guarded(Counters):
+    class GuardedCounters(Counters):
+        def __getattribute__(self, name: str) -> Any:
+            read = super().__getattribute__
+            return read(name) if name.startswith("__") else guarded(name, read)(name)
+
         def __setattr__(self, name: str, value: object) -> None:
             guarded(name, super().__setattr__)(name, value)
 
-        @property
-        def drafting(self) -> Any:
-            return guarded("drafting", lambda: super(Guarded, self).drafting)()
+    class GuardedQueue(RequestQueue):
+        def __setattr__(self, name: str, value: object) -> None:
+            guarded(name, super().__setattr__)(name, value)
 
-    scheduler.counters.__class__ = Guarded
-    for owner, names in (
-        (scheduler.rows, ("allocate", "start_prefill", "publish_prompt", "release")),
-        (scheduler.counters, ("add_drafting_round",)),
-    ):
-        for name in names:
-            vars(owner)[name] = guarded(name, getattr(owner, name))
+    scheduler.counters.__class__, engine.queue.__class__ = GuardedCounters, GuardedQueue
+    for name in ("allocate", "start_prefill", "publish_prompt", "release"):
+        vars(scheduler.rows)[name] = guarded(name, getattr(scheduler.rows, name))
     for stats in churn(engine):
         holds(stats)
     engine.close()
@@ -99,11 +100,13 @@ def test_counters_are_accessed_under_the_scheduler_lock() -> None:
         "publish_prompt",
         "release",
         "add_drafting_round",
-        "drafting",
+        "losses",
+        "finished",
         "tokens",
         "drafts",
         "prompt_tokens",
         "submitted",
+        "most_waiting",
     }
 
 

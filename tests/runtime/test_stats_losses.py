@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from stepgraph import Constraint, Engine, SamplingParams
-from stepgraph.graphs.buffers import REFUSED, Column
-from stepgraph.runtime.in_flight import RowResult
-from stepgraph.runtime.slots import ActiveRequest
-from stepgraph.runtime.stats import Loss, loss_of
+from stepgraph.graphs.buffers import REFUSED, Column, ResultRecord
+from stepgraph.runtime.counters import Loss, loss_of
+from stepgraph.runtime.request import ActiveRequest
 from stepgraph.sampling.grammar.status import MaskStatus
 from tests.helpers.stat_checks import holds, run
 from tests.helpers.toy_engines import CONSTRAINTS, STOP, Setup, compiled, make_engine, shared_engine
@@ -39,7 +38,9 @@ TERMINATED, COMPLETE = int(MaskStatus.TERMINATED), int(MaskStatus.COMPLETE)
     ],
 )
 def test_loss_of_each_kind_of_round(arguments: Any, loss: Loss | None) -> None:
-    assert loss_of(*arguments) == loss
+    requested, emitted, accepted, draft_count, statuses, drafts = arguments
+    result = ResultRecord(emitted, 0, accepted, draft_count, [], statuses, drafts, forced=0, looked_up=0, logprobs=[])
+    assert loss_of(requested, result) == loss
 
 
 class Judge:
@@ -56,11 +57,11 @@ class Judge:
             self.seen[request.job.id] = int(buffers.row_state[request.row, Column.DRAFT_COUNT]), buffers.row_drafts[request.row].tolist()
         self.real_launch(requests)
 
-    def record(self, result: RowResult) -> Any:
-        job, tokens, accepted = result.request.job, result.tokens, result.accepted
+    def record(self, request: ActiveRequest, result: ResultRecord) -> Any:
+        job, tokens, accepted = request.job, result.tokens[: result.emitted], result.accepted
         offered, drafts = self.seen[job.id]
         history, first = [*job.tokens, *tokens[:accepted]], not job.rounds
-        event = self.real_record(result)
+        event = self.real_record(request, result)
         if (first and not offered) or not job.num_speculative_tokens:
             return event
         expected: Loss | None = None
@@ -73,7 +74,7 @@ class Judge:
                 assert drafts[accepted] != tokens[accepted], "a draft that is the target's own choice holds"
             else:
                 expected = self.undrafted(job.constraint, offered)
-        assert result.lost == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
+        assert loss_of(job.num_speculative_tokens, result) == expected, f"{offered} of {drafts}, {accepted} held, then {tokens}"
         self.judged.append(expected)
         return event
 

@@ -198,6 +198,10 @@ def test_sampling_params_compare_by_value() -> None:
         ({"buckets": ()}, r"buckets: got \(\)"),
         ({"buckets": ("a", 8)}, r"buckets: got \('a', 8\)"),
         ({"max_queued": True}, r"EngineConfig.max_queued: got True"),
+        (
+            {"host_link": "native", "check_masks": True},
+            r"EngineConfig.host_link: got 'native' with check_masks=True, expected 'auto' or 'python': masks are compared in Python",
+        ),
         ({"eager": "no"}, r"EngineConfig.eager: got 'no', expected True or False"),
         ({"draft_masks": None}, r"EngineConfig.draft_masks: got None"),
         ({"backend": "vulkan"}, r"EngineConfig.backend: got 'vulkan'"),

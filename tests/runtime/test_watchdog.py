@@ -128,7 +128,7 @@ def test_hanging_prefill_times_out(monkeypatch: pytest.MonkeyPatch, hang: Hang) 
 
 def test_idle_engine_and_pending_grammar_do_not_time_out() -> None:
     engine, held, building = make(None), threading.Event(), threading.Event()
-    compiler = engine._grammar_queue._compiler
+    compiler = engine._parts.compiler
     assert compiler is not None
     real = compiler._backends.build
 

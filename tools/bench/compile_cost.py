@@ -32,7 +32,8 @@ def timed(call: Callable[[], object]) -> float:
 
 def worker_memory(compiler: GrammarCompiler) -> int:
     """Resident bytes of the compile worker; 0 if the system does not report them."""
-    (worker,) = compiler._idle_workers
+    worker = compiler._idle_workers[-1]
+    assert worker is not None
     try:
         with open(f"/proc/{worker.pid}/status") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))

@@ -9,7 +9,7 @@ import llguidance
 import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint
-from stepgraph.sampling.grammar.link.native import available_processors
+from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar
 from tools.bench.grammar_documents import RowRound
 from tools.bench.grammar_variants import PythonLoop
@@ -19,7 +19,7 @@ class LLGuidanceLoop(PythonLoop):
     """(a) Row by row with the library's Python calls only; its wrong masks after a rollback are not corrected."""
 
     def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
-        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.matcher.deep_copy()]
+        self.matchers[slot : slot + 1] = [cast(LLGuidanceGrammar, grammar.grammar).start.deep_copy()]
 
     def run(self) -> None:
         masks, size = self.masks, self.masks.shape[2] * 4

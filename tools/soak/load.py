@@ -142,7 +142,8 @@ def loop_act(act: Act, make_source: MakeSource, close: bool) -> None:
     while not close and engine.has_work:
         events += engine.step()
         if time.monotonic() > deadline:
-            act.problems.append(f"{DRAIN_SECONDS:g} s after the last submit there are still jobs: {engine.step_gate.jobs[:3]}")
+            left = [queued.job for queued in engine.queue.unfinished.values()]
+            act.problems.append(f"{DRAIN_SECONDS:g} s after the last submit there are still jobs: {left[:3]}")
             break
     by_job = {record.job.id: record for record in act.records}  # a job's first event may arrive before submit() returns
     for event in events:

@@ -126,8 +126,8 @@ def _entries(folder: str) -> int | None:
 
 
 def _workers(engine: Engine) -> int:
-    compiler = engine._grammar_queue._compiler
-    return 0 if compiler is None else sum(worker.pid is not None for worker in tuple(compiler._workers))
+    compiler = engine._parts.compiler
+    return 0 if compiler is None else sum(worker is not None and worker.pid is not None for worker in compiler._workers)
 
 
 def _held(stats: list[EngineStats]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 /* Products of states and weights, for product.c and product_dot.c. The sum of a result has LANES parts along the inner dimension, which
    are added as a tree: in the same order for any number of rows and any tiling. */
 
-#include "lanes.h"
+#include "kernels.h"
 
 enum { MOST_ROWS = 8 };
 

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from stepgraph.graphs.buffers import BufferSpec
-from stepgraph.graphs.shapes import Limits
+from stepgraph.graphs.limits import Limits
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
-from stepgraph.runtime.models.files.weights import (
-    SafetensorsSource,
-    Source,
-    check_finite,
-    check_tensors,
-    llama_slices,
-    load_tensors,
-    read_json,
-)
+from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
+from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
+from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 
-class ModelOutline(Protocol):
-    """The parameters and cache buffers of a model, on the meta device."""
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]: ...
-
-
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(StoredModel):
     """A model whose config, vocabulary and tensor table were checked; its weights are not in memory yet."""
 
-    path: Path
     config: LlamaConfig
     vocabulary: Vocabulary
-    source: Source
     mtp_modules: int = 0  # stored in the same files
 
     def outline(self, feature_layers: Sequence[int] = ()) -> Llama:
@@ -61,19 +43,15 @@ class Checkpoint:
         """One line for the user about the memory that loading needs."""
         return describe_memory(self.path.name, self.outline(), limits)
 
-    def check(self, progress: bool = False) -> None:
-        """Read all weights. Raises ValueError for a tensor with NaN or infinity."""
-        check_finite(dict(llama_slices(self.outline())), self.source, self.path, progress)
-
     def load(self, device: str | torch.device, feature_layers: Sequence[int] = (), progress: bool = False) -> Llama:
         """Call `check` first."""
         model = Llama(self.config, feature_layers=feature_layers, device=device)
-        load_tensors(model, dict(llama_slices(model)), self.source, self.path, progress)
+        self.fill(model, progress)
         model.origin = self.path.name
-        return model.eval()
+        return model
 
 
-def describe_memory(name: str, outline: ModelOutline, limits: Limits, shared: nn.Module | None = None) -> str:
+def describe_memory(name: str, outline: Llama | Eagle3 | Mtp, limits: Limits, shared: nn.Module | None = None) -> str:
     """One line for the user about the memory of a model, without the parameters that it shares with the module `shared`."""
     counted = set() if shared is None else set(shared.parameters())
     own = [parameter for parameter in outline.parameters() if parameter not in counted]
@@ -103,14 +81,12 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     elif path.is_dir():
         fields = read_json(path / "config.json")
         config = read_config(fields)
-        mtp_modules = mtp_count(fields)
+        mtp_modules = count_field(fields, "num_nextn_predict_layers", 64, least=0, default=0)
         source = SafetensorsSource(path)
         table = read_folder(path, fields, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
-    vocabulary = Vocabulary.from_table(table)
-    checkpoint = Checkpoint(path, config if dtype is None else replace(config, dtype=dtype), vocabulary, source, mtp_modules)
-    outline = checkpoint.outline()
-    unused = checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set())
-    check_tensors(outline, dict(llama_slices(outline)), source, path, unused)
+    config = config if dtype is None else replace(config, dtype=dtype)
+    checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
+    checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
     return checkpoint

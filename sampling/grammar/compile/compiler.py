@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from stepgraph.sampling.fields import check_value, is_int, one_of
+from stepgraph.sampling.fields import check_value, one_of, whole
 from stepgraph.sampling.grammar.compile.backends import Backends, Grammar
 from stepgraph.sampling.grammar.compile.limits import MIB, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
-from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint, checked_backend
+from stepgraph.sampling.grammar.constraints.constraint import BackendChoice, Constraint
 from stepgraph.sampling.grammar.matchers.checked import CheckedMatcher
 from stepgraph.sampling.grammar.matchers.marker import Marker, MarkerMatcher, check_marker
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
@@ -81,8 +81,11 @@ class CacheEntry:
     nbytes: int = 0
     result: Future[CompiledConstraint] = field(default_factory=Future)
 
-    def settle(self, compiled: CompiledConstraint) -> None:
+    def settle(self, compiled: CompiledConstraint | ValueError) -> None:
         """Set the result. A Future keeps its callbacks and thereby their matchers alive, so the entry continues with a new one."""
+        if isinstance(compiled, ValueError):
+            self.result.set_exception(compiled)
+            return
         done: Future[CompiledConstraint] = Future()
         done.set_result(compiled)
         pending, self.result = self.result, done
@@ -136,22 +139,21 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._entries: dict[Constraint, CacheEntry] = {}
         self._idle: OrderedDict[CacheEntry, None] = OrderedDict()  # compiled, without claims
-        self.grammars = self.nbytes = self.hits = self.misses = self.dropped = 0
+        self.counts = dict.fromkeys(("hits", "misses", "grammars", "nbytes", "dropped"), 0)  # as in CompileStats
 
-    def find(self, constraint: Constraint) -> CacheEntry | None:
-        """The entry of a constraint, if there is one."""
-        return self._entries.get(constraint)
-
-    def hold(self, entry: CacheEntry, claim: Claim) -> None:
-        """Add a claim to an entry that was found."""
-        self.hits += 1
-        entry.claims.add(claim)
-        self._idle.pop(entry, None)
+    def hold(self, claim: Claim) -> bool:
+        """Claim the entry of a constraint, if there is one."""
+        entry = claim.entry = self._entries.get(claim.constraint)
+        if entry is not None:
+            self.counts["hits"] += 1
+            entry.claims.add(claim)
+            self._idle.pop(entry, None)
+        return entry is not None
 
     def add(self, entry: CacheEntry, claim: Claim) -> None:
         """Add an entry that is to be compiled, with its first claim."""
         assert entry.constraint not in self._entries
-        self.misses += 1
+        self.counts["misses"] += 1
         entry.claims.add(claim)
         self._entries[entry.constraint] = entry
 
@@ -160,8 +162,8 @@ class GrammarCache:
         if self._entries.get(entry.constraint) is not entry:
             return  # removed in the meantime
         entry.compiled, entry.nbytes = True, nbytes
-        self.grammars += 1
-        self.nbytes += nbytes
+        self.counts["grammars"] += 1
+        self.counts["nbytes"] += nbytes
         if not entry.claims:
             self._idle[entry] = None
         self._shrink()
@@ -174,12 +176,12 @@ class GrammarCache:
         return known
 
     def release(self, entry: CacheEntry, claim: Claim) -> bool:
-        """Remove a claim; True where that leaves an uncompiled entry without claims."""
+        """Remove a claim; True where that removes an entry that is not compiled yet."""
         entry.claims.remove(claim)
         if entry.claims or self._entries.get(entry.constraint) is not entry:
             return False
         if not entry.compiled:
-            return True
+            return self.forget(entry)
         self._idle[entry] = None
         self._shrink()
         return False
@@ -188,15 +190,15 @@ class GrammarCache:
         """Remove all entries; their claims may still be released."""
         self._entries.clear()
         self._idle.clear()
-        self.grammars = self.nbytes = 0
+        self.counts |= {"grammars": 0, "nbytes": 0}
 
     def _shrink(self) -> None:
-        while self.nbytes > self._max_bytes and self._idle:
+        while self.counts["nbytes"] > self._max_bytes and self._idle:
             entry, _ = self._idle.popitem(last=False)
             del self._entries[entry.constraint]
-            self.grammars -= 1
-            self.nbytes -= entry.nbytes
-            self.dropped += 1
+            self.counts["grammars"] -= 1
+            self.counts["nbytes"] -= entry.nbytes
+            self.counts["dropped"] += 1
 
 
 class GrammarCompiler:
@@ -219,29 +221,26 @@ class GrammarCompiler:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         for name, value in (("max_threads", max_threads), ("max_compiles", max_compiles), ("cache_bytes", cache_bytes)):
-            if not is_int(value) or value < 1:
-                raise ValueError(f"GrammarCompiler.{name}: got {value!r}, expected an int >= 1")
-        checked_backend("GrammarCompiler.backend", backend)
-        checked_isolation("GrammarCompiler.isolation", isolation)
+            check_value(f"GrammarCompiler.{name}", value, whole(1))
+        check_value("GrammarCompiler.backend", backend, one_of(get_args(BackendChoice)))
+        check_value("GrammarCompiler.isolation", isolation, one_of(get_args(Isolation)))
         self.limits, self._isolation = limits or GrammarLimits(), isolation
         self._vocabulary, self._check_masks = vocabulary, check_masks
-        self._max_threads, self._max_compiles = max_threads, max_compiles
+        self._max_compiles = max_compiles
         self._backends = Backends(vocabulary, backend, self.limits, max_threads)
         self._lock = threading.Lock()
         self._cache = GrammarCache(cache_bytes)
         self._waiting: deque[CacheEntry] = deque()
         self._running: dict[CacheEntry, CompileWorker | None] = {}
-        self._workers: list[CompileWorker] = []
-        self._idle_workers: list[CompileWorker] = []
+        self._workers = [
+            CompileWorker(vocabulary, self.limits, max_threads) if isolation == "process" else None for _ in range(max_compiles)
+        ]
+        self._idle_workers = list(self._workers)
         self._threads = set[threading.Thread]()
         self._failures = self._compiles = 0
         self._seconds = self._longest = 0.0
         self._closed = False
         close_at_exit(self)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._vocabulary
 
     @property
     def note(self) -> str:
@@ -254,20 +253,15 @@ class GrammarCompiler:
     @property
     def stats(self) -> CompileStats:
         with self._lock:
-            cache, started = self._cache, sum(worker.started for worker in self._workers)
             return CompileStats(
-                hits=cache.hits,
-                misses=cache.misses,
                 failures=self._failures,
                 running=len(self._running),
                 waiting=len(self._waiting),
-                grammars=cache.grammars,
-                nbytes=cache.nbytes,
-                dropped=cache.dropped,
-                workers_started=started,
+                workers_started=sum(worker.started for worker in self._workers if worker),
                 compiles=self._compiles,
                 compile_seconds=self._seconds,
                 longest_compile_seconds=self._longest,
+                **self._cache.counts,
             )
 
     def check(self, constraint: Constraint) -> None:
@@ -277,16 +271,6 @@ class GrammarCompiler:
         self._backends.check(constraint)
         if constraint.marker is not None:
             check_marker(constraint.marker, self._vocabulary)
-
-    def claim(self, constraint: Constraint) -> Claim:
-        """Take a claim on the grammar of a constraint; ValueError as by `check`."""
-        claim = Claim(self, constraint)
-        try:
-            claim.take()
-        except BaseException:
-            claim.release()
-            raise
-        return claim
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """The grammar of a constraint, waited for; ValueError with its kind and the reason where it cannot be compiled."""
@@ -310,8 +294,8 @@ class GrammarCompiler:
             idle, self._idle_workers = self._idle_workers, []
             self._cache.clear()
         for entry in waiting:
-            entry.result.set_exception(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
-        for worker in idle:
+            entry.settle(ValueError(f"constraint {entry.constraint.kind}: cannot be compiled: the compiler was closed"))
+        for worker in filter(None, idle):
             worker.close()
         for thread in tuple(self._threads) if seconds else ():
             thread.join(seconds)
@@ -320,22 +304,17 @@ class GrammarCompiler:
         """`Claim.take`."""
         constraint, entry = claim.constraint, CacheEntry(claim.constraint)
         with self._lock:
-            if isinstance(constraint, Constraint) and self._hold(claim):
+            if isinstance(constraint, Constraint) and self._cache.hold(claim):
                 return
         self.check(constraint)
         with self._lock:
-            if not self._hold(claim):  # another thread may have been faster
+            if self._closed:
+                raise RuntimeError("GrammarCompiler: it is closed")
+            if not self._cache.hold(claim):  # another thread may have been faster
                 self._ensure_thread()
                 claim.entry = entry
                 self._waiting.append(entry)  # before the cache: every entry there must be compiled
                 self._cache.add(entry, claim)
-
-    def _hold(self, claim: Claim) -> bool:
-        self._require_open()
-        claim.entry = self._cache.find(claim.constraint)
-        if claim.entry is not None:
-            self._cache.hold(claim.entry, claim)
-        return claim.entry is not None
 
     def _ensure_thread(self) -> None:
         if len(self._threads) >= self._max_compiles:
@@ -354,7 +333,6 @@ class GrammarCompiler:
             entry = claim.entry
             if entry is None or claim not in entry.claims or not self._cache.release(entry, claim):
                 return
-            self._cache.forget(entry)
             if entry in self._waiting:
                 self._waiting.remove(entry)
             elif worker := self._running.get(entry):
@@ -364,56 +342,37 @@ class GrammarCompiler:
         """Compile until nothing is waiting."""
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._waiting or not self._idle_workers:
                     self._threads.discard(threading.current_thread())
                     return
                 entry = self._waiting.popleft()
-                worker = self._running[entry] = self._worker()
-            compiled, error = self._compiled(entry.constraint, worker)
+                worker = self._running[entry] = self._idle_workers.pop()
+                if worker:
+                    worker.begin()
+            compiled = self._compiled(entry.constraint, worker)
             with self._lock:
                 del self._running[entry]
-                if compiled is not None:
+                if isinstance(compiled, ValueError):
+                    self._failures += self._cache.forget(entry)
+                else:
                     self._cache.keep(entry, compiled.nbytes)
                     self._compiles += 1
                     self._seconds += compiled.seconds
                     self._longest = max(self._longest, compiled.seconds)
-                else:
-                    self._failures += self._cache.forget(entry)
-                if worker is not None and not self._closed:
+                if not self._closed:
                     self._idle_workers.append(worker)
             if worker is not None and self._closed:
                 worker.close()
-            if compiled is not None:
-                entry.settle(compiled)
-            else:
-                entry.result.set_exception(error)
+            entry.settle(compiled)
 
-    def _worker(self) -> CompileWorker | None:
-        if self._isolation == "none":
-            return None
-        if not self._idle_workers:
-            self._workers.append(CompileWorker(self._vocabulary, self.limits, self._max_threads))
-            self._idle_workers.append(self._workers[-1])
-        worker = self._idle_workers.pop()
-        worker.begin()
-        return worker
-
-    def _compiled(self, constraint: Constraint, worker: CompileWorker | None) -> tuple[CompiledConstraint | None, ValueError | None]:
+    def _compiled(self, constraint: Constraint, worker: CompileWorker | None) -> CompiledConstraint | ValueError:
         start = time.perf_counter()
         try:
             grammar, name, why = self._backends.build(constraint, worker)
             marker = None if constraint.marker is None else Marker(constraint.marker, self._vocabulary)
         except ValueError as error:
-            return None, error
+            return error
         except BaseException as error:  # the claims must be settled, whatever failed
-            return None, ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
+            return ValueError(f"constraint {constraint.kind}: cannot be compiled: {type(error).__name__}: {error}")
         seconds = time.perf_counter() - start
-        return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks), None
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("GrammarCompiler: it is closed")
-
-
-def checked_isolation(name: str, value: object) -> None:
-    check_value(name, value, one_of(get_args(Isolation)))
+        return CompiledConstraint(constraint, self._vocabulary, grammar, name, why, seconds, marker, self._check_masks)

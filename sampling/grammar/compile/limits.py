@@ -5,19 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from stepgraph.sampling.fields import clip_repr, is_int, is_number
+from stepgraph.sampling.fields import Check, check_fields, clip_repr, is_int, is_number
 from stepgraph.sampling.grammar.constraints.constraint import MAX_PAYLOAD_CHARS
 
 MIB = 1 << 20
 
-FUEL = {  # llguidance's name of a count -> ours
-    "initial_lexer_fuel": "compile_fuel",
-    "max_grammar_size": "grammar_symbols",
-    "max_lexer_states": "lexer_states",
-    "step_lexer_fuel": "mask_fuel",
-    "step_max_items": "mask_items",
-    "max_items_in_row": "row_items",
-}
 _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit that was reached
     "one step of the grammar took": "step_seconds",
     "initial lexer configuration": "compile_fuel",
@@ -27,6 +19,10 @@ _SIGNS = {  # part of a message of llguidance, or of either matcher -> the limit
     "Too many items": "mask_items",
     "Current row has": "row_items",
 }
+
+
+_COUNT = Check(lambda value: is_int(value) and value >= 1, "an int >= 1")
+_SECONDS = Check(lambda value: is_number(value) and 0 < value < math.inf, "a number > 0")
 
 
 class CompileAbortedError(ValueError):
@@ -61,21 +57,11 @@ class GrammarLimits:
     row_items: int = 2_000  # llguidance: parser items of one byte
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (not is_int(value) or value < 1):
-                raise ValueError(f"GrammarLimits.{field.name}: got {clip_repr(value)}, expected an int >= 1")
-            if field.type == "float" and not (is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"GrammarLimits.{field.name}: got {clip_repr(value)}, expected a number > 0")
+        check_fields(self, {field.name: _SECONDS if field.type == "float" else _COUNT for field in fields(self)})
         if self.max_chars > MAX_PAYLOAD_CHARS:
             raise ValueError(f"GrammarLimits.max_chars: got {self.max_chars}, expected at most {MAX_PAYLOAD_CHARS}")
         if self.compile_seconds > 3600:
             raise ValueError(f"GrammarLimits.compile_seconds: got {clip_repr(self.compile_seconds)}, expected at most 3600")
-
-    @property
-    def fuel(self) -> dict[str, int]:
-        """The counts under llguidance's names."""
-        return {name: int(getattr(self, field)) for name, field in FUEL.items()}
 
 
 DEFAULTS = GrammarLimits()

@@ -2,12 +2,12 @@
 
 Run as a script by `CompileWorker`, with the parent's `sys.path` as arguments and a socket as standard input. It imports the libraries'
 bindings and the few modules of stepgraph that write grammars, but not torch: it starts in 0.1 to 0.3 s and takes about 50 MB.
-A message is a list of byte strings. The first one configures the worker; each later one is a call, answered by a status and a result.
+A message is a line of JSON and the bytes whose number ends it. The first one configures the worker; each later one is a call, answered by
+a status and a result.
 """
 
 from __future__ import annotations
 
-import array
 import importlib
 import importlib.util
 import json
@@ -15,117 +15,77 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
-DONE, FAILED, ABORTED, NO_MEMORY, TOO_LARGE = b"done", b"failed", b"aborted", b"no memory", b"too large"
-HEAD = struct.Struct("<IQ")  # number of parts, bytes of the body
-
-
-def packed(parts: Sequence[bytes]) -> bytes:
-    lengths = array.array("Q", map(len, parts)).tobytes()
-    return b"".join([HEAD.pack(len(parts), len(lengths) + sum(map(len, parts))), lengths, *parts])
+DONE, FAILED, ABORTED, NO_MEMORY, TOO_LARGE = "done", "failed", "aborted", "no memory", "too large"
 
 
-def received(connection: socket.socket) -> list[bytes]:
-    """The next message; EOFError where the other side has closed the socket."""
-    count, size = HEAD.unpack(_exactly(connection, HEAD.size))
-    return split(_exactly(connection, size), count)
+def send(connection: socket.socket, *parts: Any, body: bytes = b"") -> None:
+    connection.sendall(json.dumps([*parts, len(body)]).encode() + b"\n" + body)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view, start = memoryview(data), 0
-    while start < size:
-        count = connection.recv_into(view[start:])
-        if not count:
-            raise EOFError
-        start += count
-    return bytes(data)
-
-
-def joined(tokens: Sequence[bytes]) -> bytes:
-    """A token table as one byte string."""
-    return packed(tokens)[HEAD.size :]
-
-
-def split(table: bytes, count: int) -> list[bytes]:
-    lengths, start = array.array("Q", table[: 8 * count]), 8 * count
-    parts = list[bytes]()
-    for length in lengths:
-        parts.append(table[start : start + length])
-        start += length
-    return parts
+def receive(stream: IO[bytes]) -> tuple[list[Any], bytes]:
+    """The parts and the body of the next message; EOFError where the other side has closed the socket."""
+    line = stream.readline()
+    *parts, size = json.loads(line) if line.endswith(b"\n") else [0]
+    body = stream.read(size)
+    if not parts or len(body) < size:
+        raise EOFError
+    return parts, body
 
 
 class Libraries:
     """Both libraries over one vocabulary. The public methods are the calls that the parent may make."""
 
-    def __init__(self, setup: Sequence[bytes]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         import numpy
 
         # Here and not above: the script must first make the package importable, and the parent needs only the functions above.
         from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
 
-        options, for_xgrammar, for_llguidance = setup
-        self._options: dict[str, Any] = json.loads(options)
-        self._for_llguidance = for_llguidance
+        self._options, width, raw = options, options["width"], 0  # the library's enum value for tokens that are bytes
+        self._least_bytes = options["limits"]["least_bytes"]
         self._parsed_grammar = parsed_grammar
         self._core = _xgrammar_bindings()
-        width, tokens = self._options["width"], split(for_xgrammar, self._options["num_tokens"])
-        raw = 0  # the library's enum value for tokens that are bytes
-        tokenizer = self._core.TokenizerInfo(tokens, raw, width, self._options["stop_token_ids"], False)
-        self._compiler = self._core.GrammarCompiler(tokenizer, self._options["max_threads"], False, -1)
+        tokens = _token_bytes(options["for_xgrammar"])
+        tokenizer = self._core.TokenizerInfo(tokens, raw, width, options["stop_token_ids"], False)
+        self._compiler = self._core.GrammarCompiler(tokenizer, options["max_threads"], False, -1)
         self._mask = numpy.zeros((1, -(-width // 32)), dtype=numpy.int32)
         self._llguidance: Any = None
-        self.xgrammar(b"regex", b"a", b"")  # load everything that a compile needs before memory is limited
+        self.xgrammar("regex", "a", False)  # load everything that a compile needs before memory is limited
 
     def prepare(self, name: str) -> bool:
         """Load the library of a call; True where that took memory that the call's limit should not include."""
         if name != "lark" or self._llguidance is not None:
             return False
-        self._llguidance = _LLGuidance(split(self._for_llguidance, self._options["width"]), self._options)
+        from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
+
+        options = self._options
+        tokens, fuel = _token_bytes(options["for_llguidance"]), fuel_of(options["limits"])
+        self._llguidance = LLGuidance(tokens, options["stop_token_ids"], options["non_text_ids"], fuel)
         return True
 
-    def xgrammar(self, kind: bytes, payload: bytes, any_whitespace: bytes) -> bytes:
+    def xgrammar(self, kind: str, payload: str, any_whitespace: bool) -> str:
         """The serialised compiled grammar of a constraint. Its first mask is filled here, as that may fail too."""
-        parsed = self._parsed_grammar(self._core, kind.decode(), payload.decode(), bool(any_whitespace), self._options["least_bytes"])
-        compiled = self._compiler.compile_grammar_ebnf(parsed)
+        compiled = self._compiler.compile_grammar_ebnf(self._parsed_grammar(self._core, kind, payload, any_whitespace, self._least_bytes))
         matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         matcher.fill_next_token_bitmask(self._mask, 0, False)
-        return str(compiled.serialize_json()).encode()
+        return str(compiled.serialize_json())
 
-    def lark(self, text: bytes) -> bytes:
+    def lark(self, grammar: str) -> str:
         """Compile with llguidance and fill the first mask. Its grammars cannot be sent, so the parent compiles again."""
-        self._llguidance.try_grammar(text.decode(), self._mask)
-        return b""
-
-
-class _LLGuidance:
-    """The token table in the form that the library expects, and a trial compile."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], options: dict[str, Any]) -> None:
-        import llguidance
-
-        self.tokens = tokens
-        self.eos_token_id, self.special_token_ids = options["stop_token_ids"][0], options["non_text_ids"]
-        self._tokenizer = llguidance.LLTokenizer(self, eos_token=options["stop_token_ids"])  # type: ignore[arg-type]
-        self._limits = llguidance.LLParserLimits(verbose_errors=False, **options["fuel"])
-        self._matcher = llguidance.LLMatcher
-
-    def __call__(self, text: str) -> Sequence[int]:
-        raise RuntimeError("no grammar names tokens, so no text is tokenized")
-
-    def try_grammar(self, grammar: str, mask: Any) -> None:
-        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        matcher = self._llguidance.matcher(grammar)
         if not matcher.is_error():  # the parent reports errors, which it finds in the same way
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        return ""
+
+
+def _token_bytes(table: Sequence[str]) -> list[bytes]:
+    """JSON has no bytes: each one is sent as the character of the same number."""
+    return [token.encode("latin-1") for token in table]
 
 
 def _add_package(name: str, path: Sequence[str]) -> None:
@@ -161,19 +121,19 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _answer(call: Any, arguments: Sequence[bytes], result_bytes: int) -> tuple[bytes, bytes]:
+def _answer(call: Any, arguments: Sequence[Any], result_bytes: int) -> tuple[str, str]:
     from stepgraph.sampling.grammar.compile.limits import CompileAbortedError
 
     try:
-        result: bytes = call(*arguments)
+        result: str = call(*arguments)
     except MemoryError:
-        return NO_MEMORY, b""
+        return NO_MEMORY, ""
     except CompileAbortedError as error:
-        return ABORTED, str(error).encode()
+        return ABORTED, str(error)
     except Exception as error:  # the libraries raise RuntimeError and several types of their own
         message = str(error)
-        return (NO_MEMORY, b"") if "bad_alloc" in message else (FAILED, message.encode(errors="replace"))
-    return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)).encode())
+        return (NO_MEMORY, "") if "bad_alloc" in message else (FAILED, message)
+    return (DONE, result) if len(result) <= result_bytes else (TOO_LARGE, str(len(result)))
 
 
 def main() -> None:
@@ -189,24 +149,23 @@ def main() -> None:
         _add_package(package, [path])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent ends this process
     connection = socket.socket(fileno=0)
-    limits, *setup = received(connection)
-    seconds, compile_bytes, result_bytes = json.loads(limits)
-    libraries = Libraries(setup)
-    idle_bytes = _memory_bytes()
-    connection.sendall(packed([DONE, b"", b""]))
+    stream = connection.makefile("rb")
+    (options,), _ = receive(stream)
+    limits, libraries = options["limits"], Libraries(options)
+    compile_bytes, idle_bytes = limits["compile_bytes"], _memory_bytes()
+    send(connection, DONE, False)
     while True:
         try:
-            name, *arguments = received(connection)
+            (name, *arguments), _ = receive(stream)
         except EOFError:
             return
-        if libraries.prepare(name.decode()):
+        if libraries.prepare(name):
             idle_bytes = _memory_bytes()
         _limit_memory(idle_bytes and idle_bytes + compile_bytes)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends this process even without the parent
-        status, result = _answer(getattr(libraries, name.decode()), arguments, result_bytes)
+        signal.setitimer(signal.ITIMER_REAL, limits["compile_seconds"])  # SIGALRM ends this process even without the parent
+        status, result = _answer(getattr(libraries, name), arguments, limits["result_bytes"])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        bloated = _memory_bytes() > idle_bytes + compile_bytes // 2
-        connection.sendall(packed([status, result, b"bloated" if bloated else b""]))
+        send(connection, status, _memory_bytes() > idle_bytes + compile_bytes // 2, body=result.encode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ One thread makes one call at a time; `kill` is for any thread. A process that wa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -14,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from stepgraph.sampling.grammar.compile import worker as compile_worker
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError, GrammarLimits, over
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, NO_MEMORY, TOO_LARGE, receive, send
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.lifetimes import call_after_fork
 
@@ -31,20 +30,47 @@ STDERR_TAIL = 600
 NO_MEMORY_SIGNS = ("bad_alloc", "memory allocation", "annot allocate memory")  # messages of C++, Rust, and the dynamic loader
 
 
-@dataclass(frozen=True)
 class _Process:
-    popen: subprocess.Popen[bytes]
-    connection: socket.socket
-    stderr: IO[bytes]
-    owner: int
+    """One worker process."""
+
+    def __init__(self) -> None:
+        if os.name != "posix":
+            raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
+        # Isolated from this interpreter's settings and signals; only sys.path is passed on.
+        command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
+        # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        self.owner = os.getpid()
+        with contextlib.ExitStack() as undo:
+            self.connection, theirs = map(undo.enter_context, socket.socketpair())
+            self.stderr = undo.enter_context(tempfile.TemporaryFile())
+            streams: dict[str, Any] = {"stdin": theirs.fileno(), "stdout": subprocess.DEVNULL, "stderr": self.stderr}
+            try:
+                self.popen = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            except (OSError, ValueError) as error:
+                raise CompileAbortedError(f"the compile worker did not start: {error}") from error
+            undo.pop_all()
+            theirs.close()
+        self.answers = self.connection.makefile("rb")
 
     def end(self) -> None:
         if os.getpid() != self.owner:
             return  # a fork's copy
         self.popen.kill()
         self.popen.wait()
+        self.answers.close()
         self.connection.close()
         self.stderr.close()
+
+    def exit_code(self) -> int:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.popen.wait(GRACE_SECONDS)
+        return 0
+
+    def stderr_tail(self) -> str:
+        size = self.stderr.seek(0, os.SEEK_END)
+        self.stderr.seek(max(0, size - STDERR_TAIL))
+        return self.stderr.read().decode(errors="replace").strip()
 
 
 class CompileWorker:
@@ -60,8 +86,8 @@ class CompileWorker:
 
     def _detach(self) -> None:
         """In a fork: close the copy of the socket, so that the worker still sees its parent end."""
-        if self._process is not None:
-            self._process.connection.close()
+        if self._process is not None and (copy := self._process.connection.detach()) >= 0:
+            os.close(copy)  # close() would wait until `answers` is closed, which takes a lock
 
     @property
     def pid(self) -> int | None:
@@ -72,19 +98,14 @@ class CompileWorker:
         self._kill_pending |= self._cancelled
         self._cancelled = False
 
-    def call(self, name: str, *arguments: str) -> str:
+    def call(self, name: str, *arguments: Any) -> str:
         """The result of a method of `compile_worker.Libraries`; ValueError with the library's message, or CompileAbortedError where
         a limit was reached or the process died."""
         process = self._process
         if process is None or self._kill_pending or process.owner != os.getpid() or process.popen.poll() is not None:
             self._start()
-        limits, encoded = self._limits, [part.encode() for part in (name, *arguments)]
-        try:
-            status, result, bloated = self._exchange(encoded, limits.compile_seconds + GRACE_SECONDS)
-        except (OSError, EOFError) as error:  # a time-out is an OSError
-            message = self._failure(error)
-            self.close()
-            raise CompileAbortedError(message) from None
+        limits = self._limits
+        status, bloated, result = self._exchange([name, *arguments], limits.compile_seconds + GRACE_SECONDS)
         if bloated or status == NO_MEMORY:
             self.close()
         if status == NO_MEMORY:
@@ -92,8 +113,8 @@ class CompileWorker:
         if status == TOO_LARGE:
             raise CompileAbortedError(over("result_bytes", f"{int(result):,} bytes of compiled grammar", limits.result_bytes))
         if status != DONE:
-            raise (CompileAbortedError if status == ABORTED else ValueError)(result.decode())
-        return result.decode()
+            raise (CompileAbortedError if status == ABORTED else ValueError)(result)
+        return result
 
     def kill(self) -> None:
         """End the running compile; from any thread."""
@@ -111,48 +132,50 @@ class CompileWorker:
     def _start(self) -> None:
         self.close()
         self._kill_pending = False
-        vocabulary, limits = self._vocabulary, self._limits
+        vocabulary = self._vocabulary
         options = {
             "stop_token_ids": vocabulary.stop_token_ids,
             "non_text_ids": sorted(vocabulary.non_text_ids),
-            "num_tokens": len(vocabulary.tokens),
+            "for_xgrammar": [token.decode("latin-1") for token in vocabulary.for_xgrammar],
+            "for_llguidance": [token.decode("latin-1") for token in vocabulary.for_llguidance],
             "width": vocabulary.logits_width,
             "max_threads": self._max_threads,
-            "fuel": limits.fuel,
-            "least_bytes": limits.least_bytes,
+            "limits": asdict(self._limits),
         }
-        bounds = json.dumps([limits.compile_seconds, limits.compile_bytes, limits.result_bytes]).encode()
-        tables = joined(vocabulary.for_xgrammar), joined(vocabulary.for_llguidance)
-        self._process = process = _start_process()
+        self._process = process = _Process()
         self._finalizer = weakref.finalize(self, process.end)
         self.started += 1
+        self._exchange([options], START_SECONDS, starting=True)
+
+    def _exchange(self, parts: list[Any], seconds: float, starting: bool = False) -> tuple[str, bool, str]:
+        """The worker's answer: its status, whether it holds much memory, and the result."""
+        process = self._process
+        assert process is not None
         try:
             if self._cancelled:
-                raise EOFError  # `kill` came before the process existed
-            self._exchange([bounds, json.dumps(options).encode(), *tables], START_SECONDS)
-        except (OSError, EOFError) as error:
-            message, stderr = self._failure(error), self._stderr_tail()
+                raise EOFError  # `kill` may have come before the process existed
+            process.connection.settimeout(seconds)
+            send(process.connection, *parts)
+            (status, bloated), result = receive(process.answers)
+        except (OSError, EOFError) as error:  # a time-out is an OSError
+            message = self._failure(process, error)
+            if starting:
+                message += f", before it was ready: {process.stderr_tail()}".removesuffix(": ")
             self.close()
-            raise CompileAbortedError(f"{message}, before it was ready{stderr and ': ' + stderr}") from None
+            raise CompileAbortedError(message) from None
+        return status, bloated, result.decode()
 
-    def _exchange(self, parts: list[bytes], seconds: float) -> list[bytes]:
-        assert self._process is not None
-        connection = self._process.connection
-        connection.settimeout(seconds)
-        connection.sendall(packed(parts))
-        return received(connection)
-
-    def _failure(self, error: BaseException) -> str:
+    def _failure(self, process: _Process, error: BaseException) -> str:
         """Why a call did not return."""
         limits = self._limits
         if self._cancelled:
             return "the compile was cancelled"
         if isinstance(error, TimeoutError):
             return over("compile_seconds", "no answer from the compile worker", limits.compile_seconds, "s")
-        code = self._exit_code()
+        code = process.exit_code()
         if code == -signal.SIGALRM:
             return over("compile_seconds", "a compile that takes longer", limits.compile_seconds, "s")
-        if any(sign in self._stderr_tail() for sign in NO_MEMORY_SIGNS):
+        if any(sign in process.stderr_tail() for sign in NO_MEMORY_SIGNS):
             return self._no_memory()
         if code >= 0:
             return f"the compile worker ended with exit code {code}"
@@ -161,37 +184,3 @@ class CompileWorker:
 
     def _no_memory(self) -> str:
         return over("compile_bytes", "a compile that takes more", self._limits.compile_bytes // MIB, "MiB of memory")
-
-    def _exit_code(self) -> int:
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.popen.wait(GRACE_SECONDS)
-        return 0
-
-    def _stderr_tail(self) -> str:
-        assert self._process is not None
-        stderr = self._process.stderr
-        size = stderr.seek(0, os.SEEK_END)
-        stderr.seek(max(0, size - STDERR_TAIL))
-        return stderr.read().decode(errors="replace").strip()
-
-
-def _start_process() -> _Process:
-    if os.name != "posix":
-        raise CompileAbortedError(f"the compile worker needs a POSIX system, got {os.name}")
-    # Isolated from this interpreter's settings and signals; only sys.path is passed on.
-    command = [sys.executable, "-I", "-S", str(SCRIPT), *filter(None, sys.path)]
-    # Idle threads, and a heap per thread, would take address space that counts against a compile's limit.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    with contextlib.ExitStack() as undo:
-        ours, theirs = map(undo.enter_context, socket.socketpair())
-        stderr = undo.enter_context(tempfile.TemporaryFile())
-        try:
-            popen = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
-            )
-        except (OSError, ValueError) as error:
-            raise CompileAbortedError(f"the compile worker did not start: {error}") from error
-        undo.pop_all()
-        theirs.close()
-    return _Process(popen, ours, stderr, os.getpid())

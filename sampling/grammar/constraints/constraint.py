@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from stepgraph.sampling.fields import check_value, clip_repr, is_int, one_of
-from stepgraph.sampling.grammar.constraints.response_format import checked_response_format
+from stepgraph.sampling.fields import Check, check_value, clip_name, clip_repr, is_int, one_of
 from stepgraph.sampling.grammar.constraints.structural_tag import checked_tag
 
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"]
@@ -23,9 +22,19 @@ MAX_PAYLOAD_CHARS = 120_000
 MAX_MARKER = 1000  # characters or ids
 MAX_GIVEN_CHARS = 1_000_000  # of JSON text, before its blanks are removed
 
-
-def checked_backend(name: str, value: object) -> None:
-    check_value(name, value, one_of(get_args(BackendChoice)))
+_FORMATS = {  # the fields of response_format by its type
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "triggers", "structures"},
+}
+_NON_EMPTY = Check(lambda value: isinstance(value, str) and bool(value), "a non-empty string")
+_SCHEMA_FORMAT = {  # the fields of its json_schema
+    "name": _NON_EMPTY,
+    "description": Check(lambda value: isinstance(value, str), "a string"),
+    "strict": Check(lambda value: value is None or isinstance(value, bool), "true, false or null"),
+    "schema": Check(lambda value: isinstance(value, dict), "a JSON schema"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,11 +61,10 @@ class Constraint:
         if len(self.payload) > MAX_PAYLOAD_CHARS:
             raise ValueError(f"Constraint.payload of {self.kind}: got {len(self.payload)} characters, expected at most {MAX_PAYLOAD_CHARS}")
         _check_text(f"Constraint.payload of {self.kind}", self.payload)
-        if not isinstance(self.any_whitespace, bool):
-            raise ValueError(f"Constraint.any_whitespace: got {clip_repr(self.any_whitespace)}, expected a bool")
+        check_value("Constraint.any_whitespace", self.any_whitespace, Check(lambda value: isinstance(value, bool), "a bool"))
         if self.any_whitespace and self.kind not in ("json_schema", "json_object", "structural_tag"):
             raise ValueError(f"Constraint.any_whitespace: got True for {self.kind}, expected False: for kinds with JSON only")
-        checked_backend("Constraint.backend", self.backend)
+        check_value("Constraint.backend", self.backend, one_of(get_args(BackendChoice)))
         of_ids = isinstance(self.marker, tuple) and all(is_int(token_id) and token_id >= 0 for token_id in self.marker)
         if self.marker is not None and (not (of_ids or isinstance(self.marker, str)) or not self.marker):
             raise ValueError(f"Constraint.marker: got {clip_repr(self.marker)}, expected a text or token ids, at least one")
@@ -89,12 +97,25 @@ class Constraint:
     def response_format(cls, value: dict[str, Any], any_whitespace: bool = False, backend: BackendChoice = "auto") -> Constraint | None:
         """OpenAI's `response_format`: text (no constraint: None), json_object, json_schema, and structural_tag as in other servers.
         `strict` has no effect: a schema is always enforced, or an error."""
-        kind, inner = checked_response_format(value)
+        name = "response_format"
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: got {type(value).__name__}, expected a dict with a type")
+        kind: Any = value.get("type")
+        check_value(f"{name}.type", kind, Check(lambda kind: isinstance(kind, str) and kind in _FORMATS, f"one of {', '.join(_FORMATS)}"))
+        _check_known(value, _FORMATS[kind], name)
         if kind == "text":
             return None
         if kind == "json_object":
             return cls.json_object(any_whitespace, backend)
-        return (cls.json_schema if kind == "json_schema" else cls.structural_tag)(inner, any_whitespace, backend)
+        if kind == "structural_tag":
+            return cls.structural_tag(value, any_whitespace, backend)
+        inner, name = value.get("json_schema"), f"{name}.json_schema"
+        if not isinstance(inner, dict):
+            raise ValueError(f"{name}: got {clip_repr(inner)}, expected an object with a name and a schema")
+        _check_known(inner, _SCHEMA_FORMAT, name)
+        for field, check in _SCHEMA_FORMAT.items():
+            check_value(f"{name}.{field}", ({"description": ""} | inner).get(field), check)
+        return cls.json_schema(inner["schema"], any_whitespace, backend)
 
     @classmethod
     def regex(cls, pattern: str, backend: BackendChoice = "auto") -> Constraint:
@@ -109,8 +130,7 @@ class Constraint:
         if isinstance(options, str) or not isinstance(options, Sequence) or not options:
             raise ValueError(f"Constraint.choice: got {clip_repr(options)}, expected a sequence of at least one string")
         for index, option in enumerate(options):
-            if not isinstance(option, str) or not option:
-                raise ValueError(f"Constraint.choice[{index}]: got {clip_repr(option)}, expected a non-empty string")
+            check_value(f"Constraint.choice[{index}]", option, _NON_EMPTY)
             _check_text(f"Constraint.choice[{index}]", option)
         return cls("choice", json.dumps(list(dict.fromkeys(options))), backend=backend)
 
@@ -149,6 +169,12 @@ class Constraint:
             return replace(self, marker=marker if isinstance(marker, str) else tuple(marker))
         except TypeError:
             raise ValueError(f"Constraint.marker: got {clip_repr(marker)}, expected a text or token ids, at least one") from None
+
+
+def _check_known(value: dict[str, Any], known: Iterable[str], name: str) -> None:
+    """ValueError for a field that would be ignored."""
+    if unknown := [field for field in value if field not in known]:
+        raise ValueError(f"{name}.{clip_name(unknown[0])}: got an unknown field, expected {', '.join(sorted(known))}")
 
 
 def _canonical(value: Any, name: str) -> str:

@@ -1,13 +1,17 @@
-"""Compiles constraints with llguidance. Imported only where that library is installed, see backends.py."""
+"""Compiles constraints with llguidance, and matches texts against its grammars. Imported only where it is installed."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import llguidance
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from stepgraph.sampling.grammar.compile.limits import GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
@@ -17,8 +21,10 @@ from stepgraph.sampling.grammar.constraints.structural_tag import TagGroup, tag_
 from stepgraph.sampling.grammar.constraints.unsupported import reject
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceNativeGrammar, LLGuidanceTokenizer, llguidance_api
 from stepgraph.sampling.grammar.llguidance_lib.lark import checked_lark, head
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher, SharedStart
+from stepgraph.sampling.grammar.llguidance_lib.library import LLGuidance, fuel_of
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
+from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
@@ -28,35 +34,155 @@ BYTES_PER_GRAMMAR, BYTES_PER_CHAR = 60_000, 120
 
 _NOISE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *1 \| .*|<(non-verbose|state).*", re.DOTALL)
 _HEAD = head({})
+LEXER_FULL = "too many states"
 
 
-@dataclass(frozen=True, eq=False)
+class LLGuidanceMatcher:
+    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
+
+    Stop tokens are not passed to the library, whose rollback miscounts them. The shared start is copied, never advanced.
+    """
+
+    def __init__(self, grammar: LLGuidanceGrammar) -> None:
+        self._grammar, self._pristine = grammar, grammar.start
+        self.library_matcher = self._pristine.deep_copy()
+        self.native_grammar = grammar.native  # for the native host link; this matcher does not see tokens accepted through it
+        self.vocabulary, self.fuel_seconds = grammar.vocabulary, grammar.fuel_seconds
+        self.fault = ""  # why this matcher can no longer be used; empty while it works
+        self._stop_ids = frozenset(self.vocabulary.stop_token_ids)
+        self._scratch: npt.NDArray[np.int32] = np.zeros(self.vocabulary.mask_words, dtype=np.int32)
+        self._history = list[int]()  # text tokens that the library has accepted
+        self._filled = 0  # its length when a mask was last computed
+        self._ended = self._dead_end = False
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]:
+        """Tokens accepted and not rolled back. The first stop token represents whichever was accepted."""
+        return (*self._history, *self.vocabulary.stop_token_ids[: self._ended])
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens accepted and not rolled back, a stop token included."""
+        return len(self._history) + self._ended
+
+    def accept_token(self, token_id: int) -> bool:
+        """Append one token; False, and no change, where the grammar does not allow it."""
+        vocabulary = self.vocabulary
+        if not 0 <= token_id < len(vocabulary.tokens) or self._ended or self._dead_end or self.fault:
+            return False
+        if token_id in self._stop_ids:
+            self._ended = bool(self.library_matcher.is_accepting())
+            return self._ended
+        if token_id in vocabulary.non_text_ids:
+            return False
+        start = time.thread_time()
+        accepted = self._consumed(token_id)
+        if not accepted and self._renewed_lexer(token_id):
+            accepted = self._consumed(token_id)
+        if accepted:
+            self._history.append(token_id)
+        self._burn(start, "accept_token")
+        return accepted
+
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
+        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
+        row = checked_row(masks, index, self.vocabulary.mask_words)
+        row.fill(0)
+        if self.fault:
+            return MaskStatus.FAULT
+        if self._ended:
+            return MaskStatus.TERMINATED
+        if not self._dead_end:
+            start = time.thread_time()
+            self._compute(row)
+            self._burn(start, "fill_next_token_bitmask")
+        if self.fault or self._dead_end:
+            row.fill(0)  # an error leaves the stop tokens' bits set
+            return MaskStatus.FAULT if self.fault else MaskStatus.DEAD_END
+        return classify(row, self.vocabulary)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` accepted tokens, a stop token included."""
+        if not 0 <= num_tokens <= self.num_accepted:
+            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
+        count = num_tokens - self._ended if num_tokens else 0
+        self._ended = self._ended and num_tokens == 0
+        if count == 0 or self.fault:
+            return
+        del self._history[len(self._history) - count :]
+        if self._dead_end:
+            self._restart()
+            return
+        start = time.thread_time()
+        self.library_matcher.rollback(count)
+        if not self._renewed_lexer() and len(self._history) < self._filled:
+            # The library caches its latest mask by the number of items and the lexer state, which another path may reach with other
+            # items. Only a mask computed here, where the paths diverge, replaces the cached one.
+            self._compute(self._scratch)
+        self._burn(start, "rollback")
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted and not rolled back."""
+        return self._ended
+
+    def _compute(self, row: npt.NDArray[np.int32]) -> None:
+        self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._renewed_lexer():
+            self.library_matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._filled = len(self._history)
+        # The library reports a dead end as a permanent error; here it only ends one draft.
+        self._dead_end = self.library_matcher.is_error() and self.library_matcher.get_error().startswith("NoExtensionBias")
+
+    def _consumed(self, token_id: int) -> bool:
+        return self.library_matcher.try_consume_tokens([token_id]) == 1
+
+    def _renewed_lexer(self, rejected: int = -1) -> bool:
+        """Whether the lexer was full and a new one has accepted the text so far. A text that still fails exceeds the limit by itself.
+
+        A full lexer rejects tokens without an error. Only a copy that must consume the rejected token reports one.
+        """
+        probe = self.library_matcher
+        if rejected >= 0 and not probe.is_error():
+            probe = probe.deep_copy()
+            probe.consume_token(rejected)
+        if not probe.is_error() or LEXER_FULL not in probe.get_error():
+            return False
+        self._pristine = self._grammar.renewed()
+        self._restart()
+        return not self.fault
+
+    def _restart(self) -> None:
+        self.library_matcher, self._dead_end, self._filled = self._pristine.deep_copy(), False, 0
+        if self.library_matcher.try_consume_tokens(self._history) != len(self._history):
+            self.fault = "rollback: the accepted tokens are not accepted again"
+
+    def _burn(self, start: float, call: str) -> None:
+        seconds = time.thread_time() - start
+        if self.library_matcher.is_error() and not self._dead_end:
+            self.fault = f"{call}: {self.library_matcher.get_error().splitlines()[0]}"
+        elif seconds > self.fuel_seconds:
+            self.fault = f"one step of the grammar took {seconds:.3f} s, more than the {self.fuel_seconds:g} s that it may take"
+
+
 class LLGuidanceGrammar:
-    """A compiled grammar, copied by each matcher."""
+    """A compiled grammar: a matcher at the start of a text, copied by each matcher.
 
-    start: SharedStart
-    vocabulary: Vocabulary
-    fuel_seconds: float
-    nbytes: int
-    native: LLGuidanceNativeGrammar | None  # None where the library cannot be called from C
+    The copies share its lexer, which stores the states that any of them reaches. A copy that finds the lexer full renews the start, and
+    later copies use the new one.
+    """
+
+    def __init__(self, make: Callable[[], llguidance.LLMatcher], vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        self._make, self.start = make, make()
+        self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
+        self.nbytes = 0
+        self.native: LLGuidanceNativeGrammar | None = None  # None where the library cannot be called from C
+
+    def renewed(self) -> llguidance.LLMatcher:
+        self.start = self._make()
+        return self.start
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self.start, self.vocabulary, self.fuel_seconds, self.native)
-
-
-class _Tokens:
-    """The token table in the form that the library expects."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.for_llguidance
-        self.eos_token_id = vocabulary.stop_token_ids[0]
-        self.special_token_ids = sorted(vocabulary.non_text_ids)
-
-    def __call__(self, text: str) -> Sequence[int]:
-        raise RuntimeError("no grammar names tokens, so no text is tokenized")
+        return LLGuidanceMatcher(self)
 
 
 class LLGuidanceBuilder:
@@ -66,9 +192,8 @@ class LLGuidanceBuilder:
 
     def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits) -> None:
         self._vocabulary, self._limits = vocabulary, limits
-        self._tokenizer = llguidance.LLTokenizer(_Tokens(vocabulary), eos_token=list(vocabulary.stop_token_ids))  # type: ignore[arg-type]
-        # Counted work limits a step before time does, so that the same text is rejected on every machine.
-        self._fuel = llguidance.LLParserLimits(verbose_errors=False, **limits.fuel)  # type: ignore[arg-type]
+        self._fuel = fuel_of(asdict(limits))
+        self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
             self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
         except Unavailable:  # the native link reports why
@@ -83,12 +208,12 @@ class LLGuidanceBuilder:
         grammar = lark_of(constraint)
         if worker:
             worker.call("lark", grammar)
-        start = SharedStart(lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._fuel))
-        if start.matcher.is_error():
-            reject("#", constraint.kind, _NOISE.sub("", start.matcher.get_error()).strip())
-        native = self._native.grammar(grammar, self._limits.fuel) if self._native else None
-        nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
-        return LLGuidanceGrammar(start, self._vocabulary, self._limits.step_seconds, nbytes, native)
+        compiled = LLGuidanceGrammar(lambda: self._library.matcher(grammar), self._vocabulary, self._limits.step_seconds)
+        if compiled.start.is_error():
+            reject("#", constraint.kind, _NOISE.sub("", compiled.start.get_error()).strip())
+        compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
+        compiled.native = self._native.grammar(grammar, self._fuel) if self._native else None
+        return compiled
 
 
 def lark_of(constraint: Constraint) -> str:

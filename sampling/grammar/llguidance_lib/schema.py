@@ -14,19 +14,30 @@ from typing import Any
 
 from stepgraph.sampling.grammar.constraints.charset import SPELLABLE, charset, intersection
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_regex
-from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
-from stepgraph.sampling.grammar.xgrammar_lib.schema import ANNOTATIONS, DOMINANT, MAX_DEPTH, types_of
+from stepgraph.sampling.grammar.constraints.schema import (
+    BRANCHES,
+    CHILDREN,
+    DOMINANT,
+    MAX_WHITESPACE,
+    NOT_ENFORCED,
+    TABLES,
+    asserted,
+    check_formats,
+    check_least_properties,
+    check_node,
+    rewritten,
+    translated,
+    types_of,
+)
+from stepgraph.sampling.grammar.constraints.unsupported import reject
 
-MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uuid".split())
 MAX_DIGITS = 15  # numbers are converted to 64-bit floats
-_TABLES = ("properties", "patternProperties", "$defs", "definitions")
-_BRANCHES = ("prefixItems", "anyOf", "oneOf", "allOf")
-_CHILDREN = ("items", "additionalProperties")
 _COUNTS = frozenset("minItems maxItems minProperties maxProperties minLength maxLength".split())
 _BOUNDS = frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split())
 _VALUES = frozenset("type required const enum $ref $anchor $id $schema pattern format uniqueItems".split())
-_KNOWN = frozenset((*_TABLES, *_BRANCHES, *_CHILDREN, *_COUNTS, *_BOUNDS, *_VALUES))
+_KNOWN = frozenset((*TABLES, *BRANCHES, *CHILDREN, *_COUNTS, *_BOUNDS, *_VALUES))
+_KEPT = _KNOWN - {"uniqueItems", "$schema"}
 _COMBINING = frozenset("$ref anyOf oneOf allOf".split())
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -56,60 +67,45 @@ def _combines(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
     applied = _COMBINING & node.keys()
-    beside = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")} - applied
+    beside = asserted(node) - applied
     # oneOf too: closing branches, or adding inferred types, may make them appear disjoint.
     several = any(isinstance(node.get(word), list) and len(node[word]) > 1 for word in ("allOf", "oneOf"))
-    below = [node[word] for word in (*_BRANCHES, *_CHILDREN) if word in node]
-    below += [child for word in _TABLES if isinstance(node.get(word), dict) for child in node[word].values()]
+    below = [node[word] for word in (*BRANCHES, *CHILDREN) if word in node]
+    below += [child for word in TABLES if isinstance(node.get(word), dict) for child in node[word].values()]
     return several or len(applied) > 1 or bool(applied and beside) or any(map(_combines, below))
 
 
 def _written(node: Any, where: str, depth: int, closed: bool) -> Any:
-    if depth > MAX_DEPTH:
-        reject(where, "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
+    check_node(node, where, depth, accepts_false=True)
     if isinstance(node, bool):
         return node
-    if not isinstance(node, dict):
-        reject(where, "schema", f"got {json.dumps(node)[:40]}, expected an object, true or false")
     _check_words(node, where)
     _check_exclusive(node, where, closed)
-    _check_least(node, where, closed)
-    written: dict[str, Any] = {}
-    for keyword, value in node.items():
-        if keyword in _TABLES:
-            written[keyword] = _table(keyword, value, where, depth, closed)
-        elif keyword in _BRANCHES:
-            written[keyword] = _list(keyword, value, where, depth, closed)
-        elif keyword in _CHILDREN:
-            written[keyword] = _written(value, pointer(where, keyword), depth + 1, closed)
-        elif keyword == "pattern":
-            written[keyword] = f"^(?:{_regex(value, where)})$"
-        elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
-            written[keyword] = int(value)
-        elif keyword in _KNOWN - {"uniqueItems", "$schema"}:
-            written[keyword] = value
+    declared_only = node.get("additionalProperties", not (closed and "properties" in node)) is False
+    if not declared_only or "patternProperties" in node:
+        check_least_properties(node, where)
+    written = rewritten(node, where, lambda _, child, at: _written(child, at, depth + 1, closed))
+    for keyword in node.keys() - _KEPT:
+        del written[keyword]
+    for keyword in _COUNTS & node.keys():
+        if isinstance(node[keyword], float) and node[keyword].is_integer():
+            written[keyword] = int(node[keyword])
+    if "pattern" in node:
+        written["pattern"] = f"^(?:{translated(pattern_to_regex, node['pattern'], where)})$"
+    if "patternProperties" in node:
+        written["patternProperties"] = {_name_pattern(name, where): child for name, child in written["patternProperties"].items()}
     if closed and not any(word in node for word in DOMINANT):
         _close(written, node, where)
     return written
 
 
-def _list(keyword: str, value: Any, where: str, depth: int, closed: bool) -> list[Any]:
-    if not isinstance(value, list):
-        reject(where, keyword, f"got {json.dumps(value)[:40]}, expected a list of schemas")
-    return [_written(child, pointer(where, keyword, index), depth + 1, closed) for index, child in enumerate(value)]
-
-
 def _check_words(node: dict[str, Any], where: str) -> None:
-    for keyword in sorted(node):
-        if keyword not in _KNOWN and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
-            reject(where, keyword, "is not enforced; remove it or express it otherwise")
+    for keyword in sorted(asserted(node) - _KNOWN):
+        reject(where, keyword, NOT_ENFORCED)
     for keyword in ("const", "enum", *sorted(_BOUNDS)):
         if reason := _inexact(node.get(keyword)):
             reject(where, keyword, reason)
-    if node.get("uniqueItems", False) is not False:
-        reject(where, "uniqueItems", "is not enforced")
-    if "format" in node and node["format"] not in FORMATS:
-        reject(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; expected one of {', '.join(sorted(FORMATS))}")
+    check_formats(node, where, FORMATS)
     if node.get("$schema", _DIALECT).rstrip("#") != _DIALECT:
         reject(where, "$schema", f"got {json.dumps(node['$schema'])[:60]}, expected {_DIALECT}")
 
@@ -127,15 +123,6 @@ def _check_exclusive(node: dict[str, Any], where: str, alone: bool) -> None:
             reject(
                 where, keyword, f"got {value}; enforced for integers, and for numbers with the other bound at least 1 away in one schema"
             )
-
-
-def _check_least(node: dict[str, Any], where: str, alone: bool) -> None:
-    """An undeclared key may occur twice and is counted twice."""
-    least, required = node.get("minProperties", 0), node.get("required", [])
-    declared_only = node.get("additionalProperties", not (alone and "properties" in node)) is False and "patternProperties" not in node
-    most = (len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0) + 1
-    if isinstance(least, (int, float)) and least > most and not declared_only:
-        reject(where, "minProperties", f"got {least}, expected at most {most}: of the others only one is sure not to occur twice")
 
 
 def _inexact(value: Any) -> str:
@@ -162,27 +149,9 @@ def _close(written: dict[str, Any], node: dict[str, Any], where: str) -> None:
         written.setdefault("additionalProperties", False)
 
 
-def _table(keyword: str, value: Any, where: str, depth: int, closed: bool) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        reject(where, keyword, f"got {json.dumps(value)[:40]}, expected an object")
-    children = {name: _written(child, pointer(where, keyword, name), depth + 1, closed) for name, child in value.items()}
-    if keyword != "patternProperties":
-        return children
-    return {_anchored_name_pattern(name, where): child for name, child in children.items()}
-
-
-def _regex(pattern: Any, where: str, keyword: str = "pattern") -> str:
-    if not isinstance(pattern, str):
-        reject(where, keyword, f"got {json.dumps(pattern)[:40]}, expected a string")
-    try:
-        return pattern_to_regex(pattern, keyword, in_json=True)
-    except ValueError as error:
-        reject(where, keyword, str(error).removeprefix(f"{keyword}: "))
-
-
-def _anchored_name_pattern(pattern: str, where: str) -> str:
+def _name_pattern(pattern: str, where: str) -> str:
     """The pattern of a property name, which matches anywhere in it unless anchored."""
-    body = _regex(pattern, where, "patternProperties")
+    body = translated(pattern_to_regex, pattern, where, "patternProperties")
     starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
     if "|" in pattern and (starts or ends):
         reject(where, "patternProperties", f"got {pattern[:40]!r}, expected anchors in a group, or no alternatives at the same level")

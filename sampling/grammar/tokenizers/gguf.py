@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepgraph.sampling.grammar.tokenizers.spelling import SPACE_MARK, decode_byte_escape, decode_byte_letters
+from stepgraph.sampling.grammar.tokenizers.spelling import decode_byte_letters, decode_piece
 from stepgraph.sampling.grammar.tokenizers.table import MAX_IDS, TokenTable
 
 MAX_GGUF_ENTRIES = 2 * MAX_IDS  # tensors, metadata entries and array values of one file
@@ -123,13 +123,11 @@ def table_of_metadata(metadata: Mapping[str, Any], path: Path, logits_width: int
     table = TokenTable(str(path), logits_width)
     for token_id, (text, type_) in enumerate(zip(texts or (), types or (), strict=True)):
         if type_ in (_UNKNOWN, _CONTROL, _UNUSED):
-            table.add_control(token_id, text)
+            table.add(token_id, None, text)
         elif type_ == _USER_DEFINED:
             table.add(token_id, text.encode(), text)
-        elif kind == "gpt2":
-            table.add(token_id, decode_byte_letters(text), text)
         else:
-            table.add(token_id, decode_byte_escape(text) if type_ == _BYTE else text.replace(SPACE_MARK, " ").encode(), text)
+            table.add(token_id, decode_byte_letters(text) if kind == "gpt2" else decode_piece(text, type_ == _BYTE), text)
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     table.stop_ids = [end for end in ends if end is not None]
     return table

@@ -31,6 +31,11 @@ def decode_byte_escape(text: str) -> bytes:
     return bytes([int(found[1], 16)]) if found else b""
 
 
+def decode_piece(piece: str, is_byte: bool) -> bytes:
+    """The bytes of a sentencepiece piece."""
+    return decode_byte_escape(piece) if is_byte else piece.replace(SPACE_MARK, " ").encode()
+
+
 def spelling_of(decoder: object, pre_tokenizer: object, where: str) -> Spelling:
     """The function that maps a token's text in tokenizer.json to bytes; ValueError where its decoder depends on adjacent tokens."""
     steps = list(_steps(decoder))

@@ -21,21 +21,19 @@ class TokenTable:
         self.stop_ids = list[object]()  # as the tokenizer names them, unchecked
         self._control_ids = set[int]()
 
-    def add(self, token_id: object, text: bytes, name: str | None = None) -> int:
-        """Store the bytes of an id; ValueError for an id that is no int or out of range."""
+    def add(self, token_id: object, text: bytes | None, name: str | None = None) -> None:
+        """Store the bytes of an id, or None for a control token; ValueError for an id that is no int or out of range."""
         last = (MAX_IDS if self.logits_width is None else self.logits_width) - 1
         if not is_int(token_id) or not 0 <= token_id <= last:
-            token = repr(text.decode(errors="replace") if name is None else name)
+            token = repr((text or b"").decode(errors="replace") if name is None else name)
             within = "" if self.logits_width is None else ", within the width of the logits"
             raise ValueError(f"{self.where}: token {token:.60} has the id {token_id!r:.40}, expected one from 0 to {last}{within}")
+        if text is None:
+            assert name is not None
+            self.control.setdefault(name, token_id)
+            self._control_ids.add(token_id)
+            text = name.encode()
         self.tokens[token_id] = text
-        return token_id
-
-    def add_control(self, token_id: object, name: str) -> None:
-        """Store an id that stands for no text."""
-        added = self.add(token_id, name.encode(), name)
-        self.control.setdefault(name, added)
-        self._control_ids.add(added)
 
     @property
     def token_list(self) -> list[bytes]:

@@ -74,13 +74,10 @@ def table_of_json(tokenizer: Mapping[str, Any], where: str, logits_width: int | 
         _record_text(texts, token_id, text, f"{where}: model.vocab")
     for entry in _added(tokenizer.get("added_tokens"), where):
         text, token_id = entry["content"], entry.get("id")
-        if entry.get("special"):
-            table.add_control(token_id, text)
-        else:
-            table.add(token_id, spell(text), text)
+        table.add(token_id, None if entry.get("special") else spell(text), text)
         _record_text(texts, token_id, text, f"{where}: added_tokens")
     for token_id, name in _unknown(tokenizer["model"]):
-        table.add_control(token_id, name)
+        table.add(token_id, None, name)
     return table
 
 

@@ -23,11 +23,10 @@ from stepgraph.sampling.grammar.constraints.charset import (
     union,
 )
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
+from stepgraph.sampling.grammar.constraints.schema import MAX_WHITESPACE, rewritten, types_of
 from stepgraph.sampling.grammar.constraints.structural_tag import Tag, TagGroup, tag_groups
-from stepgraph.sampling.grammar.xgrammar_lib.schema import types_of
 from stepgraph.sampling.grammar.xgrammar_lib.shortest_text import check_shortest_texts
 
-MAX_WHITESPACE = 32  # the longest run of blanks between JSON tokens under any_whitespace
 MAX_UNROLLED = 100  # up to here an automaton is faster than a counter (130k tokens: a mask in 0.1 ms, not in 10), and has its masks cached
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')  # a literal or a class of the printed grammar
@@ -134,16 +133,7 @@ def _explicit(node: Any, patterns: list[str]) -> Any:
     """
     if not isinstance(node, dict):
         return node
-    changed = dict(node)
-    for table in ("properties", "$defs", "definitions"):
-        if table in node:
-            changed[table] = {name: _explicit(child, patterns) for name, child in node[table].items()}
-    for branches in ("prefixItems", "anyOf", "oneOf", "allOf"):
-        if branches in node:
-            changed[branches] = [_explicit(child, patterns) for child in node[branches]]
-    for child in ("items", "additionalProperties"):
-        if child in node:
-            changed[child] = _explicit(node[child], patterns)
+    changed = rewritten(node, "#", lambda _, child, at: _explicit(child, patterns))
     pattern = node.get("pattern", _SHAPES.get(node.get("format", "")))
     if pattern is not None:
         changed.pop("format", None)

@@ -1,15 +1,17 @@
-"""Compiles constraints with xgrammar."""
+"""Compiles constraints with xgrammar, and matches texts against its grammars."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import xgrammar
+from torch import Tensor
 
 from stepgraph.sampling.grammar.compile.limits import CompileAbortedError, GrammarLimits
 from stepgraph.sampling.grammar.compile.worker_process import CompileWorker
@@ -17,13 +19,97 @@ from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.constraints.pattern import pattern_to_ebnf
 from stepgraph.sampling.grammar.constraints.structural_tag import tag_groups
 from stepgraph.sampling.grammar.constraints.unsupported import reject
+from stepgraph.sampling.grammar.matchers.protocol import checked_row, classify
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.grammar.xgrammar_lib.ebnf import parsed_grammar
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
 from stepgraph.sampling.grammar.xgrammar_lib.schema import check_schema
 
 _CORE: Any = importlib.import_module("xgrammar.base")._core  # the bindings that the compile worker uses too
 _SOURCE_PREFIX = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h|cpp):\d+: (Check failed: \(.*?\) is false: )?")
+
+
+class XGrammarMatcher:
+    """`accept_token` never raises; `fill_next_token_bitmask` fails closed: after any failure the row is zero.
+
+    `fuel_seconds` is the processor time that one call may take. Some patterns cost more with every token ("(a+a+)+b"); a call
+    that takes longer is the matcher's last one, so that the grammar of one request does not delay the rounds of the others.
+    """
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, vocabulary: Vocabulary, fuel_seconds: float) -> None:
+        # Without a limit on the number of tokens to roll back. The native host link uses it too; this object does not see its calls.
+        self.library_matcher = xgrammar.GrammarMatcher(grammar)
+        self.vocabulary, self.fuel_seconds = vocabulary, fuel_seconds
+        self.num_accepted = 0  # tokens accepted and not rolled back, a stop token included
+        self.fault = ""  # why this matcher can no longer be used; empty while it works
+        self._hidden_ids = (vocabulary.non_text_ids | vocabulary.xgrammar_unsafe_ids) - set(vocabulary.stop_token_ids)
+
+    def accept_token(self, token_id: int) -> bool:
+        """Append one token; False, and no change, where the grammar does not allow it."""
+        # The library truncates ids to 32 bits (2**32 + 5 is read as 5) and logs each rejected id of these kinds to stderr.
+        if not 0 <= token_id < len(self.vocabulary.tokens) or token_id in self._hidden_ids or self.fault or self.is_terminated():
+            return False
+        start = time.thread_time()
+        try:
+            accepted = bool(self.library_matcher.accept_token(token_id))
+        except Exception as error:  # any library error ends this request only
+            self.fault = f"accept_token: {error}"
+            return False
+        self.num_accepted += accepted
+        self._burn(start)
+        return accepted
+
+    def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
+        """Write row `index` of masks [rows, mask_words]: bit i of the row is set where token i may come next."""
+        row = checked_row(masks, index, self.vocabulary.mask_words)
+        if not self.fault and self.is_terminated():
+            row.fill(0)
+            return MaskStatus.TERMINATED
+        if not self.fault:
+            start = time.thread_time()
+            try:
+                self.library_matcher.fill_next_token_bitmask(masks, index)
+                self._burn(start)
+            except Exception as error:  # any library error ends this request only
+                self.fault = f"fill_next_token_bitmask: {error}"
+        if self.fault:
+            row.fill(0)
+            return MaskStatus.FAULT
+        return classify(row, self.vocabulary)  # the library also sets bits beyond the vocabulary in the last word
+
+    def rollback(self, num_tokens: int) -> None:
+        """Remove the last `num_tokens` accepted tokens, a stop token included."""
+        if not 0 <= num_tokens <= self.num_accepted:
+            raise ValueError(f"rollback.num_tokens: got {num_tokens}, expected 0..{self.num_accepted}, the number of accepted tokens")
+        if num_tokens:
+            start = time.thread_time()
+            self.library_matcher.rollback(num_tokens)
+            self.num_accepted -= num_tokens
+            self._burn(start)
+
+    def forced_bytes(self) -> bytes:
+        """The bytes that must come next; the last character may be incomplete."""
+        if self.fault or self.is_terminated():
+            return b""
+        start = time.thread_time()
+        try:
+            found: bytes = self.library_matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # the library returns bytes that need not be UTF-8
+            found = bytes(error.object)
+        except Exception as error:  # any library error ends this request only
+            self.fault = f"find_jump_forward_string: {error}"
+            return b""
+        self._burn(start)
+        return b"" if self.fault else found
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token was accepted and not rolled back."""
+        return bool(self.library_matcher.is_terminated())
+
+    def _burn(self, start: float) -> None:
+        seconds = time.thread_time() - start
+        if seconds > self.fuel_seconds:
+            self.fault = f"one step of the grammar took {seconds:.3f} s, more than the {self.fuel_seconds:g} s that it may take"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +169,7 @@ class XGrammarBuilder:
         return compiled
 
     def _compiled_by(self, worker: CompileWorker, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        serialised = worker.call("xgrammar", constraint.kind, constraint.payload, "1" if constraint.any_whitespace else "")
+        serialised = worker.call("xgrammar", constraint.kind, constraint.payload, constraint.any_whitespace)
         return xgrammar.CompiledGrammar.deserialize_json(serialised, self._vocabulary.tokenizer_info)
 
     @cached_property

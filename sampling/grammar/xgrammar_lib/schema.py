@@ -7,36 +7,37 @@ so unsupported schemas are rejected here, before anything is compiled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from stepgraph.sampling.fields import is_int
 from stepgraph.sampling.grammar.constraints.pattern import MAX_REPEAT, pattern_to_ebnf
-from stepgraph.sampling.grammar.constraints.unsupported import pointer, reject
+from stepgraph.sampling.grammar.constraints.schema import (
+    BRANCHES,
+    CHILDREN,
+    DOMINANT,
+    KEYWORDS,
+    NOT_ENFORCED,
+    asserted,
+    check_formats,
+    check_least_properties,
+    check_node,
+    rewritten,
+    translated,
+    types_of,
+)
+from stepgraph.sampling.grammar.constraints.unsupported import reject
 
-MAX_DEPTH = 64  # compile time grows with a high power of the nesting depth
 MAX_OPTIONAL = 500  # compile time also grows with the optional properties of one object (2,000 take 17 s),
 MAX_COUNTED = 100  # and much faster where their number is bounded
 MAX_MULTIPLE = 1000
 MAX_DECIMALS = 5  # narrower ranges of numbers accept the empty text
 MAX_FRACTIONAL, MAX_WHOLE = 10**9, 10**15  # bounds with more digits are rounded
 INT64 = range(-(2**63), 2**63)
+COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 
-ANNOTATIONS = frozenset("$schema $id $comment title description default examples deprecated readOnly writeOnly $defs definitions".split())
-KEYWORDS = {
-    "string": frozenset("minLength maxLength pattern format".split()),
-    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
-    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
-    "array": frozenset("items prefixItems minItems maxItems uniqueItems".split()),
-    "object": frozenset("properties required additionalProperties minProperties maxProperties".split()),
-    "boolean": frozenset[str](),
-    "null": frozenset[str](),
-}
 # Enforced by shape: a 30th of February is a date. The library's two json-pointer formats allow raw quotes and backslashes.
 FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uri-reference uuid uri-template".split())
-# In the order in which the library looks for them: the first one found hides all others.
-DOMINANT = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 
 
 def check_schema(schema: Any) -> None:
@@ -45,82 +46,56 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_node(node: Any, root: Any, where: str, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        reject(where, "nesting", f"got more than {MAX_DEPTH} levels, expected fewer")
+    check_node(node, where, depth, accepts_false=False)
     if node is True:
         return
-    if not isinstance(node, dict):
-        reject(where, "schema", f"got {json.dumps(node)[:40]}, expected an object or true")
-    for table in ("$defs", "definitions"):
-        for name, child in _table(node, table, where):
-            _check_node(child, root, pointer(where, table, name), depth + 1)
-    asserted = {key for key in node if key not in ANNOTATIONS and not key.startswith("x-")}
-    sovereign = next((key for key in DOMINANT if key in node), None)
-    if sovereign is None:
-        _check_typed(node, asserted, root, where, depth)
-        return
-    allowed = {"type"} if sovereign in ("const", "enum") else set()
-    if hidden := sorted(asserted - {sovereign} - allowed):
-        reject(where, hidden[0], f"is not enforced beside {sovereign}; expected one or the other")
-    if sovereign == "$ref":
+    dominant = next((key for key in DOMINANT if key in node), None)
+    types = [] if dominant else types_of(node, where)
+    _check_keywords(node, dominant, types, where)
+
+    def visit(keyword: str, child: Any, at: str) -> None:
+        if child is not False or keyword not in CHILDREN:
+            _check_node(child, root, at, depth + 1)
+
+    rewritten(node, where, visit)
+    if dominant == "$ref":
         _check_ref(node["$ref"], root, where)
-    elif sovereign in ("const", "enum"):
-        _check_values(node, sovereign, where)
-    else:
-        _check_branches(node[sovereign], sovereign, root, where, depth)
-
-
-def _table(node: dict[str, Any], keyword: str, where: str) -> Iterator[tuple[str, Any]]:
-    table = node.get(keyword, {})
-    if not isinstance(table, dict):
-        reject(where, keyword, f"got {json.dumps(table)[:40]}, expected an object")
-    yield from table.items()
-
-
-def _check_typed(node: dict[str, Any], asserted: set[str], root: Any, where: str, depth: int) -> None:
-    types = types_of(node, where)
-    known = set[str]().union(*(KEYWORDS[name] for name in types), {"type"})
-    every = set[str]().union(*KEYWORDS.values())
-    for keyword in sorted(asserted - known):
-        if keyword in every:
-            expected = " or ".join(name for name, words in KEYWORDS.items() if keyword in words)
-            reject(where, keyword, f"needs type {expected}, got {' or '.join(types) or 'no type'}")
-        reject(where, keyword, "is not enforced; remove it or express it otherwise")
+    elif dominant in ("const", "enum"):
+        _check_values(node, dominant, where)
+    elif dominant == "oneOf":
+        _check_alternatives(node["oneOf"], root, where)
+    check_formats(node, where, FORMATS)
+    for low, high in COUNTS:
+        _check_counts(node, low, high, where)
     if "string" in types:
         _check_string(node, where)
     if "integer" in types or "number" in types:
         _check_number(node, types, where)
-    if "array" in types:
-        _check_array(node, root, where, depth)
     if "object" in types:
-        _check_object(node, root, where, depth)
+        _check_object(node, where)
 
 
-def types_of(node: dict[str, Any], where: str) -> list[str]:
-    """The types that a schema names, or the one that its keywords imply; empty without either."""
-    if "type" not in node:
-        for name in ("object", "array"):
-            if KEYWORDS[name] & node.keys():
-                return [name]
-        return []
-    declared = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    if not declared or not all(isinstance(name, str) and name in KEYWORDS for name in declared):
-        reject(where, "type", f"got {json.dumps(node['type'])[:60]}, expected one or several of {', '.join(KEYWORDS)}")
-    return declared
+def _check_keywords(node: dict[str, Any], dominant: str | None, types: list[str], where: str) -> None:
+    """Reject keywords that the types or another keyword make ineffective, and more branches than are enforced."""
+    if dominant is not None:
+        allowed = {dominant, "type"} if dominant in ("const", "enum") else {dominant}
+        if hidden := sorted(asserted(node) - allowed):
+            reject(where, hidden[0], f"is not enforced beside {dominant}; expected one or the other")
+        if dominant in BRANCHES and not (isinstance(node[dominant], list) and node[dominant]):
+            reject(where, dominant, f"got {json.dumps(node[dominant])[:40]}, expected a list of at least one schema")
+        if dominant == "allOf" and len(node["allOf"]) > 1:
+            reject(where, "allOf", f"got {len(node['allOf'])} schemas; only one is enforced, merge them")
+        return
+    for keyword in sorted(asserted(node) - {"type"}.union(*(KEYWORDS[name] for name in types))):
+        if needed := [name for name, words in KEYWORDS.items() if keyword in words]:
+            reject(where, keyword, f"needs type {' or '.join(needed)}, got {' or '.join(types) or 'no type'}")
+        reject(where, keyword, NOT_ENFORCED)
 
 
 def _check_string(node: dict[str, Any], where: str) -> None:
     lengths = {"minLength", "maxLength"} & node.keys()
-    _check_counts(node, "minLength", "maxLength", where)
-    if "format" in node and node["format"] not in FORMATS:
-        reject(where, "format", f"{json.dumps(node['format'])[:40]} is not enforced; expected one of {', '.join(sorted(FORMATS))}")
     if "pattern" in node:
-        if not isinstance(node["pattern"], str):
-            reject(where, "pattern", f"got {json.dumps(node['pattern'])[:40]}, expected a string")
-        try:
-            pattern_to_ebnf(node["pattern"], "pattern", in_json=True)
-        except ValueError as error:
-            reject(where, "pattern", str(error).removeprefix("pattern: "))
+        translated(pattern_to_ebnf, node["pattern"], where)
     if len({"format", "pattern"} & node.keys()) + bool(lengths) > 1:
         hidden = sorted(lengths or {"format"})[0]
         reject(where, hidden, "is not enforced beside pattern or format; write the limit into one pattern")
@@ -162,24 +137,8 @@ def _check_counts(node: dict[str, Any], low: str, high: str, where: str) -> None
         reject(where, low, f"got {node[low]}, expected at most {high}, which is {node[high]}")
 
 
-def _check_array(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
-    _check_counts(node, "minItems", "maxItems", where)
-    if node.get("uniqueItems", False) is not False:
-        reject(where, "uniqueItems", "is not enforced")
-    prefix = node.get("prefixItems", [])
-    if not isinstance(prefix, list):
-        reject(where, "prefixItems", f"got {json.dumps(prefix)[:40]}, expected a list of schemas")
-    for index, child in enumerate(prefix):
-        _check_node(child, root, pointer(where, "prefixItems", index), depth + 1)
-    if node.get("items", True) is not False:
-        _check_node(node.get("items", True), root, pointer(where, "items"), depth + 1)
-
-
-def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> None:
-    _check_counts(node, "minProperties", "maxProperties", where)
-    properties = dict(_table(node, "properties", where))
-    for name, child in properties.items():
-        _check_node(child, root, pointer(where, "properties", name), depth + 1)
+def _check_object(node: dict[str, Any], where: str) -> None:
+    properties = node.get("properties", {})
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         reject(where, "required", f"got {json.dumps(required)[:40]}, expected a list of strings")
@@ -189,15 +148,11 @@ def _check_object(node: dict[str, Any], root: Any, where: str, depth: int) -> No
     limit = MAX_COUNTED if {"minProperties", "maxProperties"} & node.keys() else MAX_OPTIONAL
     if optional > limit:
         reject(where, "properties", f"got {optional} that are not required, expected at most {limit}; require more of them")
-    # An additional key may occur twice. The last one counts, and it matches the same schema, so this matters only for minProperties.
-    # The grammar excludes the declared names character by character.
-    additional = node.get("additionalProperties", "properties" not in node)
-    if additional is False:
+    if node.get("additionalProperties", "properties" not in node) is False:
         return
-    _check_node(additional, root, pointer(where, "additionalProperties"), depth + 1)
-    least, most = node.get("minProperties", 0), len(set(required)) + 1
-    if least > most:
-        reject(where, "minProperties", f"got {least}, expected at most {most}: of the others only one is sure not to occur twice")
+    # The last one of equal keys counts, and it matches the same schema, so they matter only for minProperties. The grammar excludes the
+    # declared names character by character.
+    check_least_properties(node, where)
     if odd := [name for name in properties if not all(" " <= char <= "~" and char not in '"\\' for char in name)]:
         reject(
             where, "additionalProperties", f"is not enforced with the name {odd[0]!r}; expected false, or printable ASCII without quotes"
@@ -251,18 +206,11 @@ def _is_of_type(value: Any, name: str) -> bool:
     return isinstance(value, kinds[name]) and (name == "boolean" or not isinstance(value, bool))  # type: ignore[arg-type]
 
 
-def _check_branches(branches: Any, keyword: str, root: Any, where: str, depth: int) -> None:
-    if not isinstance(branches, list) or not branches:
-        reject(where, keyword, f"got {json.dumps(branches)[:40]}, expected a list of at least one schema")
-    if keyword == "allOf" and len(branches) > 1:
-        reject(where, keyword, f"got {len(branches)} schemas; only one is enforced, merge them")
-    for index, child in enumerate(branches):
-        _check_node(child, root, pointer(where, keyword, index), depth + 1)
-    if keyword == "oneOf":
-        followed = [_resolved(child, root) for child in branches]
-        for index, left in enumerate(followed):
-            if not all(_disjoint(left, right) for right in followed[index + 1 :]):
-                reject(where, keyword, "is enforced as anyOf; expected branches that differ by type, const, or a required property's const")
+def _check_alternatives(branches: list[Any], root: Any, where: str) -> None:
+    followed = [_resolved(child, root) for child in branches]
+    for index, left in enumerate(followed):
+        if not all(_disjoint(left, right) for right in followed[index + 1 :]):
+            reject(where, "oneOf", "is enforced as anyOf; expected branches that differ by type, const, or a required property's const")
 
 
 def _disjoint(left: Any, right: Any) -> bool:

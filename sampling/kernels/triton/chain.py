@@ -1,6 +1,8 @@
-"""The Triton program of chain_accept and its launch. Imported only where Triton can launch."""
+"""The Triton programs of mask_status and chain_accept, and their launches. Imported only where Triton can launch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,6 +24,61 @@ _FINISHED_COMPLETE = tl.constexpr(int(FinishCode.CONSTRAINT_COMPLETE))
 _FINISHED_DEAD_END = tl.constexpr(int(FinishCode.DEAD_END))
 _MASK_FAULT = tl.constexpr(int(FinishCode.MASK_FAULT))
 _LOGITS_FAULT = tl.constexpr(int(FinishCode.LOGITS_FAULT))
+
+
+@triton.jit
+def check_tags(
+    tags,  # [R, N, 4] int64
+    rows,  # [B] int64; not read unless HAS_ROWS
+    owner,  # [B] int64
+    generated,  # [B] int64
+    constrained,  # [B] bool
+    status,  # [B, N] int64, written
+    positions,
+    first,
+    tags_row_step,
+    tags_position_step,
+    owner_step,
+    generated_step,
+    HAS_ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """acceptance.mask_status for one row. POSITIONS is a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    tag_row = row
+    if HAS_ROWS:
+        tag_row = tl.load(rows + row)
+    position = tl.arange(0, POSITIONS)
+    inside = position < positions
+    source = tags + tag_row * tags_row_step + position * tags_position_step
+    mine = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
+    mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
+    mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
+    tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
+    has_mask = tl.load(constrained + row).to(tl.int32) != 0
+    tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
+
+
+def mask_status(
+    tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None, status: Tensor
+) -> None:
+    batch, positions = status.shape
+    check_tags[(batch,)](
+        tags,
+        owner if rows is None else rows,
+        owner,
+        generated,
+        constrained,
+        status,
+        positions,
+        first,
+        *tags.stride()[:2],
+        owner.stride(0),
+        generated.stride(0),
+        HAS_ROWS=rows is not None,
+        POSITIONS=triton.next_power_of_2(positions),
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -80,37 +137,17 @@ def accept_chain(
     tl.store(finish + row, code.to(tl.int64))
 
 
-def chain_accept(
-    sampled: Tensor,
-    finite: Tensor,
-    drafts: Tensor,
-    draft_count: Tensor,
-    status: Tensor,
-    stop_ids: Tensor,
-    room: Tensor,
-    known: Tensor | None,
-    emitted: Tensor,
-    accepted: Tensor,
-    finish: Tensor,
-) -> None:
-    rows, positions = sampled.shape
+def chain_accept(*tensors: Any) -> None:
+    """The arguments and outputs of kernels.chain.chain_accept, in the order of the program."""
+    sampled, _, _, draft_count, _, stop_ids, _, known, *_ = tensors
+    (rows, positions), stops = sampled.shape, stop_ids.shape[1]
     accept_chain[(rows,)](
-        sampled,
-        finite,
-        drafts,
-        draft_count,
-        status,
-        stop_ids,
-        room,
-        draft_count if known is None else known,
-        emitted,
-        accepted,
-        finish,
+        *(draft_count if tensor is None else tensor for tensor in tensors),  # in place of None: not read
         positions,
-        stop_ids.shape[1],
+        stops,
         HAS_KNOWN=known is not None,
         POSITIONS=triton.next_power_of_2(positions),
-        STOPS=triton.next_power_of_2(max(stop_ids.shape[1], 1)),
+        STOPS=triton.next_power_of_2(max(stops, 1)),
         num_warps=1,
         enable_fp_fusion=False,
     )

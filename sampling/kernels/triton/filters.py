@@ -1,4 +1,4 @@
-"""The Triton programs of distribution and draw, and their launches. Imported only where Triton can launch.
+"""The Triton programs of race, distribution and draw, and their launches. Imported only where Triton can launch.
 
 One number decides which tokens are kept: the smallest kept weight. It is found without sorting. Weights from 0 to 1 have the order
 of their bits, so the number is found digit by digit: first the k-th largest weight by counting, then the smallest weight of the
@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.sampling import sampler
-from stepgraph.sampling.kernels.triton.choice import exponential, ordered, take_best
-from stepgraph.sampling.kernels.triton.weights import portable_exp
+from stepgraph.sampling.kernels.triton.choice import ordered, store_best, value_of
+from stepgraph.sampling.kernels.triton.numeric import exponential, portable_exp
 from stepgraph.sampling.rng import GOLDEN, signed
 from stepgraph.sampling.sampler import Param
 
 FILTER_TILE = 2048  # tokens per program
+RACE_TILE = 1024
 DIGIT_BITS = 3
 WEIGHT_BITS = 30  # of a float32 from 0 to 1: sign and highest exponent bit are 0
 
@@ -39,9 +40,16 @@ _COLUMNS = tl.constexpr(3)
 
 
 @triton.jit
-def _value_of(candidate):
-    rising = (candidate >> 32).to(tl.int32)
-    return (rising ^ ((rising >> 31) & _LAST_ID)).to(tl.float32, bitcast=True)
+def race_candidates(weights, seed, position, candidates, width, weights_stride, SALT: tl.constexpr, TILE: tl.constexpr):
+    """The winner of an exponential race among one tile of tokens. The noise is computed here, if any weight is not 0, and never stored."""
+    row = tl.program_id(0)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    rates = tl.load(weights + row.to(tl.int64) * weights_stride + ids, mask=ids < width, other=0.0)
+    if tl.max((rates != 0).to(tl.int32), 0) != 0:
+        noise = exponential(tl.load(seed + row), tl.load(position + row), ids.to(tl.int64), SALT)
+        rates = tl.math.div_rn(rates, noise)
+    best = tl.max(ordered(rates, ids), 0)
+    tl.store(candidates + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), best)
 
 
 @triton.jit
@@ -53,7 +61,7 @@ def _line_maximum(maxima, TILES: tl.constexpr):
 
 @triton.jit
 def _tile_maximum(maxima):
-    return _value_of(tl.load(maxima + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)))
+    return value_of(tl.load(maxima + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)))
 
 
 @triton.jit
@@ -163,7 +171,7 @@ def narrow(
     first, temperature = step == PASSES, tl.load(own + _TEMPERATURE)
     if (_has_filter(own, step, width, PASSES) | first) & (temperature > 0):
         shift = BITS * (PASSES - 1 - step % PASSES)
-        best = _value_of(_line_maximum(maxima, TILES))
+        best = value_of(_line_maximum(maxima, TILES))
         top = _weight(_tile_maximum(maxima), temperature, best)
         half = sums + (((step & 1).to(tl.int64) * lines + line) * tiles + tl.program_id(1)) * BINS
         if top.to(tl.int64) >= low + tl.where(first, 0, tl.full([], 1, tl.int64) << shift):
@@ -210,7 +218,7 @@ def keep(
     step = tl.full([], 2 * PASSES, tl.int32)
     low, held, _ = _state(state, sums, own, line, lines, step, width, PASSES, BITS, TILES)
     found, temperature = _line_maximum(maxima, TILES), tl.load(own + _TEMPERATURE)
-    best = _value_of(found)
+    best = value_of(found)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     rates = tl.zeros([TILE], tl.float32)
     if (best == best) & (tl.abs(best) != float("inf")):
@@ -229,6 +237,24 @@ def keep(
         if tl.max((rates > 0).to(tl.int32), 0) != 0:
             rates = tl.math.div_rn(rates, exponential(tl.load(seed + line), tl.load(position + line), tokens, SALT))
         tl.store(candidates + line * tiles + tl.program_id(1), tl.max(ordered(rates, tokens.to(tl.int32)), 0))
+
+
+def race(weights: Tensor, seed: Tensor, position: Tensor, purpose: int, token: Tensor, *, tile: int = RACE_TILE) -> None:
+    rows, width = weights.shape
+    candidates = torch.empty(rows, triton.cdiv(width, tile), dtype=torch.int64, device=weights.device)
+    race_candidates[tuple(candidates.shape)](
+        weights,
+        seed,
+        position,
+        candidates,
+        width,
+        weights.stride(0),
+        SALT=signed(purpose * GOLDEN),
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    store_best(candidates, None, token)
 
 
 def distribution(logits: Tensor, params: Tensor, probs: Tensor, *, tile: int = FILTER_TILE, digit_bits: int = DIGIT_BITS) -> None:
@@ -252,10 +278,7 @@ def draw(
     if ids is not None:
         probs.zero_()
     candidates = _filter(logits[:, None], params, probs, (seed, position, purpose, ids), tile, digit_bits)
-    rows, tiles = candidates.shape
-    take_best[(rows,)](
-        candidates, token, token, tiles, HAS_BEST=False, TILES=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=False
-    )
+    store_best(candidates, None, token)
 
 
 def _filter(

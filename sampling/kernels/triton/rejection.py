@@ -7,13 +7,15 @@ candidate below those of all other tiles: it wins only if the residual of the wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels.triton.choice import coin, exponential, ordered
+from stepgraph.sampling.kernels.triton.choice import ordered
+from stepgraph.sampling.kernels.triton.numeric import coin, exponential
 from stepgraph.sampling.rng import GOLDEN, Purpose, signed
 
 REJECTION_TILE = 1024  # tokens per program
@@ -100,36 +102,15 @@ def rejection_tokens(drafts, candidates, accepted, tokens, count, tiles, POSITIO
     tl.store(tokens + row * (count + 1) + position, tl.where(position < tl.load(accepted + row), proposed, token), mask=position <= count)
 
 
-def reject_sample(
-    target_probs: Tensor,
-    draft_probs: Tensor,
-    rows: Tensor,
-    certain: Tensor,
-    finite: Tensor,
-    drafts: Tensor,
-    draft_count: Tensor,
-    status: Tensor,
-    seed: Tensor,
-    length: Tensor,
-    tokens: Tensor,
-    accepted: Tensor,
-    *,
-    tile: int = REJECTION_TILE,
-) -> None:
+def reject_sample(*tensors: Any, tile: int = REJECTION_TILE) -> None:
+    """The arguments of kernels.rejection.reject_sample, in the order of the program, and its outputs."""
+    *inputs, tokens, accepted = tensors
+    target_probs, draft_probs, _, _, _, drafts, *_ = inputs
     batch, positions, width = target_probs.shape
     candidates = torch.empty(batch, triton.cdiv(width, tile), dtype=torch.int64, device=target_probs.device)
     padded = triton.next_power_of_2(positions)
     rejection_candidates[tuple(candidates.shape)](
-        target_probs,
-        draft_probs,
-        rows,
-        certain,
-        finite,
-        drafts,
-        draft_count,
-        status,
-        seed,
-        length,
+        *inputs,
         candidates,
         accepted,
         positions - 1,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs.attention.choose import AttentionChoice, choose_attention
-from stepgraph.graphs.attention.paged import AttentionShape, by_reference
-from stepgraph.graphs.attention.probe import differs
+from stepgraph.graphs.attention.choose import choose_attention, differs
+from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, by_reference
 from stepgraph.graphs.attention.row_tables import RowTables
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import build
@@ -195,17 +194,15 @@ class Draft(Llama):
     d2t = None
 
 
-class Watched(AttentionChoice):
-    """Runs attention and compares the tokens of the plan with those of the call."""
+def watched(calls: list[tuple[int, int]]) -> AttentionChoice:
+    """The reference; compares what a plan is made for with the tokens of the call. `calls`: -1 and 0 for a round."""
 
-    calls: ClassVar[list[tuple[int, int]]] = []
-
-    def round_call(self) -> Attend | None:
-        self.calls.append((-1, 0))
+    def round_call() -> Attend | None:
+        calls.append((-1, 0))
         return by_reference
 
-    def prompt_call(self, first: int, count: int) -> Attend | None:
-        self.calls.append((first, count))
+    def prompt_call(first: int, count: int) -> Attend | None:
+        calls.append((first, count))
 
         def attend(query: Tensor, keys: Tensor, values: Tensor, inputs: ModelInput, *others: Any) -> None:
             assert inputs.positions.tolist() == [list(range(first, first + count))]
@@ -213,22 +210,24 @@ class Watched(AttentionChoice):
 
         return attend
 
+    return AttentionChoice("reference", "reference", (), round_call, prompt_call)
+
 
 def test_each_model_call_is_planned_for_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = LlamaConfig(50, 32, 48, 4, 2, 8, (None, 6))
     target, draft = Llama(sizes).randomise(), Draft(sizes, name="draft").randomise(1)
     assert isinstance(draft, Draft)
     config = EngineConfig(max_rows=1, num_speculative_tokens=2, max_length=32, page_size=4, prefill_chunk=6, greedy_only=True)
-    texts = []
-    for watched in (False, True):
-        if watched:
-            monkeypatch.setattr(build, "choose_attention", lambda *_: Watched("reference", "reference"))
+    texts, calls = [], list[tuple[int, int]]()
+    for watching in (False, True):
+        if watching:
+            monkeypatch.setattr(build, "choose_attention", lambda *_: watched(calls))
         with Engine(target, draft, config=config) as engine:
             engine.capture()
-            assert watched == bool(Watched.calls)
+            assert watching == bool(calls)
             texts.append([engine.generate(list(range(1, length + 1)), max_new_tokens=4).tokens for length in (14, 1)])
     assert texts[0] == texts[1]
-    rounds, prompts = (list(calls) for calls in ((c for c in Watched.calls if c[0] < 0), (c for c in Watched.calls if c[0] >= 0)))
+    rounds, prompts = ([call for call in calls if call[0] < 0], [call for call in calls if call[0] >= 0])
     assert len(rounds) == 2 * 3  # graphs with and without grammars; verify, and two drafts
     # Thirteen of fourteen prompt tokens in chunks; the draft starts with one more and stays one ahead.
     assert prompts == [(0, 6), (0, 7), (6, 6), (7, 6), (12, 1), (13, 1), (0, 1)]

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, HostNodeError, StaticBuffers, capture, make_backend
-from stepgraph.graphs.cuda.buffer_backup import BufferBackup, holds_only
-from stepgraph.graphs.cuda.context import blame
-from stepgraph.graphs.cuda.driver import Driver, GraphNode, HostCallback, HostErrors, open_driver
-from stepgraph.graphs.cuda.recorder import as_capture_error, difference
+from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors, open_driver
+from stepgraph.graphs.cuda.recorder import BufferBackup, GraphNode, as_capture_error, difference, holds_only
+from stepgraph.graphs.errors import Site, site_of
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -63,7 +62,7 @@ def test_missing_driver_library_is_named() -> None:
         with pytest.raises(RuntimeError, match=r"no NVIDIA driver: libcuda\.so\.1.*backend 'tape'"):
             open_driver()
     else:
-        assert open_driver().version() >= 12000
+        open_driver()  # it has every declared call
 
 
 def test_missing_driver_function_is_named() -> None:
@@ -212,7 +211,7 @@ def test_backup_restores_every_bit(dtype: torch.dtype) -> None:
     before = {name: buffers[name].clone() for name in buffers}
     fingerprint = buffers.fingerprint()
     snapshot = BufferBackup(buffers)
-    assert snapshot.nbytes == sum(before[name].nbytes for name in ("small", "used", "empty", "ring_host"))
+    assert [copy is None for _, copy, _ in snapshot._copies] == [name == "fresh" for name in buffers], "a large one with its fill value"
     for name in buffers:
         buffers[name].zero_()
     snapshot.restore()
@@ -255,9 +254,8 @@ def test_failed_capture_names_the_line_of_the_step() -> None:
 
 
 def test_failed_capture_inside_torch_has_no_line() -> None:
-    assert blame([]) == ("", 0, "")
-    innermost = blame(traceback.walk_stack(sys._getframe()))
-    assert innermost[0] == __file__
+    assert site_of([]) == Site("", 0)
+    assert site_of(traceback.walk_stack(sys._getframe())).file == __file__
 
 
 def test_unjoined_stream_has_its_own_rule() -> None:

@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgraph.graphs.backends import run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
-from stepgraph.graphs.capture import CaptureError, current_context, run_eager
+from stepgraph.graphs.capture import current_context
+from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.backend import TapeBackend
 
 SnippetStep = Callable[[StaticBuffers], object]

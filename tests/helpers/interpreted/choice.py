@@ -19,9 +19,11 @@ from torch import Tensor
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice
+from stepgraph.sampling.kernels import chain, choice, filters
 from stepgraph.sampling.kernels.triton import chain as chain_programs
 from stepgraph.sampling.kernels.triton import choice as choice_programs
+from stepgraph.sampling.kernels.triton import filters as filter_programs
+from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.rng import Purpose
 from tests.helpers.pairs import pairs
 
@@ -162,8 +164,8 @@ def test_mask_without_status_ok_allows_nothing(status: MaskStatus, own: bool) ->
 def _numbers(seed, position, index, chance, noise, SALT: tl.constexpr, COUNT: tl.constexpr):
     number = tl.arange(0, COUNT)
     arguments = (tl.load(seed + number), tl.load(position + number), tl.load(index + number))
-    tl.store(chance + number, choice_programs.uniform(arguments[0], arguments[1], arguments[2], SALT))
-    tl.store(noise + number, choice_programs.exponential(arguments[0], arguments[1], arguments[2], SALT))
+    tl.store(chance + number, numeric.uniform(arguments[0], arguments[1], arguments[2], SALT))
+    tl.store(noise + number, numeric.exponential(arguments[0], arguments[1], arguments[2], SALT))
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
@@ -189,8 +191,8 @@ def test_race_equals_the_reference(width: int) -> None:
     weights[5] = 0
     seed, position = torch.randint(0, 2**62, (rows,), generator=made), torch.arange(rows)
     expected, token = torch.full((2, rows), -9)
-    choice.race.run_reference(weights, seed, position, Purpose.TARGET, expected)
-    choice_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
+    filters.race.run_reference(weights, seed, position, Purpose.TARGET, expected)
+    filter_programs.race(weights, seed, position, Purpose.TARGET, token, tile=min(65_536, triton.next_power_of_2(width)))
     assert torch.equal(token, expected), f"{int((token != expected).sum())} of {rows} differ"
     assert token[5].item() == 0
 
@@ -199,8 +201,8 @@ def test_race_over_many_tiles_and_a_view() -> None:
     weights = sampler.distribution(torch.randn(3, 5000, generator=torch.Generator().manual_seed(4)), torch.tensor([[1.0, 0, 1, 0]] * 3))
     wide = torch.cat([weights, torch.full((3, 100), INF)], 1)
     expected, token = torch.full((2, 3), -9)
-    choice.race.run_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
-    choice_programs.race(wide[:, :5000], torch.arange(3), torch.arange(3), Purpose.DRAFT, token, tile=256)
+    filters.race.run_reference(weights, torch.arange(3), torch.arange(3), Purpose.DRAFT, expected)
+    filter_programs.race(wide[:, :5000], torch.arange(3), torch.arange(3), Purpose.DRAFT, token, tile=256)
     assert torch.equal(token, expected)
 
 

@@ -19,7 +19,7 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import sampler
 from stepgraph.sampling.kernels import filters
 from stepgraph.sampling.kernels.triton import filters as programs
-from stepgraph.sampling.kernels.triton.weights import portable_exp
+from stepgraph.sampling.kernels.triton.numeric import portable_exp
 from stepgraph.sampling.rng import Purpose
 
 assert triton.knobs.runtime.interpret, "run by test_kernels.py, with TRITON_INTERPRET=1"

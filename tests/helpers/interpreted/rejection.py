@@ -15,7 +15,7 @@ import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import rejection
-from stepgraph.sampling.kernels.triton import choice as choice_programs
+from stepgraph.sampling.kernels.triton import numeric
 from stepgraph.sampling.kernels.triton import rejection as programs
 from stepgraph.sampling.rng import Purpose
 
@@ -152,7 +152,7 @@ def test_dead_row_gives_token_zero() -> None:
 @triton.jit
 def _coins(seed, position, coins, SALT: tl.constexpr, COUNT: tl.constexpr):
     index = tl.arange(0, COUNT)
-    tl.store(coins + index, choice_programs.coin(tl.load(seed + index), tl.load(position + index), SALT))
+    tl.store(coins + index, numeric.coin(tl.load(seed + index), tl.load(position + index), SALT))
 
 
 def test_coins_equal_rng() -> None:

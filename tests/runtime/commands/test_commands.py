@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
@@ -15,12 +14,15 @@ from typing import Any
 import pytest
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import capture_check, demo, doctor, terminal
+from stepgraph.runtime.commands import demo, doctor, terminal
+from stepgraph.runtime.commands.flags import COMMANDS, STEP_EXAMPLE
+from stepgraph.runtime.commands.generate import constraint_of
+from stepgraph.runtime.text import TextCodec
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 MODULES = {
-    "my_step.py": capture_check.EXAMPLE,
+    "my_step.py": STEP_EXAMPLE,
     "wrong_steps.py": """
 from my_step import buffers
 calls = []
@@ -76,12 +78,10 @@ def type_in(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examples() -> Iterator[Any]:
-    for word, command in cli.COMMANDS.items():
-        parser = argparse.ArgumentParser()
-        command.add(parser)
-        found = [line.strip() for line in (parser.epilog or "").splitlines()[1:]]
-        assert 2 <= len(found) <= 4, word
-        yield from (pytest.param(word, example, marks=[pytest.mark.soak] if example.startswith(SLOW) else []) for example in found)
+    for word, command in COMMANDS.items():
+        assert 2 <= len(command.examples) <= 4, word
+        for example in command.examples:
+            yield pytest.param(word, example, marks=[pytest.mark.soak] if example.startswith(SLOW) else [])
 
 
 @pytest.mark.parametrize(("word", "example"), list(examples()))
@@ -118,13 +118,7 @@ def test_generated_text_obeys_its_constraint(flags: str, pattern: str, folder: P
 
 @pytest.mark.parametrize(("marker", "expected"), [("<|im_end|>", (2,)), ("so:", "so:"), ("<think>", "<think>")])
 def test_a_marker_is_a_text_or_control_tokens(folder: Path, marker: str, expected: object) -> None:
-    from stepgraph.runtime.commands.options import check_constraint_flags, constraint_of
-    from stepgraph.runtime.text import TextCodec
-
-    parser = argparse.ArgumentParser()
-    cli.COMMANDS["generate"].add(parser)
-    options = parser.parse_args(["model", "hi", "--json-object", "--after", marker])
-    check_constraint_flags(options)
+    options = cli.make_parser().parse_args(["generate", "model", "hi", "--json-object", "--after", marker])
     constraint = constraint_of(options, TextCodec.open(folder / "model"))
     assert constraint is not None and constraint.marker == expected
 
@@ -143,8 +137,6 @@ def test_streamed_text_equals_the_json_text(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_all_prompt_sources_give_the_same_ids(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepgraph.runtime.text import TextCodec
-
     codec, rest = TextCodec.open(folder / "model"), "--max-new-tokens 3"
     chat = codec.chat([{"role": "user", "content": "the cat\n"}])
     (folder / "prompt.txt").write_text("the cat\n", encoding="utf-8")

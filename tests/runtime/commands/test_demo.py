@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -16,6 +15,7 @@ import pytest
 from stepgraph import Constraint, FinishReason, Job, SamplingParams
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import demo, terminal
+from stepgraph.runtime.commands.flags import COMMANDS
 from stepgraph.runtime.demo import pair
 from stepgraph.runtime.demo.scenarios import SCENARIOS
 from stepgraph.runtime.demo.variants import Case, Variant, toy_pair
@@ -27,7 +27,7 @@ QUICK = ("demo", "--toy", "--repeats", "1", "--max-new-tokens", "24")
 def test_demo_prints_answers_table_and_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "colour_enabled", lambda stream: True)
+    monkeypatch.setattr(terminal, "colour_enabled", lambda stream: True)
     assert cli.main([*QUICK, "--out", str(tmp_path / "shown")]) == 0
     out, errors = capsys.readouterr()
     for scenario in SCENARIOS:
@@ -43,9 +43,7 @@ def test_demo_prints_answers_table_and_timeline(
 
 def test_demo_answers_a_given_prompt_as_json(capsys: Captured) -> None:
     """The example of --help."""
-    parser = argparse.ArgumentParser()
-    demo.add(parser)
-    (example,) = (line for line in (parser.epilog or "").splitlines() if "--json" in line)
+    (example,) = (example for example in COMMANDS["demo"].examples if "--json" in example)
     assert cli.main(shlex.split(example)[1:]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     answer = document["answers"]["yours"]
@@ -61,8 +59,7 @@ def test_every_long_step_shows_progress_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["demo", "--toy", "--repeats", "1", "--max-new-tokens", "8", "-k", "1", "--prompt", "hi", "--out", str(tmp_path)]
-    for module in (demo, terminal):
-        monkeypatch.setattr(module, "shows_progress", lambda: True)
+    monkeypatch.setattr(terminal, "shows_progress", lambda: True)
     assert cli.main(arguments) == 0
     errors = capsys.readouterr().err
     waits = ["loading libraries", "opening the models", "prepare: ", "capture: ", "the other variants: ", "race: ", "timeline: "]

@@ -196,7 +196,7 @@ def test_failing_disk_affects_no_request(strict: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught, recorded_engine(path) as engine:
         warnings.simplefilter("error" if strict else "always")
         engine.step()
-        recorder = engine._scheduler._observer
+        recorder = engine._scheduler._recorder
         assert isinstance(recorder, Recorder) and recorder._file
         recorder._file.close()  # later writes fail
         jobs = [engine.submit([index], max_new_tokens=20) for index in range(4)]
@@ -221,7 +221,7 @@ def test_recording_to_an_invalid_path_raises(tmp_path: Path) -> None:
 
 def test_engine_without_recording_has_no_observer() -> None:
     with Engine(TARGET, DRAFT, vocabulary=VOCABULARY, config=CONFIG) as engine:
-        assert engine._scheduler._observer is None
+        assert engine._scheduler._recorder is None
 
 
 def test_recording_is_private_and_has_no_weights(tmp_path: Path) -> None:

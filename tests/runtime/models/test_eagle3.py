@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
-from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
-from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting, eagle3_logits
+from tools.train.saving import layer_fields, save_eagle3
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 8, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0))
 D2T = torch.randperm(60, generator=torch.Generator().manual_seed(1))[:24].sort().values

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.draft_names import extract_tensors, mtp_slices
-from stepgraph.runtime.models.llama import empty_weight
+from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
+from stepgraph.runtime.models.parameters import empty_weight
 from tests.helpers.draft_oracles import Drafting, mtp_logits
+from tools.train.saving import extract_tensors
 
 LAYER = LlamaConfig(60, 32, 40, 4, 2, 12, (None,), norm_epsilon=1e-5, rope=RopeConfig(500.0), head_norms=True)
 FIELDS = {"head_dim": 12, "rope_theta": 500.0, "rms_norm_eps": 1e-5}
@@ -44,7 +45,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_logits_equal_the_reference_at_every_step(count: int) -> None:
     model, (tokens, features) = modules(count), text()
-    tensors = extract_tensors(model, dict(mtp_slices(model.config, 8)))
+    tensors = extract_tensors(model, mtp_slices(model.config, 8))
     drafts = DRAFTS if count == 1 else DRAFTS[:, : count - 1]
     drafting = Drafting(model, 32, k=drafts.shape[1] + 1)
     logits, last = drafting.read(tokens, features, 41)

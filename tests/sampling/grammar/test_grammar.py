@@ -72,8 +72,7 @@ def test_library_error_is_a_fault_with_an_empty_row(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("planted")
 
     matcher = matcher_of(Constraint.regex("a+"))
-    monkeypatch.setattr(matcher, "_matcher", matcher._matcher)
-    monkeypatch.setattr(matcher._matcher, "fill_next_token_bitmask", fail, raising=False)
+    monkeypatch.setattr(matcher.library_matcher, "fill_next_token_bitmask", fail, raising=False)
     assert filled(matcher) == (MaskStatus.FAULT, [])
     assert not matcher.accept_token(encode(b"a")[0])
     assert matcher.fault == "fill_next_token_bitmask: planted"

@@ -17,7 +17,7 @@ from torch.library import opcheck
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, operation, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, operation, rejection
 from stepgraph.sampling.native import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -47,7 +47,7 @@ def test_programs_equal_the_references_in_the_interpreter(suite: str) -> None:
 
 @needs_triton
 @pytest.mark.soak
-@pytest.mark.parametrize("suite", ["choice.py", "filters.py", "masks.py"])
+@pytest.mark.parametrize("suite", ["choice.py", "filters.py", "processors.py"])
 def test_programs_equal_the_references_for_all_parameters(suite: str) -> None:
     result = run("pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", f"tests/helpers/interpreted/{suite}", interpret=True)
     assert "skipped" not in result and " passed" in result
@@ -97,7 +97,7 @@ def test_operations_pass_opcheck() -> None:
     for chosen, some, status in ((rows, masks, None), (None, masks[:3], torch.ones_like(token))):
         opcheck(choice.masked_argmax.out, (logits, some, chosen, constrained, None, status, best, token))
     opcheck(choice.masked_argmax.out, (logits[..., :9].clone(), masks, rows, constrained, torch.arange(9) * 10, None, best, token))
-    opcheck(choice.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
+    opcheck(filters.race.out, (torch.rand(2, 50), numbers[0, :2] * 0, numbers[1, :2] * 0, 1, torch.empty(2, dtype=torch.int64)))
     for known in (None, torch.tensor([1, 0])):
         opcheck(chain.chain_accept.out, (*chain_inputs(), known, *(torch.empty(2, dtype=torch.int64) for _ in range(3))))
     for k in (0, 2):

@@ -16,7 +16,8 @@ from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, masks
+from stepgraph.sampling.kernels import GrammarMask, chain
+from stepgraph.sampling.kernels.processors import process_logits
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 from tools.gpu.checks.masks import make_case, tag_inputs
@@ -35,9 +36,9 @@ def backend() -> Iterator[TapeBackend]:
 def test_operations_pass_opcheck() -> None:
     tags, owner, generated, constrained, rows = tag_inputs(5, 3, CPU)
     for some, chosen in ((tags, rows), (tags[:5], None)):
-        opcheck(masks.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
+        opcheck(chain.mask_status.out, (some, owner, generated, constrained, 1, chosen, torch.empty(5, 3, dtype=torch.int64)))
     for case in (make_case(4, 2, 90, torch.bfloat16), make_case(4, 1, 90, torch.float32, own=20, masked=False, first=2)):
-        opcheck(masks.process_logits.out, case.arguments(case.outputs()))
+        opcheck(process_logits.out, case.arguments(case.outputs()))
 
 
 def test_mask_status_of_permuted_rows() -> None:

@@ -12,11 +12,11 @@ from types import ModuleType
 
 import pytest
 
-from stepgraph.graphs.cuda import driver
+from stepgraph.graphs.cuda import driver, recorder
 from tools.gpu.checks import driver_calls
 
 STRUCTURES = {
-    "CUDA_KERNEL_NODE_PARAMS": driver._KernelParams,
+    "CUDA_KERNEL_NODE_PARAMS": recorder._KernelParams,
     "CUDA_CONDITIONAL_NODE_PARAMS": driver_calls.ConditionalParams,
     "CUgraphNodeParams": driver_calls.NodeParams,
     "CUDA_MEMSET_NODE_PARAMS": driver_calls.MemsetParams,
@@ -63,7 +63,7 @@ def test_structures_and_constants_match_the_header(tmp_path: Path) -> None:
     subprocess.run(["cc", "-I", str(header()), str(source), "-o", str(program)], check=True, timeout=60)
     printed = subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.split()
     assert [int(number) for number in printed] == expected
-    assert len(driver._NODE_KINDS) == len(KINDS)
+    assert len(recorder._NODE_KINDS) == len(KINDS)
 
 
 @pytest.mark.parametrize("module", [driver, driver_calls])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers
-from stepgraph.graphs.attention.choose import OPERATION, AttentionChoice
+from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
 from stepgraph.sampling import kernels
 from stepgraph.sampling.acceptance import FinishCode

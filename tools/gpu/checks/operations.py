@@ -13,7 +13,7 @@ from torch import Tensor
 from stepgraph.sampling import bitmask, sampler
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters, masks, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, processors, rejection
 from stepgraph.sampling.kernels.operation import Operation
 from stepgraph.sampling.rng import Purpose
 from stepgraph.sampling.sampler import Param
@@ -110,7 +110,7 @@ def race(device: torch.device, batch: int, width: int) -> Call:
     weights = sampler.distribution(scores.to(device), params.to(device))
     seed, position = (torch.randint(0, 2**62, (batch,), generator=made).to(device) for _ in range(2))
     inputs, scratch = (weights, seed, position, int(Purpose.DRAFT)), batch * -(-width // RACE_TILE) * 16
-    return Call(choice.race, f"N={batch} V={width}", inputs, (numbers(device, batch),), weights.nbytes + batch * 24, scratch)
+    return Call(filters.race, f"N={batch} V={width}", inputs, (numbers(device, batch),), weights.nbytes + batch * 24, scratch)
 
 
 def filter_inputs(batch: int, width: int) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def reject_sample(device: torch.device, batch: int, k: int, width: int) -> Call:
 def mask_status(device: torch.device, batch: int, positions: int) -> Call:
     tags, owner, generated, constrained, rows = tag_inputs(batch, positions, device)
     inputs, least = (tags, owner, generated, constrained, 2, rows), batch * (positions * 5 * 8 + 3 * 8 + 1)
-    return Call(masks.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions),), least)
+    return Call(chain.mask_status, f"B={batch} N={positions}", inputs, (numbers(device, batch, positions),), least)
 
 
 def process_logits(
@@ -200,7 +200,7 @@ def process_logits(
     """Every kind of row (tools/gpu/checks/masks.py)."""
     case = make_case(batch, positions, width, dtype, **changes).on(device)
     kind = "own vocabulary" if case.ids is not None else "free" if case.mask is None else "masked"
-    return Call(masks.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
+    return Call(processors.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
 
 
 def process_all_masked(device: torch.device, batch: int, positions: int, width: int, *, neutral: bool) -> Call:
@@ -220,4 +220,4 @@ def process_all_masked(device: torch.device, batch: int, positions: int, width: 
     least = lines * (-(-width // WORD) * 4 + 33) + marked * WORD * 2 + lines * width * 4 + penalties + facts
     again = (positions - 1) * penalties + (lines * tiles - batch) * facts // batch + lines * tiles * 16
     shape = f"B={batch} Q={positions} V={width} {'neutral' if neutral else 'with requests'}"
-    return Call(masks.process_logits, shape, case.arguments(()), case.outputs(), int(least), int(again))
+    return Call(processors.process_logits, shape, case.arguments(()), case.outputs(), int(least), int(again))

@@ -18,14 +18,14 @@ from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
-from stepgraph.runtime.models.files.draft_config import read_eagle3
-from stepgraph.runtime.models.files.draft_names import save_eagle3
+from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.sampling.grammar import Vocabulary
 from tests.helpers.draft_engines import D2T, DRAFTERS, EAGLE_LAYERS, Drafter, change_json
 from tests.helpers.families import folder_of
+from tools.train.saving import save_eagle3
 
 EAGLE3, MTP, MANY, MODEL = DRAFTERS
 IDS = "eagle_aux_hidden_state_layer_ids"

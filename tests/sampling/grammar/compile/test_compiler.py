@@ -17,7 +17,7 @@ import pytest
 from stepgraph.sampling.grammar import Constraint, GrammarCompiler, GrammarLimits, MaskStatus
 from stepgraph.sampling.grammar.compile.limits import MIB
 from tests.helpers.documents import DOCUMENTS
-from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
+from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, claimed, encode, filled
 
 SLOW = Constraint.ebnf("root ::= " + "[a]*" * 29_000)  # minutes
 GREEDY = Constraint.ebnf("root ::= " + "[a]?" * 29_000)  # gigabytes
@@ -46,7 +46,7 @@ def test_worker_and_in_process_compiles_give_the_same_masks(kind: str) -> None:
 
 def test_equal_constraints_share_one_compile() -> None:
     compiler = isolated()
-    claims = [compiler.claim(Constraint.regex("a[b-f]{3}")) for _ in range(4)]
+    claims = [claimed(compiler, Constraint.regex("a[b-f]{3}")) for _ in range(4)]
     assert len({id(claim.result(60)) for claim in claims}) == 1
     assert (compiler.stats.misses, compiler.stats.hits, compiler.stats.workers_started) == (1, 3, 1)
     compiler.close()
@@ -79,7 +79,7 @@ def gone(pid: int) -> bool:
 
 def test_compile_is_cancelled_when_its_last_claim_is_released() -> None:
     compiler = isolated(compile_seconds=600)
-    claims = [compiler.claim(SLOW) for _ in range(2)]
+    claims = [claimed(compiler, SLOW) for _ in range(2)]
     pid = busy_worker(compiler)
     claims[0].release()
     claims[0].release()
@@ -93,7 +93,7 @@ def test_compile_is_cancelled_when_its_last_claim_is_released() -> None:
 
 def test_waiting_compile_without_claims_is_not_started() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
-    first, second = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
+    first, second = claimed(compiler, SLOW), claimed(compiler, Constraint.regex("b+"))
     busy_worker(compiler)
     assert (compiler.stats.running, compiler.stats.waiting) == (1, 1)
     second.release()
@@ -106,9 +106,9 @@ def test_waiting_compile_without_claims_is_not_started() -> None:
 @pytest.mark.parametrize("killer", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
 def test_death_of_a_worker_fails_one_request_with_its_cause(killer: signal.Signals) -> None:
     compiler = isolated(compile_seconds=600)
-    claim = compiler.claim(SLOW)
+    claim = claimed(compiler, SLOW)
     pid = busy_worker(compiler)
-    other = compiler.claim(Constraint.regex("b+"))
+    other = claimed(compiler, Constraint.regex("b+"))
     os.kill(pid, killer)
     with pytest.raises(ValueError, match=f"constraint ebnf: cannot be compiled: the compile worker died of {killer.name}"):
         claim.result(60)
@@ -188,7 +188,7 @@ def test_documentation_lists_every_limit_with_its_default() -> None:
 
 def test_close_fails_waiting_claims_and_ends_the_workers() -> None:
     compiler = GrammarCompiler(PRINTABLE, 1, isolation="process", max_compiles=1, limits=GrammarLimits(compile_seconds=600))
-    running, waiting = compiler.claim(SLOW), compiler.claim(Constraint.regex("b+"))
+    running, waiting = claimed(compiler, SLOW), claimed(compiler, Constraint.regex("b+"))
     pid = busy_worker(compiler)
     compiler.close()
     for claim in (running, waiting):
@@ -197,7 +197,7 @@ def test_close_fails_waiting_claims_and_ends_the_workers() -> None:
         claim.release()
     waited(lambda: gone(pid), "the worker is still alive")
     with pytest.raises(RuntimeError, match="it is closed"):
-        compiler.claim(Constraint.regex("b+"))
+        claimed(compiler, Constraint.regex("b+"))
 
 
 SCRIPT = """
@@ -206,7 +206,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler, Vocabulary
 
 compiler = GrammarCompiler(Vocabulary.printable(), 1, isolation="process")
 compiler.compile(Constraint.regex("a+"))
-(worker,) = compiler._idle_workers
+worker = compiler._idle_workers[-1]
 first, child = worker.pid, os.fork()
 if child == 0:
     compiler.compile(Constraint.regex("b+"))  # with a worker of its own
@@ -246,8 +246,8 @@ def test_late_kill_does_not_cancel_the_next_compile(monkeypatch: pytest.MonkeyPa
     """The last claim is released just as the compile returns, and the killed worker has not ended yet."""
     compiler = isolated()
     compiler.compile(Constraint.regex("a"))
-    (worker,) = compiler._idle_workers
-    assert worker._process is not None
+    worker = compiler._idle_workers[-1]
+    assert worker is not None and worker._process is not None
     popen, dying = worker._process.popen, list[int]()
     kill = popen.kill
     monkeypatch.setattr(popen, "kill", lambda: kill() if dying else dying.append(popen.pid))
@@ -262,7 +262,7 @@ def test_cancelled_compile_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> Non
     compiler.compile(Constraint.regex("a"))
     build = compiler._backends.build
     monkeypatch.setattr(compiler._backends, "build", lambda *arguments: goes_on.wait(60) and build(*arguments))
-    claim = compiler.claim(Constraint.regex("b"))
+    claim = claimed(compiler, Constraint.regex("b"))
     waited(lambda: compiler.stats.running == 1, "no compile was started")
     claim.release()
     assert (compiler.stats.running, compiler.stats.grammars) == (1, 1)
@@ -278,7 +278,7 @@ def test_claim_without_a_thread_leaves_no_entry(monkeypatch: pytest.MonkeyPatch)
     compiler = GrammarCompiler(PRINTABLE, 1)
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        compiler.claim(Constraint.regex("a"))
+        claimed(compiler, Constraint.regex("a"))
     monkeypatch.undo()
     assert (compiler.stats.waiting, compiler.stats.misses) == (0, 0)
-    assert compiler.claim(Constraint.regex("a")).result(60).backend == "xgrammar"
+    assert claimed(compiler, Constraint.regex("a")).result(60).backend == "xgrammar"

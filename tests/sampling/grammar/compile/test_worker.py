@@ -9,23 +9,24 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 import pytest
 import xgrammar
 
 from stepgraph.sampling.grammar import GrammarLimits
 from stepgraph.sampling.grammar.compile.limits import MIB, CompileAbortedError
-from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, FAILED, NO_MEMORY, TOO_LARGE, joined, packed, received
+from stepgraph.sampling.grammar.compile.worker import ABORTED, DONE, FAILED, NO_MEMORY, TOO_LARGE, receive, send
 from stepgraph.sampling.grammar.compile.worker_process import SCRIPT, CompileWorker
 from tests.helpers.grammar_texts import PRINTABLE
 
 RESULT_BYTES = 60_000
-Call = Callable[..., tuple[bytes, bytes]]
+Call = Callable[..., tuple[str, str]]
 
 
-def ebnf(grammar: str, root: str = "root") -> tuple[str, str, str, str]:
+def ebnf(grammar: str, root: str = "root") -> tuple[str, str, str, bool]:
     """The arguments of the call that compiles a constraint of kind ebnf."""
-    return "xgrammar", "ebnf", json.dumps([root, grammar]), ""
+    return "xgrammar", "ebnf", json.dumps([root, grammar]), False
 
 
 A = ebnf('root ::= "a"')
@@ -39,28 +40,26 @@ def call() -> Iterator[Call]:
     worker = subprocess.Popen([sys.executable, "-I", str(SCRIPT), *filter(None, sys.path)], stdin=theirs.fileno(), stderr=subprocess.PIPE)
     theirs.close()
 
-    def exchange(*parts: bytes) -> list[bytes]:
-        ours.sendall(packed(parts))
-        return received(ours)
-
+    answers = ours.makefile("rb")
     options = {
         "stop_token_ids": PRINTABLE.stop_token_ids,
         "non_text_ids": sorted(PRINTABLE.non_text_ids),
-        "num_tokens": len(PRINTABLE.tokens),
+        "for_xgrammar": [token.decode("latin-1") for token in PRINTABLE.for_xgrammar],
+        "for_llguidance": [token.decode("latin-1") for token in PRINTABLE.for_llguidance],
         "width": PRINTABLE.logits_width,
         "max_threads": 1,
-        "fuel": GrammarLimits().fuel,
-        "least_bytes": RESULT_BYTES,
+        "limits": asdict(GrammarLimits(compile_seconds=60.0, compile_bytes=64 * MIB, result_bytes=RESULT_BYTES, least_bytes=RESULT_BYTES)),
     }
-    limits = json.dumps([60.0, 64 * MIB, RESULT_BYTES]).encode()
-    tables = joined(PRINTABLE.for_xgrammar), joined(PRINTABLE.for_llguidance)
-    assert exchange(limits, json.dumps(options).encode(), *tables) == [DONE, b"", b""]
+    send(ours, options)
+    assert receive(answers) == ([DONE, False], b"")
 
-    def call(name: str, *arguments: str) -> tuple[bytes, bytes]:
-        status, result, _ = exchange(name.encode(), *(argument.encode() for argument in arguments))
-        return status, result
+    def call(name: str, *arguments: object) -> tuple[str, str]:
+        send(ours, name, *arguments)
+        (status, _), result = receive(answers)
+        return status, result.decode()
 
     yield call
+    answers.close()
     ours.close()
     assert worker.communicate(timeout=60)[1] == b"" and worker.returncode == 0
 
@@ -81,25 +80,25 @@ def worker() -> Iterator[CompileWorker]:
     ],
 )
 def test_worker_compiles_a_constraint_in_one_call(call: Call, kind: str, payload: str, rule: str) -> None:
-    status, compiled = call("xgrammar", kind, payload, "")
+    status, compiled = call("xgrammar", kind, payload, False)
     assert status == DONE
-    restored = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), PRINTABLE.tokenizer_info)
+    restored = xgrammar.CompiledGrammar.deserialize_json(compiled, PRINTABLE.tokenizer_info)
     assert rule in str(restored.grammar).splitlines()
 
 
 def test_llguidance_call_returns_nothing_also_for_an_invalid_grammar(call: Call) -> None:
-    assert call("lark", 'start: "a" | "b"') == (DONE, b"")
-    assert call("lark", "start: there_is_no_such_rule") == (DONE, b""), "the parent compiles again and reports the error"
+    assert call("lark", 'start: "a" | "b"') == (DONE, "")
+    assert call("lark", "start: there_is_no_such_rule") == (DONE, ""), "the parent compiles again and reports the error"
 
 
 def test_library_error_is_returned_and_the_worker_continues(call: Call) -> None:
     status, message = call(*ebnf("root ::= there_is_no_such_rule"))
-    assert status == FAILED and b"there_is_no_such_rule" in message
+    assert status == FAILED and "there_is_no_such_rule" in message
     assert call(*A)[0] == DONE
 
 
 def test_grammar_without_finite_text_is_aborted(call: Call) -> None:
-    assert call(*ebnf('root ::= "a" root')) == (ABORTED, b"rule root: no text of finite length satisfies it")
+    assert call(*ebnf('root ::= "a" root')) == (ABORTED, "rule root: no text of finite length satisfies it")
 
 
 def test_too_large_result_is_reported_by_its_size(call: Call) -> None:
@@ -108,7 +107,7 @@ def test_too_large_result_is_reported_by_its_size(call: Call) -> None:
 
 
 def test_out_of_memory_is_reported_and_the_worker_continues(call: Call) -> None:
-    assert call(*ebnf("root ::= " + "[a]?" * 29_000)) == (NO_MEMORY, b"")
+    assert call(*ebnf("root ::= " + "[a]?" * 29_000)) == (NO_MEMORY, "")
     assert call(*A)[0] == DONE
 
 

@@ -15,7 +15,7 @@ import pytest
 from stepgraph.graphs import TapeBackend
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, MatcherRow
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.link_bench import WALK, A, Memory, letters_row, native_link, resident, set_running
 from tests.helpers.planted import plant
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, needs_native, plain

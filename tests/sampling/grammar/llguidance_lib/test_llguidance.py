@@ -14,7 +14,7 @@ import torch
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.llguidance_binding import LLGuidanceTokenizer, llguidance_api
-from stepgraph.sampling.grammar.llguidance_lib.matcher import LLGuidanceMatcher
+from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceMatcher
 from stepgraph.sampling.grammar.llguidance_lib.schema import llguidance_schema
 from tests.helpers.grammar_texts import PRINTABLE, filled
 from tests.helpers.schema_cases import BYTES, groups, takes
@@ -110,7 +110,7 @@ def library_takes(schema: Any, text: bytes) -> bool:
     """Whether the library accepts a text under the unmodified schema."""
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
-    matcher = llguidance.LLMatcher(cast(Any, COMPILER)._backends._builders["llguidance"]._tokenizer, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(cast(Any, COMPILER)._backends._builders["llguidance"]._library._tokenizer, grammar, log_level=0)
     return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
 
 

@@ -14,7 +14,7 @@ from stepgraph.sampling.grammar import Constraint, GrammarCompiler, MaskStatus, 
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
 from stepgraph.sampling.grammar.matchers.checked import MASKS_KEPT, CheckedMatcher
-from stepgraph.sampling.grammar.xgrammar_lib.matcher import XGrammarMatcher
+from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 from tests.helpers.grammar_texts import EXAMPLES, PRINTABLE, STOP, encode, filled
 from tests.helpers.toy_engines import CONSTRAINTS, TARGET, VOCABULARY, plain
 

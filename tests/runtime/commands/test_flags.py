@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from stepgraph.runtime import cli
-from stepgraph.runtime.commands import bench, capture_check, options, terminal
-from stepgraph.runtime.commands.options import MAX_THREADS, read_file, read_schema, set_default_threads, set_threads
+from stepgraph.runtime.commands import bench, capture_check, engines, terminal
+from stepgraph.runtime.commands.engines import MAX_THREADS, set_default_threads, set_threads
+from stepgraph.runtime.commands.flags import STEP_EXAMPLE
+from stepgraph.runtime.commands.inputs import read_file, read_schema
 from stepgraph.runtime.demo.variants import toy_pair
 from stepgraph.runtime.text import TextCodec
 from stepgraph.sampling import native
@@ -37,7 +39,7 @@ def talks():
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "my_step.py").write_text(capture_check.EXAMPLE, encoding="utf-8")
+    (tmp_path / "my_step.py").write_text(STEP_EXAMPLE, encoding="utf-8")
     (tmp_path / "odd_steps.py").write_text(STEPS, encoding="utf-8")
     (tmp_path / "no_python.py").write_text("def make(:\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -95,7 +97,7 @@ def test_commands_set_the_threads_after_the_model_was_loaded(
         raise ValueError(f"threads {parsed.threads} for {type(model).__name__}")
 
     given = {"generate": [str(model_folder()), "--token-ids", "1,2"], "bench": ["toy"], "demo": ["--toy", "--no-timeline"]}[word]
-    monkeypatch.setattr(options, "set_default_threads", record)
+    monkeypatch.setattr(engines, "set_default_threads", record)
     assert cli.main([word, *given]) == terminal.BAD_INPUT
     assert f"threads None for {'Llama' if word == 'generate' else 'ToyTarget'}" in capsys.readouterr().err
 
@@ -186,7 +188,7 @@ def test_closed_standard_streams_are_replaced() -> None:
     """A daemon closes them. Reading the closed stdin gives an empty prompt."""
     script = """
 import sys
-from stepgraph.runtime.commands.options import read_standard_input
+from stepgraph.runtime.commands.inputs import read_standard_input
 from stepgraph.runtime.commands.terminal import run_command, shows_progress
 
 def work():

@@ -13,8 +13,9 @@ from torch import Tensor
 import tests.helpers.fast_interpreter  # noqa: F401
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask, Processed, masks
-from stepgraph.sampling.kernels.triton import masks as programs
+from stepgraph.sampling.kernels import GrammarMask, Processed, chain, processors
+from stepgraph.sampling.kernels.triton import chain as chain_programs
+from stepgraph.sampling.kernels.triton import processors as programs
 from tests.helpers.pairs import pairs
 from tools.gpu.checks.masks import Case, make_case, tag_inputs
 
@@ -32,7 +33,7 @@ def _quiet() -> None:
 def compare(case: Case, tile: int = 0) -> Processed:
     """Program and reference on the same inputs: equal bits, except that both zeros are equal."""
     ours, expected = case.outputs(), case.outputs()
-    masks.process_logits.run_reference(*case.arguments(expected))
+    processors.process_logits.run_reference(*case.arguments(expected))
     tile = tile or max(32, min(65_536, triton.next_power_of_2(case.logits.shape[2])))
     programs.process_logits(*case.arguments(ours), tile=tile)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -123,8 +124,8 @@ def test_mask_status_equals_the_reference(positions: int) -> None:
         outputs = [torch.full((40, positions), -9) for _ in range(2)]
         own = tags if chosen is not None else tags[rows].transpose(0, 1).contiguous().transpose(0, 1)
         arguments = (own, owner, generated, constrained, first, chosen)
-        masks.mask_status.run_reference(*arguments, outputs[0])
-        programs.mask_status(*arguments, outputs[1])
+        chain.mask_status.run_reference(*arguments, outputs[0])
+        chain_programs.mask_status(*arguments, outputs[1])
         assert torch.equal(*outputs)
         statuses = outputs[0][constrained]
         assert int((statuses == MaskStatus.NONE).sum()) > 0 and (first == 0 or int((statuses != MaskStatus.NONE).sum()) > 0)

@@ -1,4 +1,4 @@
-"""The Triton programs of mask_status and process_logits, and their launches. Imported only where Triton can launch.
+"""The Triton programs of process_logits, and their launches. Imported only where Triton can launch.
 
 The logits are split into tiles, one program each, so that a few rows fill a GPU. Each tile stores the greatest logit before and after
 the request's own processors; a second launch derives from these the status of a whole position.
@@ -6,34 +6,27 @@ the request's own processors; a second launch derives from these the status of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.kernels.triton.choice import rank
 from stepgraph.sampling.sampler import Param
 
 PROCESS_TILE = 512  # tokens per program
 
 _OK = tl.constexpr(int(MaskStatus.OK))
-_NONE = tl.constexpr(int(MaskStatus.NONE))
 _DEAD_END = tl.constexpr(int(MaskStatus.DEAD_END))
 _REPETITION = tl.constexpr(int(Param.REPETITION_PENALTY))
 _PRESENCE = tl.constexpr(int(Param.PRESENCE_PENALTY))
 _FREQUENCY = tl.constexpr(int(Param.FREQUENCY_PENALTY))
 _LEAST = tl.constexpr(int(Param.MIN_NEW_TOKENS))
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
-_NAN = tl.constexpr(0x7FC00000)
 _TOP = tl.constexpr(0x7F800000)  # the rank of plus infinity; a NaN is above
 _BOTTOM = tl.constexpr(-0x7F800001)  # minus infinity
-
-
-@triton.jit
-def _rank(values):
-    """Float32 values as int32 that order like them, NaN above everything."""
-    bits = tl.where(values == values, values.to(tl.int32, bitcast=True), _NAN)
-    return bits ^ ((bits >> 31) & _LAST_ID)
 
 
 @triton.jit
@@ -165,7 +158,7 @@ def process_tile(
     source = logits + row * logits_row_stride + position.to(tl.int64) * logits_position_stride + ids
     values = _legal(source, legal, marked, whole & (HAS_IDS == 0))
     peak = peaks + (line.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2
-    tl.store(peak, tl.max(tl.max(_rank(values), 1), 0))
+    tl.store(peak, tl.max(tl.max(rank(values), 1), 0))
 
     table_row = _table_row(row, rows, HAS_ROWS)
     at, own = first + position, row_params + table_row * columns
@@ -178,7 +171,7 @@ def process_tile(
         counts = tl.load(output_counts + table_row * vocabulary + tokens, mask=inside, other=0).to(tl.float32)
         counts = _counted(counts, tokens, before + row * before_row_step, tl.minimum(drafts, at), before_position_step)
         values = _penalised(values, counts, prompt_seen + table_row * vocabulary + tokens, inside, repetition, presence, frequency)
-    tl.store(peak + 1, tl.max(tl.max(tl.where(inside, _rank(values), _BOTTOM), 1), 0))
+    tl.store(peak + 1, tl.max(tl.max(tl.where(inside, rank(values), _BOTTOM), 1), 0))
     target = processed + line.to(tl.int64) * width + ids
     if whole:
         tl.store(target, values)
@@ -200,48 +193,15 @@ def judge_positions(peaks, status, finite, judged, tiles, HAS_STATUS: tl.constex
     tl.store(finite + line, (left > _BOTTOM) & (left < _TOP))
 
 
-def process_logits(
-    logits: Tensor,
-    masks: Tensor | None,
-    mask_rows: Tensor | None,
-    constrained: Tensor | None,
-    status: Tensor | None,
-    ids: Tensor | None,
-    rows: Tensor | None,
-    params: Tensor,
-    bias_ids: Tensor,
-    biases: Tensor,
-    stop_ids: Tensor,
-    prompt_seen: Tensor,
-    output_counts: Tensor,
-    generated: Tensor,
-    before: Tensor,
-    first: int,
-    processed: Tensor,
-    finite: Tensor,
-    judged: Tensor,
-    *,
-    tile: int = PROCESS_TILE,
-) -> None:
-    batch, positions, width = logits.shape
+def process_logits(*arguments: Any, tile: int = PROCESS_TILE) -> None:
+    """The arguments and outputs of kernels.processors.process_logits; the program takes the inputs in the same order."""
+    logits, masks, mask_rows, _, status, ids, rows, params, bias_ids, _, stop_ids, _, output_counts, *others = arguments
+    generated, before, first, processed, finite, judged = others
+    (batch, positions, width), inputs = logits.shape, arguments[:-4]
     lines, tiles = batch * positions, triton.cdiv(width, tile)
     peaks = torch.empty(lines, tiles, 2, dtype=torch.int32, device=logits.device)
     process_tile[(lines, tiles)](
-        logits,
-        bias_ids if masks is None else masks,
-        generated if mask_rows is None else mask_rows,
-        generated if constrained is None else constrained,
-        generated if status is None else status,
-        generated if ids is None else ids,
-        generated if rows is None else rows,
-        params,
-        bias_ids,
-        biases,
-        stop_ids,
-        prompt_seen,
-        output_counts,
-        generated,
-        before,
+        *(generated if tensor is None else tensor for tensor in inputs),  # in place of None: not read
         processed,
         peaks,
         positions,
@@ -273,60 +233,5 @@ def process_logits(
         tiles,
         HAS_STATUS=status is not None,
         TILES=triton.next_power_of_2(tiles),
-        num_warps=1,
-    )
-
-
-@triton.jit
-def check_tags(
-    tags,  # [R, N, 4] int64
-    rows,  # [B] int64; not read unless HAS_ROWS
-    owner,  # [B] int64
-    generated,  # [B] int64
-    constrained,  # [B] bool
-    status,  # [B, N] int64, written
-    positions,
-    first,
-    tags_row_step,
-    tags_position_step,
-    owner_step,
-    generated_step,
-    HAS_ROWS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
-    """acceptance.mask_status for one row. POSITIONS is a power of two."""
-    row = tl.program_id(0).to(tl.int64)
-    tag_row = row
-    if HAS_ROWS:
-        tag_row = tl.load(rows + row)
-    position = tl.arange(0, POSITIONS)
-    inside = position < positions
-    source = tags + tag_row * tags_row_step + position * tags_position_step
-    mine = tl.load(source, mask=inside, other=0) == tl.load(owner + row * owner_step)
-    mine = mine & (tl.load(source + 1, mask=inside, other=0) == tl.load(generated + row * generated_step))
-    mine = mine & (tl.load(source + 2, mask=inside, other=0) == position + first)
-    tag_status = tl.where(mine, tl.load(source + 3, mask=inside, other=_NONE), _NONE)
-    has_mask = tl.load(constrained + row).to(tl.int32) != 0
-    tl.store(status + row * positions + position, tl.where(has_mask, tag_status, _OK), mask=inside)
-
-
-def mask_status(
-    tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int, rows: Tensor | None, status: Tensor
-) -> None:
-    batch, positions = status.shape
-    check_tags[(batch,)](
-        tags,
-        owner if rows is None else rows,
-        owner,
-        generated,
-        constrained,
-        status,
-        positions,
-        first,
-        *tags.stride()[:2],
-        owner.stride(0),
-        generated.stride(0),
-        HAS_ROWS=rows is not None,
-        POSITIONS=triton.next_power_of_2(positions),
         num_warps=1,
     )

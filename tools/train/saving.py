@@ -1,10 +1,9 @@
-"""The public file layouts of EAGLE-3 heads and MTP modules: tensor names, and functions that write them to a folder."""
+"""Writes EAGLE-3 heads and MTP modules as folders in the layout of public checkpoints."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,81 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
-from stepgraph.runtime.models.files.weights import ParameterSlice, Source, layer_slices
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.files.draft_layouts import eagle3_slices, mtp_slices
+from stepgraph.runtime.models.files.weights import Slices
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 
-# Parts of tensor names that only unsupported layers have.
-_UNSUPPORTED = {
-    ".mlp.experts.": "a mixture of experts (MoE)",
-    ".mlp.gate.": "a mixture of experts (MoE)",
-    "_proj_with_mqa.": "latent attention (MLA)",
-    ".self_attn.kv_b_proj.": "latent attention (MLA)",
-    ".self_attn.q_b_proj.": "latent attention (MLA)",
-}
 
-
-def eagle3_name(name: str) -> str:
-    """EAGLE's name of a stored tensor. speculators calls the layer `layers.0`; some heads prefix all names with `model`."""
-    name = name.removeprefix("model.")
-    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
-
-
-def eagle3_slices(config: Eagle3Config, own_embedding: bool, own_head: bool) -> Iterator[tuple[str, ParameterSlice]]:
-    """All stored tensors of a head except d2t and t2d."""
-    layer, hidden = config.layer, config.layer.hidden_size
-    yield "fc.weight", ParameterSlice("fuse", 0, hidden)
-    yield "midlayer.hidden_norm.weight", ParameterSlice("state_norm", 0, hidden)
-    yield from layer_slices(layer, "midlayer", "layer")
-    yield "norm.weight", ParameterSlice("norm", 0, hidden)
-    if own_head:
-        yield "lm_head.weight", ParameterSlice("head", 0, config.draft_vocab_size)
-    if own_embedding:
-        yield "embed_tokens.weight", ParameterSlice("embedding", 0, layer.vocab_size)
-
-
-def mtp_slices(config: LlamaConfig, first: int) -> Iterator[tuple[str, ParameterSlice]]:
-    """All stored tensors of the modules except those of the target. first: layer number of the first module in the file."""
-    hidden = config.hidden_size
-    for index in range(config.num_layers):
-        stored, module = f"model.layers.{first + index}", f"depths.{index}"
-        whole = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "join", "shared_head.norm": "norm"}
-        for name, parameter in whole.items():
-            yield f"{stored}.{name}.weight", ParameterSlice(f"{module}.{parameter}", 0, hidden)
-        yield from layer_slices(config, stored, f"{module}.layer")
-
-
-def mtp_layers(source: Source) -> list[int]:
-    """Layer numbers of the MTP modules in a file."""
-    matches = (re.fullmatch(r"model\.layers\.(\d{1,6})\.eh_proj\.weight", name) for name in source.tensors)
-    layers = sorted(int(match[1]) for match in matches if match)
-    if layers and layers != list(range(layers[0], layers[0] + len(layers))):
-        raise ValueError(f"eh_proj.weight: got it in layers {layers}, expected consecutive layers")
-    return layers
-
-
-def check_dense_layers(source: Source) -> None:
-    """Raises ValueError if a tensor name shows that an MTP module has a layer of another family than Llama."""
-    for name in source.tensors:
-        kind = next((kind for part, kind in _UNSUPPORTED.items() if part in name), None)
-        if kind:
-            raise ValueError(f"{name}: got an MTP module with {kind}, expected a dense layer of the Llama family")
-
-
-def mtp_shared(config: LlamaConfig, first: int, tied: bool) -> dict[str, str]:
-    """Copies of target tensors that a file may hold for each module: from the stored name to the target's name."""
-    embedding = "model.embed_tokens.weight"
-    copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": embedding if tied else "lm_head.weight"}
-    return {f"model.layers.{first + index}.{name}": original for index in range(config.num_layers) for name, original in copies.items()}
-
-
-def extract_tensors(model: nn.Module, slices: Mapping[str, ParameterSlice]) -> dict[str, Tensor]:
+def extract_tensors(model: nn.Module, slices: Slices) -> dict[str, Tensor]:
     """Copies of the model's weights on the CPU, by their names in files."""
-    return {
-        name: model.get_parameter(source.parameter).detach()[source.start : source.start + source.rows].cpu().contiguous().clone()
-        for name, source in slices.items()
-    }
+    return {name: part.of(model).detach().cpu().contiguous().clone() for name, part in slices.items()}
 
 
 def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False, own_head: bool = True) -> Path:
@@ -99,7 +33,7 @@ def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False
     fields = layer_fields(config.layer)
     if fields["architectures"] != ["LlamaForCausalLM"]:
         raise ValueError(f"Eagle3Config.layer: got a layer of {fields['architectures'][0]}, expected a layer of LlamaForCausalLM")
-    tensors = extract_tensors(head, dict(eagle3_slices(config, own_embedding, own_head)))
+    tensors = extract_tensors(head, eagle3_slices(config.layer, own_embedding, own_head))
     if head.d2t is not None:
         ids = head.d2t.cpu()
         proposed = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
@@ -119,7 +53,7 @@ def save_mtp(folder: str | Path, draft: Mtp, *, first: int) -> Path:
     """Like `save_eagle3`, for MTP modules. They are stored as layers `first`, `first + 1`, ...; first: the target's number of layers."""
     count = len(draft.depths)
     fields = layer_fields(draft.config) | {"num_hidden_layers": first, "num_nextn_predict_layers": count, "layer_types": None}
-    return _write_folder(folder, fields, extract_tensors(draft, dict(mtp_slices(draft.config, first))))
+    return _write_folder(folder, fields, extract_tensors(draft, mtp_slices(draft.config, first)))
 
 
 def layer_fields(config: LlamaConfig) -> dict[str, Any]:

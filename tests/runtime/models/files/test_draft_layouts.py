@@ -1,4 +1,4 @@
-"""Saved heads and their configs, uncommon configs, and a GGUF file as a draft."""
+"""Uncommon configs of drafts, and a GGUF file as a draft."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from stepgraph import Engine, EngineConfig, Vocabulary
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
-from stepgraph.runtime.models.files.draft_config import read_eagle3
-from stepgraph.runtime.models.files.draft_names import layer_fields, save_eagle3
+from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig, read_config
 from tests.helpers.draft_engines import DRAFTERS
 from tests.runtime.models.files.test_gguf import write
+from tools.train.saving import layer_fields
 
 EAGLE3, _, MANY, _ = DRAFTERS
 LAYER = LlamaConfig(64, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=torch.float32)
@@ -39,19 +38,6 @@ def test_a_missing_gguf_package_is_named_with_its_command(tmp_path: Path, monkey
     with pytest.raises(ValueError, match=r"model\.gguf: reading GGUF needs the gguf package: pip install 'stepgraph\[gguf\]'"):
         open_checkpoint(path)
     assert Vocabulary.from_gguf(path).stop_token_ids == (2,), "metadata is read without the package"
-
-
-def test_layer_fields_round_trip() -> None:
-    for config in (LAYER, replace(LAYER, rope=RopeConfig(500.0, 4.0)), replace(LAYER, windows=(8,), qkv_bias=True)):
-        assert read_config(layer_fields(config) | {"torch_dtype": "float32"}) == config
-
-
-def test_unsupported_layers_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="head_norms: got True with qkv_bias != output_bias"):
-        layer_fields(replace(LAYER, head_norms=True, qkv_bias=True))
-    head = Eagle3(Eagle3Config(replace(LAYER, head_norms=True), (0, 1, 2), 32, 64))
-    with pytest.raises(ValueError, match=r"Eagle3Config\.layer: got a layer of Qwen3ForCausalLM, expected a layer of LlamaForCausalLM"):
-        save_eagle3(tmp_path / "head", head)
 
 
 def test_sliding_layers_default_to_the_rules_of_the_family() -> None:

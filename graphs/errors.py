@@ -1,0 +1,73 @@
+"""Errors of a step that cannot be recorded or replayed, and the line of the step that causes them."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_GRAPHS = os.path.dirname(os.path.abspath(__file__))
+_SKIPPED_FILES = {
+    contextlib.__file__,
+    os.path.join(os.path.dirname(_GRAPHS), "sampling", "cuda_graphs.py"),
+    *(os.path.join(_GRAPHS, name) for name in ("backends.py", "buffers.py", "capture.py", "errors.py")),
+}
+_SKIPPED_FOLDERS = (
+    *(os.path.join(_GRAPHS, name) + os.sep for name in ("tape", "cuda")),
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    "<frozen",
+)
+
+
+class CaptureError(RuntimeError):
+    """A step cannot be replayed as a graph. Names the rule and the line of the step that breaks it."""
+
+    def __init__(self, rule: str, message: str, file: str = "", line: int = 0, source: str = "") -> None:
+        self.rule, self.file, self.line, self.source = rule, file, line, source
+        where = f"\n  {file}:{line}\n    {source}" if file else ""
+        super().__init__(f"[{rule}] {message}{where}")
+
+
+class HostNodeError(RuntimeError):
+    """A host node raised an exception in a replay; the cause is chained."""
+
+    def __init__(self, node: str, cause: BaseException) -> None:
+        self.node = node
+        super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
+
+
+class Site(NamedTuple):
+    """A line of the step."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
+    """The innermost line outside torch and the code that records."""
+    for frame, line in innermost_first:
+        file = frame.f_code.co_filename
+        if file not in _SKIPPED_FILES and not file.startswith(_SKIPPED_FOLDERS):
+            return Site(file, line)
+    return Site("", 0)
+
+
+def call_site() -> Site:
+    """The line of the step that runs now."""
+    return site_of(traceback.walk_stack(sys._getframe(1)))
+
+
+def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
+    """The error of a rule that the line at `site` breaks; None: the line that runs now."""
+    file, line = site or call_site()
+    return CaptureError(rule, message, file, line, linecache.getline(file, line).strip())

@@ -1,0 +1,199 @@
+"""Records the rounds of every key within a memory budget, and reports the recordings."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from stepgraph.graphs.backends import EagerStep
+from stepgraph.graphs.buffers import StaticBuffers
+from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, Step
+from stepgraph.graphs.errors import CaptureError
+from stepgraph.graphs.shapes import GraphKey
+
+OnFailure = Literal["raise", "eager"]
+LESS = "max_rows, buckets, num_speculative_tokens, max_length or num_pages; greedy_only=True halves the graphs"
+
+
+@dataclass(frozen=True)
+class FailedKey:
+    """A key that could not be recorded. Its batches use the next larger graph of the same kind, or run eagerly."""
+
+    key: GraphKey
+    why: str
+    served_by: GraphKey | None
+
+    def __str__(self) -> str:
+        served = f"replayed as {self.served_by}" if self.served_by else "run eagerly"
+        return f"{self.key} is not captured, its batches are {served}: {self.why.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """The recorded keys with their size and duration. `str()` is a table, `as_dict()` can be serialised to JSON."""
+
+    backend: str
+    mode: str  # "captured", or "eager" with EngineConfig.eager
+    notes: tuple[str, ...]
+    keys: tuple[tuple[GraphKey, RecordedReport], ...]
+    buffer_bytes: int
+    seconds: float
+    failed: tuple[FailedKey, ...] = ()  # with on_capture_failure="eager"
+
+    def as_dict(self) -> dict[str, object]:
+        keys = [{"key": asdict(key), **asdict(report)} for key, report in self.keys]
+        failed = [asdict(one) for one in self.failed]
+        plain = {name: getattr(self, name) for name in ("backend", "mode", "notes", "buffer_bytes", "seconds")}
+        return {**plain, "keys": keys, "failed": failed}
+
+    def __str__(self) -> str:
+        lines = [f"{'key':<32}{'nodes':>7}{'host nodes':>12}{'KiB':>9}{'ms':>8}"]
+        for key, report in self.keys:
+            total = sum(report.nodes.values())
+            lines.append(f"{key!s:<32}{total:>7}{len(report.host_nodes):>12}{report.nbytes / 1024:>9.0f}{report.seconds * 1000:>8.0f}")
+        lines.append(
+            f"{len(self.keys)} graphs {self.mode} on {self.backend} in {self.seconds:.2f} s, "
+            f"{self.buffer_bytes / 1024:.0f} KiB of static buffers"
+        )
+        return "\n".join([*lines, *map(str, self.failed), *self.notes])
+
+
+class CaptureBudget:
+    """Checks `limit` bytes for static buffers and graphs together; None: no limit. `pooled`: graphs share memory."""
+
+    def __init__(self, limit: int | None, buffer_bytes: int, pooled: bool) -> None:
+        self._limit, self._buffer_bytes, self._pooled = limit, buffer_bytes, pooled
+        self._used = buffer_bytes
+        self._fixed = self._per_row = 0.0
+
+    @property
+    def limited(self) -> bool:
+        return self._limit is not None
+
+    def learn(self, probes: Sequence[tuple[int, int]]) -> None:
+        """Take rows and bytes of one or two small graphs, from which the others are estimated: memory is linear in the rows."""
+        (rows, nbytes), (more_rows, more_bytes) = probes[0], probes[-1]
+        self._per_row = max(0, more_bytes - nbytes) / (more_rows - rows) if len(probes) > 1 else nbytes / rows
+        self._fixed = max(0.0, nbytes - self._per_row * rows)
+
+    def estimate(self, keys: Sequence[GraphKey]) -> int:
+        """Bytes of static buffers and of these graphs."""
+        graphs = [self._fixed + self._per_row * key.rows for key in keys]
+        return self._buffer_bytes + round(max(graphs) if self._pooled else sum(graphs))
+
+    def check_all(self, keys: Sequence[GraphKey]) -> None:
+        """CaptureError if the estimate for these graphs exceeds the limit."""
+        estimate = self.estimate(keys)
+        parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
+        self._check(estimate, f"need about {estimate:,}, {parts}")
+
+    def check_next(self, key: GraphKey) -> None:
+        """CaptureError if the graph of `key` is expected to exceed the limit."""
+        pooled = self._used - self._buffer_bytes if self._pooled else 0
+        more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
+        self._check(self._used + more, f"{key} would need about {more:,}, and {self._used:,} are used")
+
+    def add(self, key: GraphKey, nbytes: int) -> None:
+        """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
+        self._check(self._used + nbytes, f"{key} needs {nbytes:,}, and {self._used:,} are used")
+        self._used += nbytes
+
+    def _check(self, needed: int, why: str) -> None:
+        if self._limit is not None and needed > self._limit:
+            raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
+
+
+class KeyRecorder:
+    """Records the step of each key, or makes it run eagerly. on_failure, capture_bytes: see GraphSet."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        buffers: StaticBuffers,
+        step_of: Callable[[GraphKey], Step],
+        on_failure: OnFailure,
+        capture_bytes: int | None,
+    ) -> None:
+        self._backend, self._buffers, self.step_of = backend, buffers, step_of
+        self._on_failure, self._capture_bytes = on_failure, capture_bytes
+
+    def record(
+        self, keys: Sequence[GraphKey], notes: tuple[str, ...], eager: bool, progress: bool
+    ) -> tuple[dict[GraphKey, Recorded], CaptureReport]:
+        """Record the keys in their order. An error leaves nothing recorded."""
+        started = time.perf_counter()
+        recorded, failures = dict[GraphKey, Recorded](), dict[GraphKey, str]()
+        budget = CaptureBudget(self._capture_bytes, self._buffers.nbytes, pooled=self._backend.device.type == "cuda")
+        if budget.limited and not eager:
+            notes += (self._estimated(budget, keys),)
+        for key in tqdm(keys, desc="capture", unit="graph", disable=not progress, leave=False):
+            try:
+                recorded[key] = self._eager(key) if eager else self._record(key, budget)
+            except CaptureError as error:
+                if self._on_failure == "raise":
+                    raise
+                failures[key] = str(error)
+        failed = tuple(FailedKey(key, reason, _larger(key, recorded)) for key, reason in failures.items())
+        report = CaptureReport(
+            backend=self._backend.name,
+            mode="eager" if eager else "captured",
+            notes=notes,
+            keys=tuple((key, one.report) for key, one in recorded.items()),
+            buffer_bytes=self._buffers.nbytes,
+            seconds=time.perf_counter() - started,
+            failed=failed,
+        )
+        return recorded | {one.key: self._eager(one.key) for one in failed if one.served_by is None}, report
+
+    def _eager(self, key: GraphKey) -> EagerStep:
+        return EagerStep(self._backend, self.step_of(key), self._buffers)
+
+    def _record(self, key: GraphKey, budget: CaptureBudget) -> Recorded:
+        budget.check_next(key)
+        with _capture_errors(key):
+            recorded = self._backend.capture(self.step_of(key), self._buffers)
+        budget.add(key, recorded.report.nbytes)
+        return recorded
+
+    def _measure(self, key: GraphKey) -> tuple[int, int]:
+        with _capture_errors(key):
+            return key.rows, self._backend.measure(self.step_of(key), self._buffers)
+
+    def _estimated(self, budget: CaptureBudget, keys: Sequence[GraphKey]) -> str:
+        """A note with the estimated memory, from the two smallest keys of the largest kind."""
+        probes = [key for key in reversed(keys) if (key.constrained, key.sampled) == (keys[0].constrained, keys[0].sampled)][:2]
+        try:
+            budget.learn([self._measure(key) for key in probes])
+        except CaptureError:
+            if self._on_failure == "raise":
+                raise
+            return "memory of the graphs: no estimate, because the smallest graphs cannot be captured"
+        if self._on_failure == "raise":
+            budget.check_all(keys)
+        return f"memory: about {budget.estimate(keys):,} of at most {self._capture_bytes:,} bytes, static buffers included"
+
+
+def _larger(key: GraphKey, recorded: Mapping[GraphKey, Recorded]) -> GraphKey | None:
+    """The next larger key of the same kind that is recorded."""
+    kind = key.constrained, key.sampled
+    return min((other for other in recorded if (other.constrained, other.sampled) == kind and other.rows > key.rows), default=None)
+
+
+@contextlib.contextmanager
+def _capture_errors(key: GraphKey) -> Iterator[None]:
+    """CaptureError if memory runs out, ValueError for an invalid model, RuntimeError with the key for any other error of the step."""
+    try:
+        yield
+    except (CaptureError, ValueError):
+        raise
+    except Exception as error:
+        # torch's CPU allocator raises a plain RuntimeError
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            raise CaptureError("memory", f"{key} needs more memory than available ({error}); lower {LESS}") from error
+        raise RuntimeError(f"capture of {key}: the step raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,87 @@
+"""The spec table of a round: every static tensor besides those that models declare."""
+
+from __future__ import annotations
+
+import torch
+
+from stepgraph.graphs.buffers import BufferSpec, Column, ResultLayout
+from stepgraph.graphs.limits import Limits
+from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
+from stepgraph.sampling.sampler import Param
+
+
+def forced_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for drafts that the grammar forces."""
+    rows, slots, drafts = limits.rows, limits.max_rows, limits.num_speculative_tokens
+    return (
+        BufferSpec("row_forced", (rows, drafts), torch.bool),  # whether a grammar forced each draft
+        BufferSpec("batch_forced", (drafts, slots), torch.int64, fill=-1),
+        BufferSpec("forced_host", (drafts, slots), torch.int64, "pinned", fill=-1),
+    )
+
+
+def look_up_specs(limits: Limits) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs` and `text_specs`, for a look-up beside a draft model."""
+    drafts = (limits.rows, limits.num_speculative_tokens)
+    return (BufferSpec("row_looked_up", drafts, torch.bool),)  # found by the look-up and not forced
+
+
+def round_specs(limits: Limits, drawn: bool = True) -> tuple[BufferSpec, ...]:
+    """The static tensors of a round: R rows of state, B slots of a batch, K drafts.
+
+    drawn: whether drafts may be drawn from a distribution, which is then stored for rejection sampling.
+    """
+    rows, slots, drafts, positions = limits.rows, limits.max_rows, limits.num_speculative_tokens, limits.positions
+    words, depth, columns, results = limits.mask_words, limits.ring_depth, len(Column), ResultLayout(drafts).width
+    int64, int32 = torch.int64, torch.int32
+    admission = columns + len(Param) + limits.max_stop_ids + limits.pages_per_row + 2 * limits.max_bias_ids
+    return (
+        # rows: state of a request from admission to finish
+        BufferSpec("row_state", (rows, columns), int64),
+        BufferSpec("row_params", (rows, len(Param)), torch.float32),
+        BufferSpec("row_stop_ids", (rows, limits.max_stop_ids), int64, fill=-1),
+        BufferSpec("row_bias_ids", (rows, limits.max_bias_ids), int64, fill=-1),
+        BufferSpec("row_biases", (rows, limits.max_bias_ids), torch.float32),  # minus infinity for a bad token
+        BufferSpec("row_prompt_seen", (rows, limits.num_tokens), torch.bool),
+        BufferSpec("row_output_counts", (rows, limits.num_tokens), int32),  # updated by sampled rounds only
+        BufferSpec("row_block_tables", (rows, limits.pages_per_row), int64),
+        BufferSpec("row_drafts", (rows, drafts), int64, fill=-1),  # after a chain's last draft -1, or REFUSED and -1
+        # whether a draft was chosen with probability 1; if not, the distribution that it was drawn from
+        BufferSpec("row_certain", (rows, drafts), torch.bool, fill=1),
+        BufferSpec("row_draft_probs", (rows, drafts if drawn else 0, limits.num_tokens), torch.float32),
+        BufferSpec("row_masks", (rows, positions, words), int32),
+        BufferSpec("row_tags", (rows, positions, TAG_FIELDS), int64),
+        # the batch of one round: slot -> row, and data that one stream writes and another reads
+        BufferSpec("batch_rows", (slots,), int64, fill=limits.dummy_row),
+        BufferSpec("batch_drafts", (drafts, slots), int64, fill=-1),
+        BufferSpec("batch_masks", (positions, slots, words), int32),
+        BufferSpec("batch_tags", (positions, slots, TAG_FIELDS), int64),
+        BufferSpec("results", (slots, results), int64),
+        BufferSpec("results_logprobs", (slots, positions, 2), torch.float32),
+        # admission and prompts
+        BufferSpec("admission", (admission,), int64),
+        BufferSpec("prompt", (limits.prompt_window,), int64),
+        # host link: written and read by host nodes within one replay
+        BufferSpec("state_host", (slots, len(HostColumn)), int64, "pinned"),
+        BufferSpec("drafts_host", (drafts, slots), int64, "pinned", fill=-1),
+        BufferSpec("masks_host", (positions, slots, words), int32, "pinned"),
+        BufferSpec("tags_host", (positions, slots, TAG_FIELDS), int64, "pinned"),
+        # rings: the host never writes a slot that the device still has to copy, and never reads one that the device still writes
+        BufferSpec("results_ring_host", (depth, slots, results), int64, "pinned"),
+        BufferSpec("logprobs_ring_host", (depth, slots, positions, 2), torch.float32, "pinned"),
+        BufferSpec("batch_rows_ring_host", (depth, slots), int64, "pinned", fill=limits.dummy_row),
+        BufferSpec("admission_ring_host", (2 * limits.admission_ring_depth, admission), int64, "pinned"),
+        BufferSpec("prompt_ring_host", (limits.admission_ring_depth, limits.prompt_window), int64, "pinned"),
+        BufferSpec("seen_ring_host", (limits.admission_ring_depth, -(-limits.num_tokens // 32)), int32, "pinned"),  # prompt token bits
+    )
+
+
+def state_specs(limits: Limits, width: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """In addition to `round_specs`, for saving the target's states: `width` numbers per position."""
+    depth, slots, positions = limits.ring_depth, limits.max_rows, limits.positions
+    return (
+        BufferSpec("results_states", (slots, positions, width), dtype),
+        BufferSpec("states_ring_host", (depth, slots, positions, width), dtype, "pinned"),
+        # one line per token; at most prefill_chunk tokens of prompts are processed between two rounds
+        BufferSpec("prompt_states_ring_host", (depth * limits.prefill_chunk, width), dtype, "pinned"),
+    )

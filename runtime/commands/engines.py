@@ -1,0 +1,45 @@
+"""Models, threads and failed answers of the commands that decode."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+from stepgraph.runtime.commands.flags import check_range
+from stepgraph.runtime.config import EngineConfig
+from stepgraph.runtime.models.files.loading import Loaded, load_models
+from stepgraph.runtime.request import Job
+from stepgraph.sampling.native import why_no_c
+
+MAX_THREADS = 1024
+
+
+def load(options: argparse.Namespace, config: EngineConfig, progress: bool) -> Loaded:
+    """The models of --model, --draft and --dtype."""
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    return load_models(options.model, options.draft or "auto", config, dtype=dtype, progress=progress)
+
+
+def failure_of(job: Job) -> str:
+    """Empty unless the engine ended the answer early."""
+    return f"{job.finish_reason}: {job.error or 'no token is allowed'}" if job.finish_reason in ("error", "dead_end") else ""
+
+
+def set_threads(options: argparse.Namespace) -> None:
+    if options.threads is not None:
+        check_range(options, "threads", 1, MAX_THREADS)  # torch aborts if the system cannot start them
+        torch.set_num_threads(options.threads)
+
+
+def set_default_threads(options: argparse.Namespace, model: object) -> None:
+    """Without --threads and OMP_NUM_THREADS: one thread for a model whose layers run in C.
+
+    The C kernels use the calling thread only, and with more threads torch computes the matrix products instead of them.
+    """
+    if options.threads is not None or "OMP_NUM_THREADS" in os.environ or not isinstance(model, torch.nn.Module):
+        return
+    weight = next((tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()), None)
+    if weight is not None and weight.device.type == "cpu" and not why_no_c(weight.dtype):
+        torch.set_num_threads(1)

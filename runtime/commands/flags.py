@@ -1,0 +1,274 @@
+"""The commands and their flags: what --help prints, and the checks that need no model. Nothing here imports torch.
+
+ValueErrors have the form `--flag: got VALUE, expected ACCEPTED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from stepgraph.runtime.commands.inputs import read_file, read_schema, require_folder, token_ids
+from stepgraph.runtime.demo.pair import DRAFTS
+from stepgraph.sampling.fields import clip_repr
+
+SAMPLING = {
+    "temperature": (float, "0 always chooses the most likely token (default: 0)"),
+    "top_p": (float, "sample from the most likely tokens with this total probability"),
+    "top_k": (int, "sample from this many of the most likely tokens"),
+    "min_p": (float, "drop tokens less likely than this fraction of the most likely one"),
+    "seed": (int, "the same seed gives the same text"),
+    "repetition_penalty": (float, "divide the logits of tokens in the prompt or answer by this"),
+    "presence_penalty": (float, "subtract this from the logits of tokens in the answer"),
+    "frequency_penalty": (float, "subtract this once for each occurrence in the answer"),
+    "min_new_tokens": (int, "no stop token before this many tokens"),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+GRAMMAR_KINDS = {".ebnf": "ebnf", ".gbnf": "ebnf", ".lark": "lark"}  # by file suffix
+TOY = "toy"
+STEP_EXAMPLE = """
+# my_step.py
+import torch
+from stepgraph.graphs import BufferSpec, StaticBuffers
+
+buffers = StaticBuffers([BufferSpec("x", (4,), torch.float32), BufferSpec("y", (4,), torch.float32)])
+
+def step(buffers):
+    buffers.y.copy_(torch.softmax(buffers.x * 2, 0))
+
+def make():
+    return step, buffers
+"""
+
+
+class Command(NamedTuple):
+    summary: str  # one line of `stepgraph --help`
+    description: str
+    examples: tuple[str, ...]  # tests run them
+    add: Callable[[argparse.ArgumentParser], None]  # add the flags
+    check: Callable[[argparse.Namespace], None] = lambda options: None  # raises ValueError; replaces names of files by their contents
+
+
+def demo(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-k", "--drafts", type=int, default=DRAFTS, metavar="K", help="drafts per round, 1 to 8 (default: %(default)s)")
+    add("--prompt", metavar="TEXT", help="your own prompt instead of the three")
+    add("--schema", metavar="FILE|JSON", help="a JSON schema for the answer to --prompt")
+    add_max_new_tokens(parser, 128)
+    add("--repeats", type=int, default=3, metavar="N", help="measured answers of each variant (default: %(default)s)")
+    add_threads(parser)
+    add("--out", type=Path, default=Path("stepgraph-demo"), metavar="FOLDER", help="for picture and trace (default: %(default)s)")
+    add("--no-timeline", action="store_true", help="do not write a picture and a trace")
+    add("--toy", action="store_true", help="use the toy pair: nothing to install, texts without meaning")
+
+
+def check_demo(options: argparse.Namespace) -> None:
+    if options.schema is not None:
+        if options.prompt is None:
+            accepted = "both: the built-in prompts have schemas of their own"
+            raise ValueError(f"--schema: got {clip_repr(options.schema)} without --prompt, expected {accepted}")
+        options.schema = read_schema("--schema", options.schema)
+    for flag, least, most in (("drafts", 1, 8), ("max-new-tokens", 2, 4096), ("repeats", 1, 1000)):
+        check_range(options, flag, least, most)
+    if not options.no_timeline:
+        require_folder(options.out)  # before minutes of decoding
+
+
+def generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a .gguf file")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; - reads it from standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
+    prompt.add_argument("--token-ids", metavar="IDS", help="the prompt as token ids, such as 1,2,3; needs no tokenizer library")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if the model has one)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt, in a chat")
+    add_max_new_tokens(parser, 256)
+    add_drafts(parser)
+    add_constraint(parser)
+    add_sampling(parser)
+    add_dtype(parser)
+    add_threads(parser)
+
+
+def check_generate(options: argparse.Namespace) -> None:
+    if options.schema is not None:
+        options.schema = read_schema("--schema", options.schema)
+    if options.grammar is None and options.grammar_kind is not None:
+        raise ValueError(f"--grammar-kind: got {options.grammar_kind} without --grammar, expected both")
+    if options.grammar is not None:
+        options.grammar_kind = options.grammar_kind or GRAMMAR_KINDS.get(options.grammar[options.grammar.rfind(".") :])
+        if options.grammar_kind is None:
+            accepted = f"a file with the suffix {', '.join(GRAMMAR_KINDS)}, or --grammar-kind"
+            raise ValueError(f"--grammar: got {clip_repr(options.grammar)}, expected {accepted}")
+        options.grammar = read_file("--grammar", options.grammar, "the path of a grammar")
+    constrained = options.json_object or any(getattr(options, name) is not None for name in ("schema", "regex", "grammar", "choice"))
+    if options.after is not None and not constrained:
+        accepted = "--schema, --regex, --grammar, --choice or --json-object with it"
+        raise ValueError(f"--after: got {clip_repr(options.after)} without a constraint, expected {accepted}")
+    check_range(options, "max-new-tokens", 1)
+    if options.token_ids is not None and (options.chat or options.system is not None):
+        raise ValueError("--token-ids: got it with --chat or --system, expected it alone: token ids are used unchanged")
+    options.token_ids, options.stop = token_ids("--token-ids", options.token_ids), token_ids("--stop", options.stop)
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"a Hugging Face folder, a .gguf file, or {TOY} for the seeded toy pair")
+    prompts = "JSON lines with text, messages or token_ids, and optionally a schema (default: two built-in prompts)"
+    parser.add_argument("--prompts", metavar="FILE", help=prompts)
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="answers of each variant to each prompt (default: 3)")
+    add_max_new_tokens(parser, 128)
+    add_drafts(parser)
+    add_dtype(parser)
+    add_threads(parser)
+
+
+def check_bench(options: argparse.Namespace) -> None:
+    check_range(options, "repeats", 1)
+    check_range(options, "max-new-tokens", 2)
+
+
+def capture_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:NAME", help="a function that returns (step, buffers); with --buffers, the step itself")
+    parser.add_argument("--buffers", metavar="MODULE:NAME", help="the step's StaticBuffers, or a function that returns them")
+    parser.add_argument("--between", metavar="MODULE:NAME", help="called between the two recordings, to change host state")
+    parser.add_argument("--replay", action="store_true", help="also run and replay the step from the same state, and compare all bits")
+
+
+def replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a recording written by Engine(record=FILE)")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="MODEL", help="the recorded model: a Hugging Face folder, or a .gguf file")
+    model.add_argument("--toy", action="store_true", help="the toy pair of `stepgraph bench toy`")
+    words = "its draft: auto, ngram, forced, mtp, none, or a folder (default: auto)"
+    parser.add_argument("--draft", metavar="WORD|FOLDER", help=words)
+    add_dtype(parser)
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's default)")
+
+
+def check_replay(options: argparse.Namespace) -> None:
+    if options.toy and options.draft is not None:
+        raise ValueError(f"--draft: got {options.draft} with --toy, expected it with --model: the toy pair has its own draft")
+
+
+COMMANDS = {
+    "demo": Command(
+        "decode with a small real model and its draft, and show where the speed comes from",
+        "Answer three prompts with SmolLM2-135M-Instruct and the draft that is part of stepgraph: extract a record, call a tool,\n"
+        "answer a question. Plain and speculative decoding alternate, with and without grammars; then a few rounds are traced and\n"
+        "written as a picture and as a file for ui.perfetto.dev. Exit code 1: an answer fails or breaks its schema.",
+        (
+            "stepgraph demo --toy",
+            "stepgraph demo --toy -k 2 --json --no-timeline --prompt 'pick some' --schema"
+            """ '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'""",
+        ),
+        demo,
+        check_demo,
+    ),
+    "generate": Command(
+        "answer a prompt with a model from a folder or a GGUF file, under a schema, pattern or grammar",
+        "Answer one prompt and print the text while it is generated.\n"
+        "Exit code 1: the answer failed, or --max-new-tokens cut it short of its constraint.",
+        (
+            'stepgraph generate model "Is water wet?" --choice yes --choice no',
+            """stepgraph generate model "Is water wet?" --json --schema"""
+            """ '{"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"]}'""",
+            'echo "Once upon a time" | stepgraph generate model - --no-chat --draft ngram -k 4 --temperature 0.8 --seed 1',
+        ),
+        generate,
+        check_generate,
+    ),
+    "bench": Command(
+        "measure tokens per second of a model: plain and speculative, with and without a grammar",
+        "Answer the same prompts with and without speculation and with and without grammars, the variants interleaved. Decoding is\n"
+        "greedy; tokens per second count from the first token of an answer; cached prompts are not reused. The table shows the\n"
+        "median, least and most of the repeats. Exit code 1: an answer failed.",
+        (
+            "stepgraph bench toy --repeats 2 --max-new-tokens 32",
+            "stepgraph bench model --draft ngram -k 4 --prompts prompts.jsonl --repeats 1 --max-new-tokens 24 --json",
+        ),
+        bench,
+        check_bench,
+    ),
+    "doctor": Command(
+        "what is installed, what is missing, what is lost without it, and how to install it",
+        "Check Python, torch, GPUs, compilers, grammar libraries and optional packages, and decode a text under a schema.\n"
+        "Exit code 1: something required is missing, or the text could not be decoded.",
+        ("stepgraph doctor", "stepgraph doctor --json"),
+        lambda parser: None,
+    ),
+    "capture-check": Command(
+        "check whether your step can be captured; reports the line that prevents it",
+        "Record a step twice and compare the recordings: into a CUDA graph if its buffers are on a GPU, otherwise on the tape.\n"
+        "Reading host state, waiting for the device and data-dependent shapes are errors with rule, file and line.\n"
+        "MODULE:NAME is called without arguments and returns (step, buffers). The current folder is on the import path.\n" + STEP_EXAMPLE,
+        (
+            "stepgraph capture-check my_step:make",
+            "stepgraph capture-check my_step:make --replay --json",
+            "stepgraph capture-check my_step:step --buffers my_step:buffers",
+        ),
+        capture_check,
+    ),
+    "replay": Command(
+        "submit the requests of a recording (record=FILE) again and compare the answers token by token",
+        "Submit the recorded requests to the same model at the same steps and compare the answers. Grammars are compiled in\n"
+        "advance, so requests may start earlier than they did; that changes rounds, never tokens. The text of a cancelled request\n"
+        "is compared up to the length of the shorter one. Exit code 1: an answer differs. 2: FILE is not a recording, or is one of\n"
+        "another model.",
+        ("stepgraph replay toy.jsonl --toy", "stepgraph replay run.jsonl --model model --draft ngram --json"),
+        replay,
+        check_replay,
+    ),
+}
+
+
+def add_max_new_tokens(parser: argparse.ArgumentParser, default: int) -> None:
+    words = "maximum length of an answer (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=default, metavar="N", help=words)
+
+
+def add_drafts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafts")
+    words = "auto, ngram, forced, mtp, none, or the folder of a draft (default: auto)"
+    group.add_argument("--draft", default="auto", metavar="WORD|FOLDER", help=words)
+    group.add_argument("-k", "--drafts", type=int, default=4, metavar="N", help="drafts per round, 0 to 8 (default: 4)")
+    look_up = "with a draft model: first look for at least N matching tokens in the text and propose what followed them"
+    group.add_argument("--look-up", type=int, default=0, metavar="N", help=look_up)
+
+
+def add_constraint(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("constraint (at most one, and --after)")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--schema", metavar="FILE|JSON", help="a JSON schema: a file, or the schema itself")
+    one.add_argument("--regex", metavar="PATTERN", help="a regular expression for the whole text")
+    one.add_argument("--grammar", metavar="FILE", help="a grammar in GBNF (.ebnf, .gbnf) or Lark (.lark) notation")
+    one.add_argument("--choice", metavar="TEXT", action="append", help="one of several texts; repeat the flag for each")
+    one.add_argument("--json-object", action="store_true", help="any JSON object")
+    kinds = sorted(set(GRAMMAR_KINDS.values()))
+    group.add_argument("--grammar-kind", choices=kinds, help="the notation, for files with another suffix")
+    group.add_argument("--after", metavar="MARKER", help="apply the constraint only after this text or control token, such as </think>")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, (kind, help_text) in SAMPLING.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper(), help=help_text)
+    group.add_argument("--stop", metavar="IDS", help="token ids that end the text in addition to the model's own, such as 2,13")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: the model's own)")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    default = "OMP_NUM_THREADS; otherwise 1 if layers run in C (see stepgraph doctor), else torch's default"
+    parser.add_argument("--threads", type=int, metavar="N", help=f"CPU threads of torch (default: {default})")
+
+
+def check_range(options: argparse.Namespace, flag: str, least: int, most: int | None = None) -> None:
+    """flag: without dashes. Raises ValueError if the flag's number is out of range."""
+    value = getattr(options, flag.replace("-", "_"))
+    if value < least or (most is not None and value > most):
+        accepted = f"at least {least}" if most is None else f"a whole number from {least} to {most}"
+        raise ValueError(f"--{flag}: got {value}, expected {accepted}")

@@ -1,0 +1,55 @@
+"""Values of flags: files, standard input, folders and lists of ids. ValueErrors have the form `--flag: got VALUE, expected ACCEPTED`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stepgraph.sampling.fields import clip_repr
+
+
+def read_schema(flag: str, value: str) -> dict[str, Any]:
+    """A JSON schema from the value itself if it starts with {, else from the file of this path."""
+    text = value if value.lstrip().startswith("{") else read_file(flag, value, "a JSON schema: the path of a file, or the schema itself")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: got {clip_repr(value)}, which is not JSON ({error}), expected a JSON schema") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"{flag}: got {clip_repr(value)} with a {type(schema).__name__}, expected an object")
+    return schema
+
+
+def read_file(flag: str, path: str, expected: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors start a file with a byte order mark
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{flag}: got {clip_repr(path)} ({why}), expected {expected}") from None
+
+
+def read_standard_input(flag: str) -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: got bytes that are not UTF-8 ({error}), expected text") from None
+
+
+def token_ids(flag: str, value: str | None) -> list[int] | None:
+    """Ids separated by commas or spaces."""
+    try:
+        return None if value is None else [int(word) for word in value.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"{flag}: got {clip_repr(value)}, expected token ids such as 1,2,3") from None
+
+
+def require_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        accepted = "a writable folder, or --no-timeline"
+        raise ValueError(f"--out: got {clip_repr(str(folder))} ({error.strerror}), expected {accepted}") from None

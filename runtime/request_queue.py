@@ -1,0 +1,147 @@
+"""Requests between submit() and their row: the queue, the grammars they wait for, and cancellation. Any thread may call it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepgraph.runtime.extras.record import Recorder
+from stepgraph.runtime.request import FinishReason, Job, QueueFullError
+from stepgraph.sampling.grammar.compile.compiler import Claim, CompiledConstraint, GrammarCompiler
+from stepgraph.sampling.grammar.constraints.constraint import Constraint
+from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
+from stepgraph.sampling.lifetimes import FORKED, call_after_fork
+
+PAUSE_SECONDS = 0.001
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """An unfinished job. With a constraint it is not ready for a row before the compile of its grammar succeeded or failed."""
+
+    job: Job
+    claim: Claim | None = None
+    matcher: MatcherRow | None = None
+    error: str = ""  # why its grammar could not be compiled
+    ready: bool = True
+
+
+class RequestQueue:
+    """All unfinished requests, and those of them that wait for a row. The scheduler takes them from here under `lock`."""
+
+    def __init__(self, max_queued: int, compiler: GrammarCompiler | None, host: HostLink, recorder: Recorder | None) -> None:
+        self._max_queued, self._compiler, self._host, self._recorder = max_queued, compiler, host, recorder
+        self.lock = threading.Lock()  # of this queue and of the scheduler
+        self.wake = WakeSignal()
+        self.unfinished: dict[int, QueuedRequest] = {}  # by job id
+        self.waiting: collections.deque[QueuedRequest] = collections.deque()
+        self.cancelled: dict[int, Job] = {}  # since the last step
+        self.submitted = self.most_waiting = 0
+        call_after_fork(self._detach)
+
+    @property
+    def full(self) -> bool:
+        """Whether submit() would raise QueueFullError."""
+        return len(self.waiting) >= self._max_queued
+
+    def enqueue(self, queued: QueuedRequest, require_open: Callable[[str], None]) -> None:
+        """ValueError if the constraint is refused without a compile; QueueFullError; whatever `require_open` raises for a closed engine.
+        After any exception the caller calls `withdraw`."""
+        job = queued.job
+        if job.constraint is not None:
+            queued.ready = False
+            claim = queued.claim = Claim(self._required(job.constraint), job.constraint)
+            claim.take()
+            claim.then(lambda claim: self._compiled(queued, claim))
+        if self._recorder:
+            self._recorder.submitted(job)
+        with self.lock:
+            require_open("submit")
+            if self.full:
+                raise QueueFullError(f"Engine.submit(): {self._max_queued} requests are waiting already (EngineConfig.max_queued)")
+            most = max(self.most_waiting, len(self.waiting) + 1)
+            # An interrupt is raised on return from a call. From here on only the last statement calls one, so nothing or all is done.
+            self.unfinished[job.id] = queued
+            self.submitted += 1
+            self.most_waiting = most
+            self.waiting.append(queued)
+        self.wake.notify()
+
+    def withdraw(self, queued: QueuedRequest) -> None:
+        """Undo an interrupted submit, whether or not the request entered the queue."""
+        if queued.job.id in self.unfinished:
+            self.cancel(queued.job)
+            return
+        if self._recorder:
+            self._recorder.refused(queued.job)
+        if queued.claim is not None:
+            queued.claim.release()
+
+    def cancel(self, requested: Job | int) -> bool:
+        """Cancel a job at the next step. False if it has finished or is unknown."""
+        job_id = requested.id if isinstance(requested, Job) else requested
+        if self._recorder:
+            self._recorder.cancel_requested(job_id)
+        with self.lock:
+            queued = self.unfinished.get(job_id)
+            # A job of another engine may have the id of one of this engine.
+            if queued is None or queued.job.finished or requested not in (job_id, queued.job):
+                return False
+            self.cancelled[job_id] = queued.job
+        if queued.claim and not queued.claim.done:
+            queued.claim.release()  # at once: this ends a compile that no other request needs
+        self.wake.notify()
+        return True
+
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        return self._required(constraint).compile(constraint)
+
+    def pause(self) -> None:
+        """Sleep briefly, for a step that can only wait for a grammar, so that it leaves the CPU to the compile."""
+        self.wake.wait(0)  # clear an earlier notification, whose cause this step has handled
+        self.wake.wait(PAUSE_SECONDS)
+
+    def _compiled(self, queued: QueuedRequest, claim: Claim) -> None:
+        try:
+            queued.matcher = self._host.row(queued.job.id, claim.result().matcher())
+        except Exception as error:  # of any kind: it fails this request only
+            queued.error = str(error) or type(error).__name__
+        queued.ready = True
+        self.wake.notify()
+
+    def _required(self, constraint: Constraint) -> GrammarCompiler:
+        if not isinstance(constraint, Constraint):
+            raise ValueError(f"constraint: got {type(constraint).__name__}, expected a Constraint")
+        if self._compiler is None:
+            raise ValueError("constraint: the engine has no vocabulary; pass Engine(vocabulary=...) to constrain requests")
+        return self._compiler
+
+    def _detach(self) -> None:
+        """In a fork: all jobs end with an error."""
+        self.lock = threading.Lock()
+        for queued in self.unfinished.values():
+            queued.job.error, queued.job.finish_reason = FORKED, FinishReason.ERROR
+        self.unfinished = {}
+
+
+class WakeSignal:
+    """Wakes one waiting thread: a lock used as an auto-reset event. A notification without a waiter is kept, once.
+
+    `notify` is one C call that never blocks, so a finaliser may call it anywhere. An Event would not do: a finaliser that runs while its
+    internal lock is held would deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def notify(self) -> None:
+        with contextlib.suppress(RuntimeError):  # already set
+            self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for a notification and clear it. False on time-out."""
+        return self._lock.acquire(timeout=-1 if seconds is None else seconds)

@@ -1,0 +1,41 @@
+"""llguidance over one vocabulary. Imported by the engine and by the compile worker, so it does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import llguidance
+
+FUEL = {  # the library's name of a count -> the field of GrammarLimits
+    "initial_lexer_fuel": "compile_fuel",
+    "max_grammar_size": "grammar_symbols",
+    "max_lexer_states": "lexer_states",
+    "step_lexer_fuel": "mask_fuel",
+    "step_max_items": "mask_items",
+    "max_items_in_row": "row_items",
+}
+
+
+def fuel_of(limits: Mapping[str, float]) -> dict[str, int]:
+    """The counts among the fields of GrammarLimits, under the library's names."""
+    return {name: int(limits[field]) for name, field in FUEL.items()}
+
+
+class LLGuidance:
+    """Makes matchers; also the token table in the form that the library expects."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], stop_token_ids: Sequence[int], non_text_ids: Sequence[int], fuel: Mapping[str, int]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, stop_token_ids[0], non_text_ids
+        self._tokenizer = llguidance.LLTokenizer(self, eos_token=list(stop_token_ids))  # type: ignore[arg-type]
+        # Counted work limits a step before time does, so that the same text is rejected on every machine.
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, **fuel)  # type: ignore[arg-type]
+
+    def __call__(self, text: str) -> Sequence[int]:
+        raise RuntimeError("no grammar names tokens, so no text is tokenized")
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """A matcher at the start of a text; `is_error` where the grammar cannot be compiled."""
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -1,0 +1,28 @@
+"""Configs that are written for heads: the reader makes the same config of them, and unsupported layers are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig, read_config
+from tools.train.saving import layer_fields, save_eagle3
+
+LAYER = LlamaConfig(64, 32, 40, 4, 2, 8, (None,), rope=RopeConfig(500.0), dtype=torch.float32)
+
+
+def test_layer_fields_round_trip() -> None:
+    for config in (LAYER, replace(LAYER, rope=RopeConfig(500.0, 4.0)), replace(LAYER, windows=(8,), qkv_bias=True)):
+        assert read_config(layer_fields(config) | {"torch_dtype": "float32"}) == config
+
+
+def test_unsupported_layers_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="head_norms: got True with qkv_bias != output_bias"):
+        layer_fields(replace(LAYER, head_norms=True, qkv_bias=True))
+    head = Eagle3(Eagle3Config(replace(LAYER, head_norms=True), (0, 1, 2), 32, 64))
+    with pytest.raises(ValueError, match=r"Eagle3Config\.layer: got a layer of Qwen3ForCausalLM, expected a layer of LlamaForCausalLM"):
+        save_eagle3(tmp_path / "head", head)
