@@ -18,7 +18,7 @@ from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.sampler import Param
@@ -156,9 +156,9 @@ class RoundBench:
         states = self.buffers.row_state.cpu()
         for row in self.buffers.batch_rows[:size].tolist():
             grammar = compiled(GRAMMAR)
-            ruled = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
+            constrained = grammar is not None and row != self.limits.dummy_row and bool(states[row, Column.CONSTRAINED])
             committed = int(states[row, Column.GENERATED])
-            rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and ruled else None)
+            rows.append(self.host.row(int(states[row, Column.OWNER]), grammar.matcher(), committed) if grammar and constrained else None)
         self.host.push_batch(rows)
 
     def stage_steps(self, constrained: bool, sampled: bool = False) -> dict[str, Step]:

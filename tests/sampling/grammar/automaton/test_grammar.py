@@ -22,11 +22,29 @@ from tests.helpers.automaton_reference import MOVE_INTS, ReferenceAutomaton
 
 # All single bytes, so that every text can be spelled; tokens that begin or end in the middle of a string or a character; long runs.
 PIECES = (b'{"', b'":', b'": ', b'", "', b'"}', b"}]", b"]}", b"[[", b", ", b"true", b"null", b"12", b"aa", b"aaaa", b"ab", b'a"', b'a",')
-PARTS = ("é".encode()[:1], "é".encode()[1:] + b"x", "日本".encode(), "日".encode()[:2], b"a" * 8, b"\\n", b"\\u00", b"))", b"((", b"<t>", b"t>1")
-VOCABULARY = Vocabulary([*(bytes([code]) for code in range(256)), *PIECES, *PARTS, b"", b"<control>", b"<stop>"], [286], control_token_ids=[285])
+PARTS = (
+    "é".encode()[:1],
+    "é".encode()[1:] + b"x",
+    "日本".encode(),
+    "日".encode()[:2],
+    b"a" * 8,
+    b"\\n",
+    b"\\u00",
+    b"))",
+    b"((",
+    b"<t>",
+    b"t>1",
+)
+VOCABULARY = Vocabulary(
+    [*(bytes([code]) for code in range(256)), *PIECES, *PARTS, b"", b"<control>", b"<stop>"], [286], control_token_ids=[285]
+)
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
     "required": ["name", "tags"],
 }
 TREE = {
@@ -64,7 +82,9 @@ CONSTRAINTS = {
     "left recursion": Constraint.ebnf('root ::= root "a" | "b"'),
     "brackets": Constraint.ebnf('root ::= "(" root ")" | "[" list "]" | "a"\nlist ::= root | root "," list'),
     "expression": Constraint.ebnf('root ::= term | root "+" term\nterm ::= "(" root ")" | [0-9]+ | "(" ")"'),
-    "tags": Constraint.structural_tag({"triggers": ["<t>"], "structures": [{"begin": "<t>", "schema": {"type": "integer"}, "end": "</t>"}]}),
+    "tags": Constraint.structural_tag(
+        {"triggers": ["<t>"], "structures": [{"begin": "<t>", "schema": {"type": "integer"}, "end": "</t>"}]}
+    ),
 }
 COMPILERS = {name: GrammarCompiler(VOCABULARY, backend=name) for name in ("automaton", "xgrammar")}
 
@@ -133,8 +153,7 @@ def test_a_token_is_legal_where_its_bytes_are(name: str) -> None:
         legal = {
             token_id
             for token_id, token in enumerate(VOCABULARY.for_xgrammar)
-            if (token and reference.walk(place, token) is not None)
-            or (token_id in VOCABULARY.stop_token_ids and reference.accepts(place))
+            if (token and reference.walk(place, token) is not None) or (token_id in VOCABULARY.stop_token_ids and reference.accepts(place))
         }
         assert set(mask(matcher)[1]) == legal
 
