@@ -1,7 +1,7 @@
-"""The C library, which pyproject.toml cannot declare yet: plain C, loaded with ctypes.
+"""The C library, which pyproject.toml cannot declare yet: C, and C++ for the compiler of automata, loaded with ctypes.
 
-It is optional. Without a C compiler the installation goes on without it: grammars are driven from Python, and models and token choices on
-the CPU run in torch.
+It is optional. Without a C and C++ compiler the installation goes on without it: grammars are driven from Python, and models and token
+choices on the CPU run in torch.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class EngineConfig:
     filters: str = "auto"  # top-k, top-p etc. on a GPU: flashinfer, triton, torch, or auto: the first whose self-test passes
     buckets: tuple[int, ...] | None = None  # batch sizes with a graph; None: powers of two and max_rows
     backend: str = "auto"  # tape, cuda, or auto: by the device of the target model
-    grammar_backend: BackendChoice = "auto"  # for constraints without one: xgrammar, llguidance, or auto
+    grammar_backend: BackendChoice = "auto"  # for constraints without one: xgrammar, automaton, llguidance, or auto
     save_hidden_states: str | Path | None = None  # save target hidden states to this folder, to train a draft model
     states_shard_bytes: int = 1 << 28  # size of one such file; up to twice as much is buffered in memory
     grammar_limits: GrammarLimits = DEFAULTS  # time and memory limits of one constraint

@@ -1,7 +1,7 @@
 """The C library of the package: built when the package is installed on a machine with a C compiler, loaded with ctypes.
 
-It holds the host link of the grammars (grammar/link/c), token choice (kernels/c) and model layers on the CPU (graphs/layers/c).
-Without it grammars are driven from Python, and the operations run in torch.
+It holds the automata of grammars (grammar/automaton/c) and their host link (grammar/link/c), token choice (kernels/c), and model layers on
+the CPU (graphs/layers/c). Without it grammars are driven from Python, and the operations run in torch.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Constraint:
     `any_whitespace` allows blanks between JSON tokens, up to a limit per run. It is off by default: a model that may emit blanks
     may do so until the request ends.
 
-    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce. The constraint begins
-    after `marker`, see `after`.
+    `backend` names the grammar library. "auto" is xgrammar, and llguidance for what xgrammar does not enforce. "automaton" compiles
+    the grammars of xgrammar to tables. The constraint begins after `marker`, see `after`.
     """
 
     kind: ConstraintKind

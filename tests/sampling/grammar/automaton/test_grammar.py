@@ -239,7 +239,7 @@ def test_a_bound_of_32767_takes_no_more_states_than_one_of_500() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(constraint: Constraint, limits: dict[str, int], reason: str) -> None:
-    compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))  # type: ignore[arg-type]
+    compiler = GrammarCompiler(VOCABULARY, backend="automaton", limits=GrammarLimits(**limits))
     with pytest.raises(ValueError, match=reason):
         compiler.compile(constraint)
 
