@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling import acceptance, bitmask
+from stepgraph.sampling import acceptance, bitmask, rejection
 from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.status import MaskStatus
 
@@ -107,12 +107,12 @@ def test_a_matcher_that_fails_behind_a_draft_changes_no_token_in_front(seed: int
     )
     finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
     clean = torch.full((batch, k + 1), int(MaskStatus.OK))
-    wanted, held = acceptance.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
+    wanted, held = rejection.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
     for place in range(k):
         failed = clean.clone()
         failed[:, place + 1 :] = int(MaskStatus.NONE)
         failed[:, place + 1] = int(MaskStatus.FAULT)
-        tokens, accepted = acceptance.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
+        tokens, accepted = rejection.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
         assert torch.equal(accepted, held.clamp(max=place + 1))
         told = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(place + 1))[:, None]
         assert torch.equal(tokens[told], wanted[told])
