@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from stepgraph.graphs.backends import EagerStep
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, Step
-from stepgraph.graphs.eager import EagerStep
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.shapes import GraphKey
 

@@ -36,15 +36,12 @@ class JobStream:
                 return event
             if ended:
                 raise StopAsyncIteration
-            reader = self._stepper.loop.create_future()
-            buffer.readers.append(reader)
+            buffer.changed.clear()
             try:
-                await reader
+                await buffer.changed.wait()
             except asyncio.CancelledError:
                 self._stepper.engine.cancel(self.job)
                 raise
-            finally:
-                buffer.readers.remove(reader)
 
     async def result(self) -> Job:
         """Read to the end and return the finished job."""
@@ -89,7 +86,7 @@ class AsyncEngine:
         self._submit_lock = asyncio.Lock()  # a used lock is bound to its event loop
         weakref.finalize(self, stepper.stop, drain=False).atexit = False
         try:
-            await stepper.opened
+            await stepper.opened.wait()
         except asyncio.CancelledError:
             stepper.stop(drain=False)
             raise
@@ -144,13 +141,13 @@ class AsyncEngine:
         stepper = self.check("AsyncEngine.close")
         stepper.stop(drain)
         try:
-            await asyncio.shield(stepper.ended)
+            await stepper.ended.wait()
         except asyncio.CancelledError:
             stepper.stop(drain=False)
-            await asyncio.shield(stepper.ended)
+            await stepper.ended.wait()
             raise
         finally:
-            if stepper.ended.done():
+            if stepper.ended.is_set():
                 stepper.thread.join()
 
     def check(self, call: str) -> StepThread:

@@ -25,7 +25,7 @@ class StreamBuffer:
         self.known = self.read = 0  # tokens
         self.drafts = NO_DRAFTS  # since the last read
         self.unread = self.ended = False
-        self.readers: list[asyncio.Future[None]] = []  # used by the event loop only
+        self.changed = asyncio.Event()  # used by the event loop only
 
     def add(self, event: StepEvent) -> None:
         self.known += len(event.tokens)
@@ -53,23 +53,19 @@ class StreamBuffer:
         self.read, self.unread, self.drafts = self.known, False, NO_DRAFTS
         return event
 
-    def wake_readers(self) -> None:
-        for reader in self.readers:
-            _resolve(reader)
-
 
 class StepThread:
     """Steps an engine in a thread. Holds no reference to the AsyncEngine, so that one dropped without close() can be finalised."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine, self.loop, self.process = engine, loop, os.getpid()
-        self.opened, self.ended = loop.create_future(), loop.create_future()
+        self.opened, self.ended = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
         self.stopping = self._cancel_jobs = False
         self._lock = threading.Lock()
         self._buffers: dict[int, StreamBuffer] = {}
         self._unread: list[StreamBuffer] = []
-        self._room: asyncio.Future[None] | None = None
+        self._room: asyncio.Event | None = None
         self._notified = False  # a call of _wake_readers is scheduled
         self._last_jobs: Sequence[Job] | None = None  # those to finish before the thread ends
         self.thread = threading.Thread(target=self._run, name="stepgraph-aio", daemon=True)
@@ -89,10 +85,11 @@ class StepThread:
     async def wait_for_room(self) -> None:
         """Wait until the queue may have room. For one task at a time."""
         while self.engine.queue.full and not self.stopping:
+            room = asyncio.Event()
             with self._lock:
-                self._room = self.loop.create_future()
-            if self.engine.queue.full:  # otherwise room appeared before the thread could see the future
-                await self._room
+                self._room = room
+            if self.engine.queue.full:  # otherwise room appeared before the thread could see the event
+                await room.wait()
 
     def stop(self, drain: bool) -> None:
         """Ask the thread to end after the present jobs have ended, or to cancel them. Takes no lock, as finalisers call it."""
@@ -116,7 +113,7 @@ class StepThread:
                 if not self.engine.captured:
                     self.engine.capture()
                 self.engine.wait(0)  # raises if the engine is closed
-                self._call_in_loop(_resolve, self.opened)
+                self._call_in_loop(self.opened.set)
                 while not self._done():
                     if self.engine.wait():
                         self._distribute(self.engine.step())
@@ -129,8 +126,8 @@ class StepThread:
             self._unread.extend(self._buffers.values())
             self._buffers.clear()
         self._call_in_loop(self._wake_readers)
-        self._call_in_loop(_resolve, self.opened)
-        self._call_in_loop(_resolve, self.ended)
+        self._call_in_loop(self.opened.set)
+        self._call_in_loop(self.ended.set)
 
     def _done(self) -> bool:
         if not self.stopping:
@@ -165,18 +162,11 @@ class StepThread:
             unread, self._unread = self._unread, []
             room, self._room = self._room, None
             self._notified = False
-        if room is not None:
-            _resolve(room)
-        for buffer in unread:
-            buffer.wake_readers()
+        for event in (*(buffer.changed for buffer in unread), *((room,) if room else ())):
+            event.set()
 
     def _call_in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         try:
             self.loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop was closed without close(): there are no readers left
             self.stop(drain=False)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -65,8 +66,7 @@ class EngineParts:
         self.backend = backend or backend_for(config.backend, models, config.nvtx)
         self.watchdog = Watchdog(self.backend, config.round_timeout_seconds)
         timed, device, proposer = self.watchdog.backend, self.backend.device, models.proposer
-        check_device(models, self.backend)
-        check_mode(models)
+        check_models(models, self.backend)
         saved = states_layout(target) if config.save_hidden_states else None
         forced = forces_drafts(config, models, vocabulary)
         self.buffers = buffers = make_buffers(limits, models, self.backend, config.greedy_only, saved, forced)
@@ -160,21 +160,16 @@ def device_of(model: object) -> torch.device:
     return next(iter(_devices(model)), torch.device("cpu"))
 
 
-def check_device(models: ModelPair, backend: Backend) -> None:
+def check_models(models: ModelPair, backend: Backend) -> None:
+    """ValueError for tensors on another device, and for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
     for name, model in (("target", models.target), ("draft", models.drafter)):
         wrong = [device for device in _devices(model) if device != backend.device]
         if wrong:
             raise ValueError(
                 f"Engine.{name}: got tensors on {wrong[0]}, expected {backend.device}, the device of the {backend.name} backend"
             )
-
-
-def check_mode(models: ModelPair) -> None:
-    """ValueError for active dropout: a CUDA graph would freeze it, and the tape cannot record it."""
-    for name, model in (("target", models.target), ("draft", models.drafter)):
-        if not isinstance(model, nn.Module):
-            continue
-        for inner, module in model.named_modules():
+        modules: Iterable[tuple[str, nn.Module]] = model.named_modules() if isinstance(model, nn.Module) else ()
+        for inner, module in modules:
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
                 raise ValueError(f"Engine.{name}: {inner or type(module).__name__} is dropout in training mode; call .eval() first")
 

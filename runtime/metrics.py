@@ -5,6 +5,7 @@ Written here and not by prometheus_client, which prints counts as floats (10**18
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -23,115 +24,82 @@ Sample = tuple[Labels, float]  # labels beyond the common ones, value
 
 class Metric(NamedTuple):
     name: str  # without the prefix
-    kind: str  # counter or gauge
+    kind: str  # counter, gauge or histogram
     description: str
     samples: Iterable[Sample]
-
-
-class Distribution(NamedTuple):
-    name: str
-    description: str
-    histogram: Histogram
+    suffixes: Iterable[str] = itertools.repeat("")  # of the name, by sample
 
 
 def prometheus_text(stats: EngineStats, labels: Mapping[str, str] | None = None) -> str:
     """All metrics, with `labels` on every line. ValueError for a label name that is malformed or used by a metric itself."""
     common = _checked_labels(labels)
-    lines = [line for metric in _metrics(stats) for line in _metric_lines(metric, common)]
-    lines += [line for distribution in _distributions(stats) for line in _histogram_lines(distribution, common)]
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for metric in _metrics(stats) for line in _lines(metric, common))
 
 
-def _metrics(stats: EngineStats) -> Iterator[Metric]:
-    yield from _jobs(stats)
-    yield from _drafts(stats)
-    yield from _rounds(stats)
-    yield from _grammars(stats)
-    yield from _pages(stats)
-
-
-def _jobs(stats: EngineStats) -> Iterator[Metric]:
-    yield _counter("tokens", "Tokens emitted.", stats.tokens)
-    yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
-    yield _counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens)
-    yield _counter("submitted", "Requests submitted.", stats.submitted)
-    finished = [({"reason": reason}, count) for reason, count in stats.finished]
-    yield _counters("finished", "Requests finished, by finish reason.", finished)
-    yield _gauge("running", "Requests with a row.", stats.running)
-    yield _gauge("waiting", "Requests waiting for a row.", stats.waiting)
-    yield _gauge("most_waiting", "Maximum of waiting.", stats.most_waiting)
-    yield _counter("saved_texts", "Texts whose hidden states were saved.", stats.saved_texts)
-    yield _counter("unsaved_texts", "Texts whose hidden states could not be saved.", stats.unsaved_texts)
-
-
-def _drafts(stats: EngineStats) -> Iterator[Metric]:
-    drafting = stats.drafting
-    yield _counter("accepted_drafts", "Drafts accepted.", stats.drafts.accepted)
-    yield _counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds)
-    yield _counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens)
-    yield _counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full)
+def _metrics(stats: EngineStats) -> list[Metric]:
+    drafts, drafting, grammars, exposed = stats.drafts, stats.drafting, stats.grammars, stats.exposed_wait_seconds
     losses = [({"cause": loss.value}, getattr(drafting, loss.value)) for loss in Loss]
-    yield _counters("lost_chains", "The other drafting rounds, by the first cause in the chain.", losses)
-    yield _counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered))
-    yield _counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted))
-    yield _counter("forced_drafts", "Drafts forced by a grammar.", stats.drafts.forced)
-    yield _counter("accepted_forced_drafts", "Forced drafts accepted.", stats.drafts.accepted_forced)
-    yield _counter("looked_up_drafts", "Drafts found by look-up.", stats.drafts.looked_up)
-    yield _counter("accepted_looked_up_drafts", "Looked-up drafts accepted.", stats.drafts.accepted_looked_up)
-
-
-def _rounds(stats: EngineStats) -> Iterator[Metric]:
-    yield _counter("rounds", "Rounds launched.", stats.rounds)
-    yield _counter("replays", "Graphs replayed.", stats.replays)
-    yield _counters(
-        "eager_rounds",
-        "Rounds that replayed no graph.",
-        [({"reason": stats.eager_reason}, stats.eager_rounds)] if stats.eager_reason else [],
-    )
     graphs = [(_key(graph.key), graph) for graph in stats.graphs]
-    yield _counters("graph_rounds", "Rounds, by graph.", [(key, graph.rounds) for key, graph in graphs])
-    yield _counters(
-        "graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]
-    )
-    yield _counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs])
-    yield _counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs)
-    yield _counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits)
-
-
-def _grammars(stats: EngineStats) -> Iterator[Metric]:
-    grammars = stats.grammars
-    yield _counter("mask_fills", "Masks filled.", stats.mask_fills)
-    yield _counter("matcher_accepts", "Tokens accepted by matchers.", stats.matcher_accepts)
-    yield _counter("matcher_rollbacks", "Rollbacks of matchers.", stats.matcher_rollbacks)
-    yield _gauge("longest_host_node_seconds", "Duration of the longest host node.", stats.longest_host_node_seconds)
-    if stats.exposed_wait_seconds is not None:
-        yield _counter("exposed_wait_seconds", "Time that the main stream waited for masks.", stats.exposed_wait_seconds)
-    yield _counter("grammar_cache_hits", "Grammars found compiled or being compiled.", grammars.hits)
-    yield _counter("grammar_cache_misses", "Grammars that had to be compiled.", grammars.misses)
-    yield _counter("grammar_cache_evictions", "Grammars evicted.", grammars.dropped)
-    yield _gauge("grammar_cache_bytes", "Bytes of the cached grammars.", grammars.nbytes)
-    yield _gauge("grammars", "Cached grammars.", grammars.grammars)
-    yield _counter("compiles", "Successful compiles.", grammars.compiles)
-    yield _counter("compile_failures", "Failed compiles.", grammars.failures)
-    yield _counter("compile_seconds", "Total compile time.", grammars.compile_seconds)
-    yield _gauge("longest_compile_seconds", "Duration of the longest compile.", grammars.longest_compile_seconds)
-    yield _gauge("compiles_running", "Compiles in progress.", grammars.running)
-    yield _gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting)
-    yield _counter("compile_workers_started", "Worker processes started.", grammars.workers_started)
-
-
-def _pages(stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("pages", "Cache pages.", stats.pages)
-    yield _gauge("free_pages", "Free pages, including pages kept only for their prefix.", stats.free_pages)
-    yield _gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages)
-    yield _gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages)
-    yield _counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages)
-
-
-def _distributions(stats: EngineStats) -> Iterator[Distribution]:
-    yield Distribution("host_node_seconds", "Duration of host nodes.", stats.host_nodes)
-    yield Distribution("queue_seconds", "Time from submit to a row.", stats.queue_seconds)
-    yield Distribution("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds)
+    return [
+        _counter("tokens", "Tokens emitted.", stats.tokens),
+        _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+        _counter("reused_prompt_tokens", "Prompt tokens found in the cache.", stats.reused_tokens),
+        _counter("submitted", "Requests submitted.", stats.submitted),
+        _counters("finished", "Requests finished, by finish reason.", [({"reason": reason}, count) for reason, count in stats.finished]),
+        _gauge("running", "Requests with a row.", stats.running),
+        _gauge("waiting", "Requests waiting for a row.", stats.waiting),
+        _gauge("most_waiting", "Maximum of waiting.", stats.most_waiting),
+        _counter("saved_texts", "Texts whose hidden states were saved.", stats.saved_texts),
+        _counter("unsaved_texts", "Texts whose hidden states could not be saved.", stats.unsaved_texts),
+        _counter("accepted_drafts", "Drafts accepted.", drafts.accepted),
+        _counter("drafting_rounds", "Rounds of a row for which drafts could be made.", drafting.rounds),
+        _counter("drafting_tokens", "Tokens emitted in these rounds; divided by drafting_rounds: the accepted length.", drafting.tokens),
+        _counter("full_chains", "Drafting rounds in which every draft was accepted.", drafting.full),
+        _counters("lost_chains", "The other drafting rounds, by the first cause in the chain.", losses),
+        _counters("position_offered", "Drafts offered, by position in the chain.", _by_position(drafting.offered)),
+        _counters("position_accepted", "Drafts accepted, by position in the chain.", _by_position(drafting.accepted)),
+        _counter("forced_drafts", "Drafts forced by a grammar.", drafts.forced),
+        _counter("accepted_forced_drafts", "Forced drafts accepted.", drafts.accepted_forced),
+        _counter("looked_up_drafts", "Drafts found by look-up.", drafts.looked_up),
+        _counter("accepted_looked_up_drafts", "Looked-up drafts accepted.", drafts.accepted_looked_up),
+        _counter("rounds", "Rounds launched.", stats.rounds),
+        _counter("replays", "Graphs replayed.", stats.replays),
+        _counters(
+            "eager_rounds",
+            "Rounds that replayed no graph.",
+            [({"reason": stats.eager_reason}, stats.eager_rounds)] if stats.eager_reason else [],
+        ),
+        _counters("graph_rounds", "Rounds, by graph.", [(key, graph.rounds) for key, graph in graphs]),
+        _counters("graph_padded_rounds", "Rounds with fewer rows than their graph.", [(key, graph.padded_rounds) for key, graph in graphs]),
+        _counters("graph_padded_rows", "Rows of graphs without a request.", [(key, graph.padded_rows) for key, graph in graphs]),
+        _counter("host_syncs", "Waits of the launching thread for the whole device.", stats.host_syncs),
+        _counter("event_waits", "Waits for the results of a round, or for pinned memory that is still being copied.", stats.event_waits),
+        _counter("mask_fills", "Masks filled.", stats.mask_fills),
+        _counter("matcher_accepts", "Tokens accepted by matchers.", stats.matcher_accepts),
+        _counter("matcher_rollbacks", "Rollbacks of matchers.", stats.matcher_rollbacks),
+        _gauge("longest_host_node_seconds", "Duration of the longest host node.", stats.longest_host_node_seconds),
+        *([] if exposed is None else [_counter("exposed_wait_seconds", "Time that the main stream waited for masks.", exposed)]),
+        _counter("grammar_cache_hits", "Grammars found compiled or being compiled.", grammars.hits),
+        _counter("grammar_cache_misses", "Grammars that had to be compiled.", grammars.misses),
+        _counter("grammar_cache_evictions", "Grammars evicted.", grammars.dropped),
+        _gauge("grammar_cache_bytes", "Bytes of the cached grammars.", grammars.nbytes),
+        _gauge("grammars", "Cached grammars.", grammars.grammars),
+        _counter("compiles", "Successful compiles.", grammars.compiles),
+        _counter("compile_failures", "Failed compiles.", grammars.failures),
+        _counter("compile_seconds", "Total compile time.", grammars.compile_seconds),
+        _gauge("longest_compile_seconds", "Duration of the longest compile.", grammars.longest_compile_seconds),
+        _gauge("compiles_running", "Compiles in progress.", grammars.running),
+        _gauge("compiles_waiting", "Compiles waiting for a thread.", grammars.waiting),
+        _counter("compile_workers_started", "Worker processes started.", grammars.workers_started),
+        _gauge("pages", "Cache pages.", stats.pages),
+        _gauge("free_pages", "Free pages, including pages kept only for their prefix.", stats.free_pages),
+        _gauge("most_used_pages", "Maximum of pages in use.", stats.most_used_pages),
+        _gauge("cached_pages", "Pages findable by prefix.", stats.cached_pages),
+        _counter("evicted_pages", "Cached pages evicted.", stats.evicted_pages),
+        _histogram("host_node_seconds", "Duration of host nodes.", stats.host_nodes),
+        _histogram("queue_seconds", "Time from submit to a row.", stats.queue_seconds),
+        _histogram("first_token_seconds", "Time from submit to the first token.", stats.first_token_seconds),
+    ]
 
 
 def _counter(name: str, description: str, value: float) -> Metric:
@@ -146,6 +114,13 @@ def _counters(name: str, description: str, samples: Iterable[Sample]) -> Metric:
     return Metric(f"{name}_total", "counter", description, samples)
 
 
+def _histogram(name: str, description: str, histogram: Histogram) -> Metric:
+    bounds = [*map(_number, histogram.bounds), "+Inf"]
+    buckets = [({"le": bound}, count) for bound, count in zip(bounds, histogram.cumulative, strict=True)]
+    suffixes = [*["_bucket"] * len(buckets), "_sum", "_count"]
+    return Metric(name, "histogram", description, [*buckets, ({}, histogram.total), ({}, histogram.count)], suffixes)
+
+
 def _key(key: GraphKey) -> Labels:
     return {"rows": key.rows, "constrained": str(key.constrained).lower(), "sampled": str(key.sampled).lower()}
 
@@ -154,26 +129,12 @@ def _by_position(values: Iterable[int]) -> list[Sample]:
     return [({"position": position}, value) for position, value in enumerate(values, 1)]
 
 
-def _metric_lines(metric: Metric, common: Labels) -> Iterator[str]:
+def _lines(metric: Metric, common: Labels) -> Iterator[str]:
     name = f"stepgraph_{metric.name}"
-    yield from _head(name, metric.kind, metric.description)
-    for labels, value in metric.samples:
-        yield _line(name, {**common, **labels}, value)
-
-
-def _histogram_lines(distribution: Distribution, common: Labels) -> Iterator[str]:
-    name, histogram = f"stepgraph_{distribution.name}", distribution.histogram
-    yield from _head(name, "histogram", distribution.description)
-    bounds = [*(_number(bound) for bound in histogram.bounds), "+Inf"]
-    for bound, count in zip(bounds, histogram.cumulative, strict=True):
-        yield _line(f"{name}_bucket", {**common, "le": bound}, count)
-    yield _line(f"{name}_sum", common, histogram.total)
-    yield _line(f"{name}_count", common, histogram.count)
-
-
-def _head(name: str, kind: str, description: str) -> Iterator[str]:
-    yield f"# HELP {name} {description}"
-    yield f"# TYPE {name} {kind}"
+    yield f"# HELP {name} {metric.description}"
+    yield f"# TYPE {name} {metric.kind}"
+    for suffix, (labels, value) in zip(metric.suffixes, metric.samples, strict=False):
+        yield _line(name + suffix, {**common, **labels}, value)
 
 
 def _line(name: str, labels: Labels, value: float) -> str:

@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import GraphKey, drafting, stages
+from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.capture import use_context
-from stepgraph.graphs.eager import EagerContext
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config

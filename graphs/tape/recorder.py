@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy from before the first write
         self._stream, self._stage = MAIN, STEP
-        self._paused = False
+        self.paused = False
         self._failure: CaptureError | None = None
 
     def record_step(self, step: Step) -> None:
@@ -87,7 +87,8 @@ class Recorder(TorchDispatchMode):
                 raise self._failure
             loose = self.races.unjoined()
             if loose is not None:
-                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", self._site_of(loose))
+                site = next(node.site for node in reversed(self.nodes) if node.actor == loose)
+                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", site)
         finally:
             torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
@@ -95,24 +96,17 @@ class Recorder(TorchDispatchMode):
             for generator, state in states:
                 generator.set_state(state)
 
-    def _site_of(self, actor: str) -> Site:
-        return next(node.site for node in reversed(self.nodes) if node.actor == actor)
-
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
-        self._paused, before = True, self._paused
+        self.paused, before = True, self.paused
         try:
             yield
         except CaptureError as error:
             self._failure = self._failure or error
             raise
         finally:
-            self._paused = before
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
+            self.paused = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -125,7 +119,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs)
         with self.working():
             self._join_or_fail(func._schema.name)
@@ -299,20 +293,17 @@ def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:
     """Record with other buffer contents, to find values that the step read from them without an operation."""
-    saved = {name: buffers[name].clone() for name in buffers}
-    try:
-        for name in saved:
+    with contextlib.ExitStack() as restored:
+        for name in buffers:
+            restored.callback(buffers[name].copy_, buffers[name].clone())
             _perturb(buffers[name])
-        return record()
-    except CaptureError:
-        raise
-    except Exception:  # the altered values are invalid, such as an index out of range
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
-        return record()
-    finally:
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
+        try:
+            return record()
+        except CaptureError:
+            raise
+        except Exception:  # the altered values are invalid, such as an index out of range
+            restored.close()
+            return record()
 
 
 def _perturb(tensor: torch.Tensor) -> None:

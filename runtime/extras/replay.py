@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,19 +37,40 @@ class RecordedRequest:
     error: str = ""
     end_step: int = 0
 
-    @property
-    def open_ended(self) -> bool:
-        """Whether it was cut off, so that only the tokens that both texts have are compared."""
-        return self.reason in (None, FinishReason.CANCELLED)
 
-
-@dataclass(frozen=True)
+@dataclass
 class RecordedRun:
     path: Path
     header: dict[str, Any]
-    requests: tuple[RecordedRequest, ...]  # in the order of submission
-    steps: int
-    ending: str  # why the recording ends
+    by_id: dict[int, RecordedRequest] = field(default_factory=dict)  # in the order of submission
+    steps: int = 0
+    ending: str = "the process ended"  # why the recording ends
+    closed: bool = False  # jobs that end later were cut off
+
+    @property
+    def requests(self) -> tuple[RecordedRequest, ...]:
+        return tuple(self.by_id.values())
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Add the event of one line. ValueError, KeyError, TypeError or OverflowError if it is malformed."""
+        kind = event["kind"]
+        self.steps = max(self.steps, int(event.get("step", 0)))
+        if kind == "submit":
+            job_id = int(event["job"])
+            self.by_id[job_id] = RecordedRequest(job_id, int(event["step"]), _options(event))
+        elif kind == "refused":
+            self.by_id.pop(event["job"], None)
+        elif kind == "tokens":
+            self.by_id[event["job"]].tokens += map(int, event["tokens"])
+        elif kind == "end" and not self.closed:
+            request = self.by_id[event["job"]]
+            request.reason, request.error, request.end_step = FinishReason(event["reason"]), str(event["error"]), int(event["step"])
+        elif kind == "closed":
+            self.closed, self.ending = True, str(event["why"])
+        elif kind == "full":
+            self.ending = "its size reached Recording.max_bytes"
+        elif kind not in ("end", "cancel"):
+            raise ValueError(f"kind: got {clip_repr(kind)}")
 
     @property
     def config(self) -> EngineConfig:
@@ -97,10 +118,18 @@ def read_recording(path: str | Path) -> RecordedRun:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            header = _header(path, file.readline())
-            return _Reader(path).read(header, file)
+            run = RecordedRun(path, _header(path, file.readline()))
+            for number, line in enumerate(file, 2):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    run.add(json.loads(line))
+                except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                    got = f"{type(error).__name__}: {clip_error(error)}"
+                    raise ValueError(f"{path}:{number}: {got}, expected a line written by Engine(record=...)") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}, expected a file written by Engine(record=...)") from None
+    return run
 
 
 def replay(
@@ -129,44 +158,6 @@ def version_differences(run: RecordedRun) -> tuple[str, ...]:
         for name in sorted({*recorded, *here})
         if recorded.get(name) != here.get(name)
     )
-
-
-class _Reader:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._requests: dict[int, RecordedRequest] = {}
-        self._steps, self._ending, self._closed = 0, "the process ended", False
-
-    def read(self, header: dict[str, Any], lines: Iterator[bytes]) -> RecordedRun:
-        for number, line in enumerate(lines, 2):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                self._add(json.loads(line))
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                got = f"{type(error).__name__}: {clip_error(error)}"
-                raise ValueError(f"{self._path}:{number}: {got}, expected a line written by Engine(record=...)") from None
-        return RecordedRun(self._path, header, tuple(self._requests.values()), self._steps, self._ending)
-
-    def _add(self, event: Mapping[str, Any]) -> None:
-        kind = event["kind"]
-        self._steps = max(self._steps, int(event.get("step", 0)))
-        if kind == "submit":
-            job_id = int(event["job"])
-            self._requests[job_id] = RecordedRequest(job_id, int(event["step"]), _options(event))
-        elif kind == "refused":
-            self._requests.pop(event["job"], None)
-        elif kind == "tokens":
-            self._requests[event["job"]].tokens += map(int, event["tokens"])
-        elif kind == "end" and not self._closed:
-            request = self._requests[event["job"]]
-            request.reason, request.error, request.end_step = FinishReason(event["reason"]), str(event["error"]), int(event["step"])
-        elif kind == "closed":  # jobs that end later were cut off
-            self._closed, self._ending = True, str(event["why"])
-        elif kind == "full":
-            self._ending = "its size reached Recording.max_bytes"
-        elif kind not in ("end", "cancel"):
-            raise ValueError(f"kind: got {clip_repr(kind)}")
 
 
 class _Schedule:
@@ -234,7 +225,8 @@ def _difference(request: RecordedRequest, job: Job) -> Difference | None:
     last = min(len(got), len(recorded)) - 1
     position = next((position for position in range(last) if got[position] != recorded[position]), last)
     recorded_ends, job_ends = position == len(request.tokens), position == len(job.tokens)
-    cut_off = (request.open_ended and recorded_ends) or (job.finish_reason == FinishReason.CANCELLED and job_ends)
+    recorded_open = request.reason in (None, FinishReason.CANCELLED)  # only the tokens that both texts have are compared
+    cut_off = (recorded_open and recorded_ends) or (job.finish_reason == FinishReason.CANCELLED and job_ends)
     if cut_off or got[position] == recorded[position]:
         return None
     error = (request.error if recorded_ends else "") or (job.error if job_ends else "")

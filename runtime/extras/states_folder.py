@@ -11,14 +11,13 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -181,57 +180,6 @@ class StatesWriter:
         self._shards.append(shard)
 
 
-class SavedStates:
-    """The texts of a folder in the order in which they were saved. Tensors are read on access. ValueError for a wrong folder or file."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.layout, shards = read_index(self.folder)
-        self._names = ("token_ids", "prompt_length", *(part for part, _ in self.layout.parts))
-        self._files = [self._opened(shard) for shard in shards]
-        self._texts = [(file, number) for file, shard in zip(self._files, shards, strict=True) for number in range(shard["texts"])]
-        self.lengths = [self._checked_length(index) for index in range(len(self._texts))]
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> SavedText:
-        file, number = self._texts[index]
-        token_ids, prompt_length, *states = (file.get_tensor(f"{number}.{part}") for part in self._names)
-        return SavedText(token_ids, int(prompt_length), states[0], states[-1])
-
-    def token_ids(self, index: int) -> Tensor:
-        """The tokens of one text, without its states."""
-        file, number = self._texts[index]
-        tokens: Tensor = file.get_tensor(f"{number}.token_ids")
-        return tokens
-
-    def __iter__(self) -> Iterator[SavedText]:
-        return (self[index] for index in range(len(self)))
-
-    def _opened(self, shard: Mapping[str, Any]) -> Any:
-        file = _open(self.folder / shard["file"])
-        if len(file.keys()) != shard["texts"] * len(self._names):
-            expected = f"{len(self._names)} for each of {shard['texts']} texts"
-            raise ValueError(f"{self.folder / shard['file']}: got {len(file.keys())} tensors, expected {expected}")
-        return file
-
-    def _checked_length(self, index: int) -> int:
-        """The number of tokens of a text, after its tensors and their shapes are checked."""
-        file, number = self._texts[index]
-        layout = self.layout
-        try:
-            count, *_ = file.get_slice(f"{number}.token_ids").get_shape()
-            for part, size in layout.parts:
-                found = tuple(file.get_slice(f"{number}.{part}").get_shape())
-                if found != (count - 1, size):
-                    raise ValueError(f"{self.folder}: {part} of text {index}: got the shape {found}, expected {(count - 1, size)}")
-            file.get_slice(f"{number}.prompt_length")
-        except SafetensorError as error:
-            raise ValueError(f"{self.folder}: text {index}: {error}") from None
-        return int(count)
-
-
 def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     """Layout and shards of a folder. ValueError if it is not a folder of states."""
     path = folder / INDEX
@@ -254,28 +202,15 @@ def read_index(folder: Path) -> tuple[StatesLayout, list[dict[str, Any]]]:
     return layout, shards
 
 
-class whole_file:
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path that is renamed to `path` at the end of the block, or removed if the block raises."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._part = path, path.with_name(path.name + ".part")
-
-    def __enter__(self) -> Path:
-        return self._part
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                with self._part.open("rb") as written:
-                    os.fsync(written.fileno())
-                os.replace(self._part, self._path)
-        finally:
-            with suppress(OSError):
-                self._part.unlink(missing_ok=True)
-
-
-def _open(path: Path) -> Any:
+    part = path.with_name(path.name + ".part")
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}: {clip_error(error)}") from None
+        yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(part, path)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

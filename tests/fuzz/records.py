@@ -13,12 +13,13 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams
 from stepgraph.graphs import TapeBackend
 from stepgraph.runtime.extras.replay import read_recording, replay_on, version_differences
-from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter
+from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter
 from stepgraph.runtime.models.ngram import NgramLookup
 from tests.fuzz.folders import FolderDoor, chosen, put
 from tests.fuzz.requests import LIMITS, WORKER
 from tests.fuzz.values import Value, blob, bytes_of
 from tests.helpers.toy_engines import TARGET, VOCABULARY
+from tools.train.saved_states import SavedStates
 
 CONFIG = EngineConfig(
     max_rows=2,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.sampling.grammar import GrammarLimits
 from tests.helpers.toy_engines import CONSTRAINTS, DRAFTERS, TARGET, VOCABULARY
 from tests.laws.test_fault_sweep import threads
 from tests.sampling.grammar.compile.test_compiler import SLOW, busy_worker, gone, waited
+from tools.train.saved_states import SavedStates
 
 EXITING = """
 import atexit, os, sys, time, warnings

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from stepgraph import AsyncEngine, Engine, FinishReason, Job
-from stepgraph.runtime.extras.states_folder import SavedStates, StatesWriter
+from stepgraph.runtime.extras.states_folder import StatesWriter
 from tests.graphs.test_graph_set import KEYS, Refusing, serve
 from tests.graphs.test_graph_set import make as make_refusing
 from tests.helpers.aio_runs import check_events
@@ -27,6 +27,7 @@ from tests.helpers.proposers import parrot
 from tests.helpers.toy_engines import VOCABULARY
 from tests.laws.test_fault_sweep import REQUESTS, SAMPLED, Ending, _check_nothing_is_held, close_by, ending, run, submit, sweep
 from tests.laws.test_fault_sweep import make as make_faulty
+from tools.train.saved_states import SavedStates
 
 CALLS: dict[str, tuple[Point, bool]] = {  # the fault point, and whether the drafter is a proposer
     "target forward": (call_raises("target", "forward"), False),

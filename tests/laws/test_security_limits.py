@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from stepgraph import Constraint, Engine, EngineConfig, QueueFullError, SamplingParams, Vocabulary
 from stepgraph.runtime.extras.record import Recording
-from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES, SavedStates
+from stepgraph.runtime.extras.states_folder import MOST_INDEX_BYTES
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.llama_config import _MAX_PARAMETERS, read_config
 from stepgraph.sampling.grammar import GrammarCompiler, GrammarLimits, MaskStatus
@@ -31,6 +31,7 @@ from tests.helpers.grammar_bombs import nested
 from tests.helpers.grammar_texts import PRINTABLE, accepts, claimed, encode, filled
 from tests.helpers.toy_engines import COMPILER, TARGET, VOCABULARY
 from tools.serve.http import Bounds, HttpError, read_json
+from tools.train.saved_states import SavedStates
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")

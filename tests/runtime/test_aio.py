@@ -119,7 +119,7 @@ def test_busy_loop_is_woken_once_for_many_steps(engine: Engine, monkeypatch: pyt
         assert serving._stepper is not None
         serving._stepper.stop(drain=True)
         serving._stepper.thread.join(60)  # the loop looks at nothing until all has ended
-        assert sorted(calls) == ["_resolve", "_resolve", "_wake_readers", "_wake_readers"], "one call for six texts, and those of the end"
+        assert sorted(calls) == ["_wake_readers", "_wake_readers", "set", "set"], "one call for six texts, and those of the end"
         for stream in streams:
             check_events(await read(stream), stream.job)
         await serving.close()

@@ -140,7 +140,7 @@ def test_closing_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -
             await asyncio.to_thread(asleep.wait)
             engine.close()  # wakes the thread that sleeps
             assert serving._stepper is not None
-            await serving._stepper.ended
+            await serving._stepper.ended.wait()
             assert serving.failure is None
             with pytest.raises(EngineClosedError, match="it was closed"):
                 serving.generate([1])

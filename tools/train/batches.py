@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from stepgraph.runtime.extras.states_folder import SavedStates, SavedText
+from stepgraph.runtime.extras.states_folder import SavedText
 from stepgraph.runtime.models.llama import Llama
 from tools.train.plan import TrainingPlan
+from tools.train.saved_states import SavedStates
 
 _SLICE = 256  # positions whose full logits are in memory at once
 

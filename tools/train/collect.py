@@ -16,8 +16,9 @@ from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput
 from stepgraph.runtime.extras.hidden_states import states_layout
-from stepgraph.runtime.extras.states_folder import INDEX, SavedStates, SavedText, StatesWriter
+from stepgraph.runtime.extras.states_folder import INDEX, SavedText, StatesWriter
 from stepgraph.runtime.models.llama import Llama
+from tools.train.saved_states import SavedStates
 from tools.train.texts import Text
 
 PAGE_SIZE = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.runtime.extras.states_folder import SavedStates, StatesLayout, read_index
+from stepgraph.runtime.extras.states_folder import StatesLayout, read_index
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from tools.train.acceptance import measure
@@ -20,6 +20,7 @@ from tools.train.batches import TrainingSet
 from tools.train.collect import answer, check_states, collect
 from tools.train.heads import Head, default_feature_layers
 from tools.train.plan import TrainingPlan
+from tools.train.saved_states import SavedStates
 from tools.train.texts import read_texts
 from tools.train.trainer import Trainer
 from tools.train.vocabulary import check_count, choose_proposed

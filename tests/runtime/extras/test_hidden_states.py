@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import Engine, EngineConfig, Job
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.extras.states_folder import SavedStates, SavedText, StatesLayout, StatesWriter, whole_file
+from stepgraph.runtime.extras.states_folder import SavedText, StatesLayout, StatesWriter, whole_file
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.toy import ToyDraft
 from tests.helpers.families import FEATURE_LAYERS, folder_of, judge
@@ -21,6 +21,7 @@ from tests.helpers.family_texts import CONFIG, CONSTRAINTS, PROMPTS
 from tests.helpers.toy_engines import TARGET, VOCABULARY
 from tests.runtime.models.test_llama_engine import DraftLlama
 from tests.runtime.test_engine import NoSyncs
+from tools.train.saved_states import SavedStates
 
 LAYOUT = StatesLayout("model", 100, (0, 2), 6, 3, "float32")
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, open_checkpoint
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
@@ -22,6 +21,7 @@ from tools.train.batches import TrainingSet, embed
 from tools.train.collect import answer, collect
 from tools.train.heads import Head
 from tools.train.plan import TrainingPlan
+from tools.train.saved_states import SavedStates
 from tools.train.texts import Text
 from tools.train.trainer import Trainer
 from tools.train.unroll import unroll

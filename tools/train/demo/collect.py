@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from stepgraph import Constraint
-from stepgraph.runtime.extras.states_folder import SavedStates
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from tools.train.collect import answer
 from tools.train.demo.prompts import DemoPrompt, prompt
 from tools.train.heads import default_feature_layers
+from tools.train.saved_states import SavedStates
 from tools.train.texts import Encoder
 
 LONGEST_PROMPT = 320
