@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xgrammar
 
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf
+from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
@@ -101,7 +101,7 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, path: str | Path, logits_width: int | None = None, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From the tokenizer inside a GGUF file."""
-        return cls.from_table(read_gguf(Path(path), logits_width), stop_token_ids)
+        return cls.from_table(table_of_metadata(read_gguf_header(Path(path)).metadata, Path(path), logits_width), stop_token_ids)
 
     @classmethod
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
