@@ -38,7 +38,7 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
-from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary

@@ -22,6 +22,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from stepgraph.graphs.buffers import ResultRecord, StaticBuffers
@@ -32,7 +33,6 @@ from stepgraph.graphs.shapes import GraphKey
 from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import HostLink
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
@@ -98,7 +98,8 @@ class ProfiledInFlight(InFlight):
         super().__init__(backend, buffers, graphs, host, limits, states)
         self._range, self._collected, self._active, self._written = profile_range, 0, False, False
         self._with_nsys = profile_range.tool == "nsys" and backend.name == "cuda"
-        self._log = NodeLog((profile_range.last - profile_range.first + 1) * (limits.positions + 1))
+        most_nodes = (profile_range.last - profile_range.first + 1) * (limits.positions + 1)
+        self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
         self._launched: list[Launched] = []
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
@@ -153,13 +154,13 @@ class ProfiledInFlight(InFlight):
                 return
         self._active = True
         self._count_host(-1)
-        self._host.note_nodes(self._log)
+        self._host.log_nodes(self._log)
 
     def _end(self) -> None:
         self._backend.synchronize()
         self._active = False
         self._count_host(+1)
-        self._host.note_nodes(None)
+        self._host.log_nodes(None)
         if self._with_nsys:
             torch.cuda.profiler.stop()
         else:
@@ -174,11 +175,11 @@ class ProfiledInFlight(InFlight):
         """Name, round, start and end of each. A constrained round has all host nodes of its recording, other rounds have none."""
         constrained, names = iter([launched for launched in self._launched if launched.key.constrained]), iter([""])
         number = self._range.first
-        for node in self._log.times:
-            if node.first:
+        for is_first, start_ns, end_ns in self._log[1 : 1 + self._log[0, 0]].tolist():
+            if is_first:
                 number, key, _ = next(constrained)
                 names = iter([run.name for run in self._graphs[key].report.stages if run.kind == "host"])
-            yield next(names, "host node"), number, node.start_ns, node.end_ns
+            yield next(names, "host node"), number, start_ns, end_ns
 
     def _write(self) -> None:
         self._written = True

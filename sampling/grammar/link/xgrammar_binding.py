@@ -13,7 +13,7 @@ import os
 import re
 from typing import Any
 
-from stepgraph.sampling.grammar.link.layout import XGrammarStruct
+from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.native import Unavailable
 
 MATCHER = "xgrammar.tvm_ffi_binding.GrammarMatcher"
@@ -38,7 +38,7 @@ class XGrammarBinding:
         info = _matcher_type()
         self.matcher_type = int(info.type_index)
         self._functions = {name: _method(info, name) for name in SIGNATURES}
-        self.struct = XGrammarStruct(matcher_type=self.matcher_type)
+        self.struct = structs.xgrammar_library(matcher_type=self.matcher_type)
         library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
         for field, symbol in SYMBOLS.items():
             setattr(self.struct, field, _address(tvm, symbol))

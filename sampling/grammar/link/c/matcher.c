@@ -2,8 +2,6 @@
 
 #include "matcher.h"
 
-#include "marker.h"
-
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
