@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xgrammar
+from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr, is_int
+from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
@@ -140,6 +143,24 @@ class Vocabulary:
     def stop_words(self) -> npt.NDArray[np.int32]:
         """[mask_words] one bit per stop token."""
         return self._pack(self.stop_token_ids)
+
+    def mask_row(self, masks: Tensor, index: int) -> npt.NDArray[np.int32]:
+        """Row `index` of masks [rows, mask_words] as an array over the same memory."""
+        if masks.dtype is not torch.int32 or masks.dim() != 2 or masks.shape[1] != self.mask_words or masks.device.type != "cpu":
+            got, expected = f"{masks.dtype} {tuple(masks.shape)} on {masks.device}", f"torch.int32 [rows, {self.mask_words}] on cpu"
+            raise ValueError(f"masks: got {got}, want {expected}")
+        if not masks.is_contiguous() or not 0 <= index < masks.shape[0]:
+            raise ValueError(f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, want a row of a contiguous tensor")
+        row: npt.NDArray[np.int32] = masks[index].numpy()
+        return row
+
+    def classify(self, row: npt.NDArray[np.int32]) -> MaskStatus:
+        """Clear the bits of a filled row that are neither text nor a stop token, and return what remains."""
+        stops = row & self.stop_words
+        row &= self.text_words
+        status = MaskStatus.OK if row.any() else MaskStatus.COMPLETE if stops.any() else MaskStatus.DEAD_END
+        row |= stops
+        return status
 
     @cached_property
     def xgrammar_unsafe_ids(self) -> frozenset[int]:
