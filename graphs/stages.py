@@ -19,9 +19,8 @@ from stepgraph.graphs.layers import slot_mapping
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import TargetModel, check_shape
 from stepgraph.sampling import kernels, processors, rejection, rng, sampler
-from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import GrammarMask
+from stepgraph.sampling.kernels import Emission, GrammarMask
 
 
 def target_verify(buffers: StaticBuffers, batch: Batch, model: TargetModel, limits: Limits) -> tuple[Tensor, Tensor]:

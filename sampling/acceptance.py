@@ -1,39 +1,15 @@
 """Chain verification: how many drafts are accepted, what is emitted, and whether the row is finished. Pure tensor functions.
 
-All decisions of a round about a row are made here, on the device, so that the host can launch the next round without them.
+All decisions of a round about a row are made on the device, so that the host can launch the next round without them. The kernels run
+these functions where they have neither a Triton nor a C implementation.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.status import ROW_RUNNING, MaskStatus
-
-
-class FinishCode(IntEnum):
-    """State of a row. 0 is inert, so zeroed memory runs nothing."""
-
-    RETIRED = 0  # no request owns the row, or its owner was cancelled
-    RUNNING = ROW_RUNNING
-    STOP = 2
-    LENGTH = 3
-    CONSTRAINT_COMPLETE = 4
-    DEAD_END = 5
-    MASK_FAULT = 6  # no valid mask for this row, history and position: nothing may be sampled
-    LOGITS_FAULT = 7  # the best legal logit is not finite
-
-
-class Emission(NamedTuple):
-    """The tokens that one round adds to each row."""
-
-    tokens: Tensor  # [B, K + 1] int64, valid below emitted
-    emitted: Tensor  # [B] int64, number of tokens
-    accepted: Tensor  # [B] int64, number of drafts among them
-    finish: Tensor  # [B] int64 FinishCode
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 
 def mask_status(tags: Tensor, owner: Tensor, generated: Tensor, constrained: Tensor, first: int = 0) -> Tensor:
@@ -69,8 +45,12 @@ def may_accept(status: Tensor, draft_count: Tensor) -> Tensor:
     return legal & (status[:, :-1] == MaskStatus.OK) & (index < draft_count[:, None])
 
 
-def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor) -> Emission:
-    """The accepted drafts and, where a mask allows one, the target's next token; cut at a stop id or at the length limit.
+def emit(
+    sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop_ids: Tensor, room: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the accepted drafts and, where a mask allows one, the target's next token; cut at a stop id or at the length limit.
+
+    Returns the emitted and the accepted tokens, and the FinishCode, [B] int64 each.
 
     sampled, finite, status [B, K + 1]; accepted, room [B]; stop_ids [B, S] padded with -1.
     """
@@ -88,7 +68,7 @@ def emit(sampled: Tensor, finite: Tensor, accepted: Tensor, status: Tensor, stop
     finish = torch.where((last_status == MaskStatus.OK) & ~last_finite, int(FinishCode.LOGITS_FAULT), finish)
     finish = torch.where(count == room, int(FinishCode.LENGTH), finish)
     finish = torch.where(first_stop < count, int(FinishCode.STOP), finish)
-    return Emission(sampled, count, torch.minimum(accepted, count), finish)
+    return count, torch.minimum(accepted, count), finish
 
 
 def _finish_of_status(status: Tensor) -> Tensor:

@@ -15,13 +15,11 @@ import xgrammar
 from torch import Tensor
 
 from stepgraph.sampling.fields import clip_repr, is_int
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.grammar.tokenizers.gguf import read_gguf_header, table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.objects import read_object, table_of_ranks
 from stepgraph.sampling.grammar.tokenizers.table import TokenTable
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_tokenizer_json
-
-BITS_PER_WORD = 32
 
 _DEMO_TOKENS = (b'{"', b'": ', b'": "', b'", "', b'"}', b"}]", b", ", b"[]", b"true", b"false", b"null", b"10", b"name", b"the ")
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
 from stepgraph.sampling.kernels.operation import CKernel, Contiguous, Dense, operation
+
+
+class Emission(NamedTuple):
+    """The tokens that one round adds to each row."""
+
+    tokens: Tensor  # [B, K + 1] int64, valid below emitted
+    emitted: Tensor  # [B] int64, number of tokens
+    accepted: Tensor  # [B] int64, number of drafts among them
+    finish: Tensor  # [B] int64 FinishCode
 
 
 def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> Tensor:
@@ -52,4 +63,4 @@ def chain_accept(
     accepted [B]: how many drafts hold, where that is decided already.
     """
     count = acceptance.count_accepted(sampled, finite, drafts, draft_count, status) if accepted is None else accepted
-    return acceptance.emit(sampled, finite, count, status, stop_ids, room)[1:]
+    return acceptance.emit(sampled, finite, count, status, stop_ids, room)

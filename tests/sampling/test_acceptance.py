@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.sampling import acceptance, bitmask, rejection
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 OK = MaskStatus.OK
 
@@ -81,10 +80,10 @@ def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int)
     row = [torch.tensor([value]) for value in (sampled, finite, drafts, status)]
     row[2] = row[2].to(torch.int64)
     result = acceptance.count_accepted(row[0], row[1], row[2], torch.tensor([count]), row[3])
-    emission = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
-    assert emission.tokens[0, : int(emission.emitted)].tolist() == expected
-    assert int(emission.finish) == reason
-    assert int(emission.accepted) == min(accepted, len(expected))
+    emitted, kept, finish = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
+    assert row[0][0, : int(emitted)].tolist() == expected
+    assert int(finish) == reason
+    assert int(kept) == min(accepted, len(expected))
 
 
 def test_a_tag_counts_only_for_its_owner_history_and_index() -> None:

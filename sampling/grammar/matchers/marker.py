@@ -13,8 +13,8 @@ from torch import Tensor
 from stepgraph.sampling.fields import clip_repr
 from stepgraph.sampling.grammar.matchers.forced import forced_bytes
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 Int32s = npt.NDArray[np.int32]
 
