@@ -108,8 +108,7 @@ class Vocabulary:
     def from_table(cls, table: TokenTable, stop_token_ids: Sequence[int] | None = None) -> Vocabulary:
         """From what a reader of `tokenizers/` returned; ValueError beginning with the table's path or object name."""
         try:
-            stop_ids: list[Any] = table.all_stop_ids if stop_token_ids is None else list(stop_token_ids)
-            return cls(table.token_list, stop_ids, table.logits_width, table.control_ids(stop_ids))
+            return cls(*table.fields(stop_token_ids))
         except (ValueError, TypeError) as error:  # TypeError: a stop id that is a list
             raise ValueError(f"{table.where}: {error}") from None
 

@@ -8,7 +8,7 @@ that depends on adjacent tokens is rejected.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stepgraph.sampling.fields import clip_repr, is_int
@@ -50,19 +50,13 @@ class TokenTable:
             text = name.encode()
         self.tokens[token_id] = text
 
-    @property
-    def token_list(self) -> list[bytes]:
-        """The bytes of all ids in order; b"" for an id that is missing."""
-        return [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
-
-    @property
-    def all_stop_ids(self) -> list[object]:
-        """The stop ids of the tokenizer, and the control tokens that always end a turn."""
-        return list(dict.fromkeys([*self.stop_ids, *(self.control[name] for name in END_OF_TURN if name in self.control)]))
-
-    def control_ids(self, stop_ids: list[int]) -> list[int]:
-        """The ids without text besides these stop tokens, ascending."""
-        return sorted(self._control_ids - set(stop_ids))
+    def fields(self, stop_token_ids: Sequence[Any] | None) -> tuple[list[bytes], list[Any], int | None, list[int]]:
+        """The arguments of Vocabulary: b"" for an id that is missing; by default the tokenizer's stop ids, and the control tokens that
+        always end a turn; without text are the control tokens besides the stop ids."""
+        tokens = [self.tokens.get(token_id, b"") for token_id in range(max(self.tokens, default=-1) + 1)]
+        ends = (self.control[name] for name in END_OF_TURN if name in self.control)
+        stop_ids = list(dict.fromkeys([*self.stop_ids, *ends]) if stop_token_ids is None else stop_token_ids)
+        return tokens, stop_ids, self.logits_width, sorted(self._control_ids - set(stop_ids))
 
 
 def decode_byte_letters(text: str) -> bytes:
