@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import runpy
 import shlex
 import sys
 from collections.abc import Iterator
@@ -20,10 +18,12 @@ from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, capture
 from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor
 from stepgraph.runtime.commands.flags import STEP_EXAMPLE
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.llama_config import Eagle3Config
 from tests.helpers.command_models import doctor_answers, model_folder, recordings
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
+from tests.helpers.tool_runs import parse_flags, run_tool
 from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
@@ -80,10 +80,6 @@ PARSED = {  # the others, and why they do not run here
 }
 
 
-class ParsedError(Exception):
-    """The flags were accepted; the tool must not run."""
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if "save_picture" in block.text:
@@ -129,7 +125,7 @@ def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         code: object = cli.main(words[1:])
     else:
         with pytest.raises(SystemExit) as ended:
-            run_tool(words[1:], monkeypatch)
+            run_tool(*tool_and_flags(words[1:]), monkeypatch)
         code = ended.value.code
     printed, errors = capsys.readouterr()
     assert code in (0, None), errors
@@ -153,28 +149,16 @@ def test_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> N
     elif "pytest" in words:
         assert (ROOT / words[-1]).is_dir()
     elif not any(longer.startswith(f"{command} -") for longer in COMMANDS):  # else the name of a tool that is called elsewhere
-        parse = argparse.ArgumentParser.parse_args
-
-        def parsed(*given: Any) -> None:
-            parse(*given)
-            raise ParsedError
-
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-        with pytest.raises(ParsedError):
-            run_tool(words[1:], monkeypatch)
+        parse_flags(*tool_and_flags(words[1:]), monkeypatch)
 
 
-def run_tool(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def tool_and_flags(words: list[str]) -> tuple[Path, list[str]]:
     """words: after `python`."""
-    if words[0] == "bundle/install.py":  # a copy that tools/gpu_pack.py makes
-        words[0] = "tools/gpu/packing/unpack.py"
-    path, flags = ROOT / words[0], words[1:]
     if words[0] == "-m":
-        module, flags = ROOT / words[1].replace(".", "/"), words[2:]
-        path = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [str(path), *flags])
-    runpy.run_path(str(path), run_name="__main__")
+        module = ROOT / words[1].replace(".", "/")
+        return module / "__main__.py" if module.is_dir() else module.with_suffix(".py"), words[2:]
+    # bundle/install.py is a copy that tools/gpu_pack.py makes
+    return ROOT / ("tools/gpu/packing/unpack.py" if words[0] == "bundle/install.py" else words[0]), words[1:]
 
 
 def test_error_shown_in_the_documentation_is_raised() -> None:

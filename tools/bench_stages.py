@@ -32,9 +32,9 @@ from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.capture import use_context
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stepgraph.sampling import bitmask
 from stepgraph.sampling.grammar.status import BITS_PER_WORD
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.native import CKernel
 
 
 class GrammarMask(NamedTuple):

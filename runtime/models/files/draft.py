@@ -95,7 +95,7 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
         accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
         raise ValueError(f"config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
     except ValueError as error:  # with the draft's path, so that it is not taken for an error of the target
-        raise error if str(draft) in str(error) else ValueError(f"{draft}: {error}") from None
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.eagle3 import Eagle3Config
 from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
-from stepgraph.runtime.models.llama_config import LlamaConfig, count_field, flag_field, read_config, require_off
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, count_field, flag_field, read_config, require_off
 from stepgraph.sampling.fields import is_int
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

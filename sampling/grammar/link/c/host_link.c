@@ -4,13 +4,11 @@
    Nothing is allocated after `stepgraph_open`, no lock is taken that a Python thread can hold, and a failure affects only its
    own row: without a valid tag the device uses no mask of that row. */
 
-#include "llguidance.h"
 #include "matcher.h"
 #include "pool.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 typedef struct {
     int64_t count;
@@ -156,12 +154,6 @@ static unsigned find_active(host_link *link) {
     return items;
 }
 
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 static void count_time(host_link *link, int64_t taken) {
     int bucket = 0;
     while (bucket < NODE_BOUNDS && taken > link->shape.node_bounds_ns[bucket]) bucket++;
@@ -180,10 +172,10 @@ static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ende
 
 void stepgraph_node(void *data) {
     host_node *node = data;
-    int64_t begun = now_ns(), ended;
+    int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
     pool_run(node->link->pool, process_row, node, find_active(node->link));
-    ended = now_ns();
+    ended = ns_of(CLOCK_MONOTONIC);
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
@@ -243,25 +235,4 @@ void stepgraph_counts(const host_link *link, int64_t *counts) {
 
 const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
-}
-
-/* Makes the calls in order on this thread, as the CUDA driver would. For tests and benchmarks. */
-void stepgraph_run_calls(void *data) {
-    call_list *list = data;
-    for (int64_t index = 0; index < list->count; index++) {
-        list->calls[index].function(list->calls[index].data);
-        list->calls[index].finished = seconds_of(CLOCK_MONOTONIC);
-    }
-}
-
-/* Writes the values of layout.OWN_LAYOUT, if there is room for them, and returns their number. */
-int64_t stepgraph_layout(int64_t *values, int64_t room) {
-    const int64_t own[] = {
-        LAYOUT_VERSION, sizeof(token_table), sizeof(forced_text), sizeof(marker_table), sizeof(marker_progress),
-        sizeof(matcher_library), sizeof(matcher_row), sizeof(link_shape), sizeof(host_step), sizeof(host_node),
-        sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list), sizeof(llguidance_library),
-    };
-    int64_t count = sizeof own / sizeof *own;
-    if (count <= room) memcpy(values, own, sizeof own);
-    return count;
 }
