@@ -1,9 +1,8 @@
 """How a step becomes a graph: capture and replay on CUDA or on the tape, static buffers, keys, and the decode round."""
 
-from stepgraph.graphs.backends import capture, make_backend
+from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import Backend, Recorded, RecordedReport, current_context
-from stepgraph.graphs.eager import run_eager
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.graph_set import GraphSet
 from stepgraph.graphs.limits import Limits

@@ -1,14 +1,17 @@
-"""Creates backends, and captures single steps."""
+"""Creates backends, captures single steps, and runs steps without recording them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Check, Recorded, Step
-from stepgraph.graphs.spans import nvtx_range
+from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, RecordedReport, Step, StreamEvent, host_call, use_context
+from stepgraph.graphs.errors import HostNodeError
+from stepgraph.graphs.spans import MakeRange, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
 
 
@@ -53,3 +56,51 @@ def capture(
         backend = "cuda" if buffers.device.type == "cuda" else "tape"
     chosen = make_backend(backend) if isinstance(backend, str) else backend
     return chosen.capture(step, buffers, check=check, between=between, generators=generators)
+
+
+class EagerContext:
+    """Runs a step without recording: one stream, and a host node is a call."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None, ranges: MakeRange | None = None) -> None:
+        self._synchronize = synchronize
+        self._ranges = ranges
+
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return NOTHING if self._ranges is None else self._ranges(name)
+
+    def record(self) -> StreamEvent:
+        return self
+
+    def wait(self, event: StreamEvent) -> None:
+        pass
+
+    def host_node(self, name: str, function: Callable[[], object], *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        self._synchronize()  # device copies may still be writing the pinned memory that the node reads
+        try:
+            with self.stage(name):
+                host_call(name, function)()
+        except Exception as error:
+            raise HostNodeError(name, error) from error
+
+
+@torch.no_grad()
+def run_eager(step: Step, buffers: StaticBuffers, ranges: MakeRange | None = None) -> None:
+    """Run a step once without recording it. Every replay must equal this bit for bit."""
+    synchronize = torch.cuda.synchronize if buffers.device.type == "cuda" else lambda: None
+    with use_context(EagerContext(synchronize, ranges)):
+        step(buffers)
+
+
+class EagerStep:
+    """Takes the place of a recording: `replay` runs the step eagerly."""
+
+    report = RecordedReport(nodes={}, host_nodes=(), nbytes=0, seconds=0.0)
+
+    def __init__(self, backend: Backend, step: Step, buffers: StaticBuffers) -> None:
+        self._backend, self._step, self._buffers = backend, step, buffers
+
+    def replay(self) -> None:
+        self._backend.run(lambda: run_eager(self._step, self._buffers, self._backend.ranges))

@@ -18,7 +18,8 @@ from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.native import CKernel
 
 
 def draft_prefill(
@@ -66,12 +67,13 @@ def choose_draft(
     finite, tokens = choose(buffers, after, step, logits, mask, d2t)
     found = None if chain is None else chain[:, step - 1]
     forced = buffers.batch_forced[step - 1, : len(after.rows)] if mask is not None and "batch_forced" in buffers else None
-    draft = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, forced, mask)
-    certain = [each for each in (draft.looked_up, draft.forced) if each is not None]
-    if draft.looked_up is not None:
-        buffers.row_looked_up[:, step - 1].index_copy_(0, after.rows, draft.looked_up)
-    if draft.forced is not None:
-        buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
+    rule = () if mask is None else rule_of(mask)
+    draft = select_draft(tokens, finite, alive, after.column(Column.DRAFT_LIMIT), step, found, forced, *rule)
+    certain = list[Tensor]()
+    for name, given, taken in (("row_looked_up", found, draft.looked_up), ("row_forced", forced, draft.forced)):
+        if given is not None and taken is not None:
+            buffers[name][:, step - 1].index_copy_(0, after.rows, taken)
+            certain.append(taken)
     if sampled and certain:
         buffers.row_certain[:, step - 1].index_copy_(0, after.rows, functools.reduce(torch.bitwise_or, certain))
     return draft.tokens
@@ -83,6 +85,11 @@ def grammar_mask_of(buffers: StaticBuffers, after: Batch, step: int) -> GrammarM
     tags, masks = (each[step - 1, :size, None] for each in (buffers.batch_tags, buffers.batch_masks))
     status = kernels.mask_status(tags, after.column(Column.OWNER), after.column(Column.GENERATED), constrained, step - 1)
     return GrammarMask(masks, None, constrained, status)
+
+
+def rule_of(mask: GrammarMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks [B, words] of one position, whether a row is constrained, and the status [B] of its mask."""
+    return mask.masks[:, 0], mask.constrained, mask.status[:, 0]
 
 
 def _draft_greedy(
@@ -133,29 +140,8 @@ def store_chain(buffers: StaticBuffers, after: Batch, chain: Tensor) -> None:
 
 class SelectedDraft(NamedTuple):
     tokens: Tensor  # [B] int64, -1 where a row drafts no more
-    looked_up: Tensor | None  # [B] bool: the token is the one that was looked up; None: without look-up
-    forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; None: without forced tokens
-
-
-def select_draft(
-    tokens: Tensor,
-    finite: Tensor,
-    alive: Tensor,
-    limit: Tensor,
-    step: int,
-    looked_up: Tensor | None = None,
-    forced: Tensor | None = None,
-    mask: GrammarMask | None = None,
-) -> SelectedDraft:
-    """tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
-
-    looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
-    leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
-    constrained is never forced.
-    """
-    first = (None, None, None) if mask is None else (mask.masks[:, 0], mask.constrained, mask.status[:, 0])
-    selected, took_found, took_forced = select_draft_tensors(tokens, finite, alive, limit, step, looked_up, forced, *first)
-    return SelectedDraft(selected, None if looked_up is None else took_found, None if forced is None else took_forced)
+    looked_up: Tensor | None  # [B] bool: the token is the one that was looked up; unspecified without a look-up
+    forced: Tensor | None  # [B] bool: the token is the only one that the grammar allows; unspecified without forced tokens
 
 
 def legal(tokens: Tensor, masks: Tensor, constrained: Tensor, status: Tensor) -> Tensor:
@@ -177,8 +163,8 @@ def _select_outputs(tokens: Tensor, finite: Tensor, *_: object) -> SelectedDraft
     return SelectedDraft(torch.empty_like(tokens), torch.empty_like(finite), torch.empty_like(finite))
 
 
-@operation(_select_outputs, name="select_draft", c=CKernel("select_draft", _select_in_c))
-def select_draft_tensors(
+@operation(_select_outputs, c=CKernel("select_draft", _select_in_c))
+def select_draft(
     tokens: Contiguous,
     finite: Contiguous,
     alive: Contiguous,
@@ -186,11 +172,17 @@ def select_draft_tensors(
     step: int,
     looked_up: Tensor | None,
     forced: Contiguous | None,
-    masks: Tensor | None,
-    constrained: Contiguous | None,
-    status: Contiguous | None,
+    masks: Tensor | None = None,
+    constrained: Contiguous | None = None,
+    status: Contiguous | None = None,
 ) -> SelectedDraft:
-    """The draft of every row: the forced token, else the looked-up one if it is legal, else the model\'s; -1 where a row drafts no more."""
+    """The draft of every row: the forced token, else the looked-up one if it is legal, else the model's; -1 where a row drafts no more.
+
+    tokens [B] int64, finite [B] bool: the model's choice, and whether its logit is finite; alive [B] bool; limit [B]: maximum drafts.
+    looked_up [B]: the token found by look-up, -1 where there is none; forced [B]: the token that the grammar forces, -1 where it
+    leaves a choice. In a constrained row both need a valid mask, and a looked-up token has to be legal under it; a row that is not
+    constrained is never forced. masks [B, words], constrained, status [B]: all three, or none without a grammar.
+    """
     took_found = took_forced = None
     mask = None if masks is None or constrained is None or status is None else (masks, constrained, status)
     if looked_up is not None:

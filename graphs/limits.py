@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from stepgraph.sampling.fields import check_fields, whole
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -23,12 +25,8 @@ class Limits:
     prefill_chunk: int = 128
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("num_speculative_tokens", "feature_size") else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Limits.{field.name}: got {value!r}, expected a whole number >= {least}")
-        if self.num_speculative_tokens > 8:
-            raise ValueError(f"Limits.num_speculative_tokens: got {self.num_speculative_tokens}, expected 0 to 8")
+        least_zero = {"num_speculative_tokens": whole(0, 8), "feature_size": whole(0)}
+        check_fields(self, {field.name: least_zero.get(field.name, whole(1)) for field in fields(self)})
         if self.num_tokens > self.vocab_size:
             raise ValueError(f"Limits.num_tokens: got {self.num_tokens}, expected at most vocab_size={self.vocab_size}")
         if self.num_pages < self.pages_per_row:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stepgraph.graphs.batch import Batch
 from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
-from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, select_draft
+from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History, Proposer, check_shape
 from stepgraph.sampling.acceptance import Emission
@@ -55,9 +55,9 @@ def choose_proposed(buffers: StaticBuffers, after: Batch, step: int, proposed: T
     -1 ends a chain. REFUSED, where the proposed token is not legal, ends it as well; statistics count the two separately.
     """
     mask, size = grammar_mask_of(buffers, after, step), len(after.rows)
-    rule, forced = (mask.masks[:, 0], mask.constrained, mask.status[:, 0]), buffers.batch_forced[step - 1, :size]
+    rule, forced = rule_of(mask), buffers.batch_forced[step - 1, :size]
     unforced = torch.where(legal(proposed, *rule), proposed, torch.where(proposed < 0, -1, REFUSED))
-    draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, mask)
+    draft = select_draft(unforced, torch.ones_like(alive), alive, after.column(Column.DRAFT_LIMIT), step, None, forced, *rule)
     assert draft.forced is not None
     buffers.row_forced[:, step - 1].index_copy_(0, after.rows, draft.forced)
     return draft.tokens

@@ -30,7 +30,7 @@ from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.profiled import make_in_flight
+from stepgraph.runtime.profiled import in_flight_type
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import PrefixSharing
@@ -38,7 +38,7 @@ from stepgraph.runtime.upload import Uploader
 from stepgraph.runtime.validate import RequestValidator
 from stepgraph.runtime.watchdog import Watchdog
 from stepgraph.sampling import kernels
-from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import HostLink
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
@@ -86,7 +86,7 @@ class EngineParts:
         self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
-        self.in_flight = make_in_flight(timed, buffers, self.graphs, self.host_link, limits, states)
+        self.in_flight = in_flight_type()(timed, buffers, self.graphs, self.host_link, limits, states)
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:

@@ -15,7 +15,7 @@ from stepgraph.sampling.fields import BOOL, Check, check_fields, check_value, is
 from stepgraph.sampling.grammar.compile.compiler import CACHE_BYTES, GrammarCompiler, Isolation
 from stepgraph.sampling.grammar.compile.limits import DEFAULTS, GrammarLimits
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.native import HOST_LINKS
+from stepgraph.sampling.grammar.link.choose import HOST_LINKS
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.kernels.filter_choice import FILTERS
 

@@ -1,12 +1,13 @@
-"""README and docs: every Python block runs on its own, every command is accepted, every link and test name exists."""
+"""README and docs: every Python block runs on its own, every command runs or at least parses, every link and test name exists."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import re
-import runpy
 import shlex
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import torch
 
 from stepgraph.graphs import BufferSpec, CaptureError, StaticBuffers, capture
 from stepgraph.runtime import cli
+from stepgraph.runtime.commands import doctor
+from stepgraph.runtime.commands.flags import STEP_EXAMPLE
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.files.checkpoint import open_checkpoint
+from stepgraph.runtime.models.llama_config import Eagle3Config
+from tests.helpers.command_models import doctor_answers, model_folder, recordings
 from tests.helpers.documents import BLOCKS, COMMANDS, DOCUMENTS, ROOT, Block
+from tests.helpers.tool_runs import parse_flags, run_tool
+from tools.train.saving import save_eagle3
 
 OUTPUTS = {  # pattern of the printed text, by a phrase of the block
     "ToyDraft(target, agreement=0.8)": r"b'\{\"ok\": (true|false)\}' constraint_complete\n$",
@@ -28,8 +37,47 @@ OUTPUTS = {  # pattern of the printed text, by a phrase of the block
 }
 
 
-class ParsedError(Exception):
-    """The flags were accepted; the tool must not run."""
+PERSON = {"type": "object", "properties": {"name": {"enum": ["Ada"]}}, "required": ["name"], "additionalProperties": False}
+EXECUTED = {  # what runs for a documented command: the same in a temporary folder, made shorter by flags and with names of its files
+    "python tools/gpu_check.py": "python tools/gpu_check.py --list",
+    "python tools/gpu_table.py --write": "python tools/gpu_table.py --check",  # does not write into the repository
+    "python -m tools.operations --write": "python -m tools.operations",
+    "python tools/nsys_profile.py --rounds 20-40 --out /tmp/bench --bench": "python tools/nsys_profile.py --rounds 20-40 --bench --print",
+    "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine -- serve.py --port 8000": (
+        "python tools/nsys_profile.py --rounds 100-200 --out /tmp/mine --print -- serve.py --port 8000"
+    ),
+    "python tools/train_head.py --target model --kind eagle3 --data prompts.jsonl --answers 256 --draft-vocab 4096 --out head": (
+        "python tools/train_head.py --target model --kind eagle3 --data prompts.jsonl --answers 4 --draft-vocab 128 --out head"
+        " --steps 1 --batch-tokens 32 --ttt-steps 1 --report-texts 1 --report-tokens 4 --eval-share 0.5 --quiet"
+    ),
+    "stepgraph bench MODEL --draft path/to/head": "stepgraph bench model --draft path/to/head --repeats 1 --max-new-tokens 2",
+    "stepgraph capture-check my_step:make --replay": "stepgraph capture-check my_step:make --replay",
+    "stepgraph demo": "stepgraph demo --toy --repeats 1 --max-new-tokens 2 -k 1 --no-timeline",
+    "stepgraph doctor": "stepgraph doctor",
+    'stepgraph generate MODEL "Ada is 36" --schema person.json --draft ngram -k 4': (
+        'stepgraph generate model "Ada is 36" --schema person.json --draft ngram -k 4'
+    ),
+    "stepgraph replay run.jsonl --model MODEL": "stepgraph replay run.jsonl --model model",
+    "stepgraph replay run.jsonl --model MODEL --draft DRAFT": "stepgraph replay run.jsonl --model model --draft ngram",
+}
+PARSED = {  # the others, and why they do not run here
+    "make demo": "installs packages",
+    "make models": "installs packages",
+    "make soak": "minutes long",
+    "make soak MINUTES=20": "minutes long",
+    "make stub-cuda": "installs packages",
+    "make test": "runs this test",
+    "python -m pytest -m stub_cuda tests/stub_cuda": "needs a CUDA build of torch",
+    "python -m tests.fuzz": "tests/laws/test_fuzz.py runs it",
+    "python -m tools.bench": "minutes long; tests/tools/bench runs its parts",
+    "python -m tools.soak": "tests/laws/test_soak.py runs it",
+    "python -m tools.soak --minutes 20 --out soak.json": "tests/laws/test_soak.py runs it",
+    "python bundle/install.py": "needs a GPU host and a bundle",
+    "python tools/bench_demo.py --prompts 3 --legal 0": "needs the demonstration's model",
+    "python tools/gpu_pack.py --out bundle": "downloads wheels",
+    "python tools/nsys_report.py /tmp/bench.rounds.json --png timeline.png": "tests/tools/profiling runs it",
+    "python tools/serve_example.py toy": "a server; tests/tools/serve starts it",
+}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -50,36 +98,67 @@ def test_readme_example_is_short() -> None:
     assert len([line for line in block.text.splitlines() if line.strip()]) <= 20
 
 
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files that the commands name, in the current folder."""
+    (tmp_path / "model").symlink_to(model_folder())
+    (tmp_path / "run.jsonl").write_bytes((recordings() / "run.jsonl").read_bytes())
+    (tmp_path / "my_step.py").write_text(STEP_EXAMPLE, encoding="utf-8")
+    (tmp_path / "person.json").write_text(json.dumps(PERSON), encoding="utf-8")
+    prompts = (f'{{"token_ids": [{first}, 2, 3]}}\n' for first in range(4, 12))
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
+    target = open_checkpoint(model_folder()).config
+    head = Eagle3Config(replace(target, windows=(None,)), (0, 1, 2), target.hidden_size, target.vocab_size)
+    save_eagle3(tmp_path / "path" / "to" / "head", Eagle3(head).randomise())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(doctor, "run_probes", doctor_answers)
+    yield
+    sys.modules.pop("my_step", None)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("command", EXECUTED)
+def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(EXECUTED[command])
+    if words[0] == "stepgraph":
+        code: object = cli.main(words[1:])
+    else:
+        with pytest.raises(SystemExit) as ended:
+            run_tool(*tool_and_flags(words[1:]), monkeypatch)
+        code = ended.value.code
+    printed, errors = capsys.readouterr()
+    assert code in (0, None), errors
+    assert printed.strip() or "--check" in words
+
+
+def test_every_command_is_listed() -> None:
+    assert sorted(EXECUTED | PARSED) == COMMANDS
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make targets exist, flags of commands and tools parse. The examples of every --help run in other tests."""
-    words = shlex.split(command, comments=True)
+    words = shlex.split(command)
     if words[0] == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        assert words[1] in targets
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert words[1] in re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+        assert all(f"$({word.split('=')[0]})" in makefile for word in words[2:])
     elif words[0] == "stepgraph":
         cli.make_parser().parse_args(words[1:])
-    else:
-        parse_tool_flags(words[1:], monkeypatch)
+    elif "pytest" in words:
+        assert (ROOT / words[-1]).is_dir()
+    elif not any(longer.startswith(f"{command} -") for longer in COMMANDS):  # else the name of a tool that is called elsewhere
+        parse_flags(*tool_and_flags(words[1:]), monkeypatch)
 
 
-def parse_tool_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a tool up to the point where its flags are parsed."""
-    if words[0] == "bundle/install.py":  # a copy that tools/gpu_pack.py makes
-        words[0] = "tools/gpu/packing/unpack.py"
-    path = ROOT / words[0] if words[0] != "-m" else ROOT / words[1].replace(".", "/") / "__main__.py"
-    flags = words[1:] if words[0] != "-m" else words[2:]
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(*given: Any) -> None:
-        parse(*given)
-        raise ParsedError
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [str(path), *flags])
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-    with pytest.raises(ParsedError):
-        runpy.run_path(str(path), run_name="__main__")
+def tool_and_flags(words: list[str]) -> tuple[Path, list[str]]:
+    """words: after `python`."""
+    if words[0] == "-m":
+        module = ROOT / words[1].replace(".", "/")
+        return module / "__main__.py" if module.is_dir() else module.with_suffix(".py"), words[2:]
+    # bundle/install.py is a copy that tools/gpu_pack.py makes
+    return ROOT / ("tools/gpu/packing/unpack.py" if words[0] == "bundle/install.py" else words[0]), words[1:]
 
 
 def test_error_shown_in_the_documentation_is_raised() -> None:

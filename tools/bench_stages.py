@@ -27,14 +27,14 @@ from tqdm import tqdm
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import GraphKey, drafting, stages
+from stepgraph.graphs.backends import EagerContext
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.capture import use_context
-from stepgraph.graphs.eager import EagerContext
 from stepgraph.graphs.layers.slot_mapping import cache_slots
 from stepgraph.graphs.model import ModelInput
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling.params import GREEDY
 from tools.bench_sampling import seen

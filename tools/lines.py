@@ -61,8 +61,6 @@ DECODE_RING = (
     "sampling/grammar/status.py",
     "sampling/grammar/link/protocol.py",
     "sampling/grammar/link/native.py",
-    "sampling/grammar/link/layout.py",
-    "sampling/grammar/link/library.py",
     "sampling/grammar/link/c/host_link.c",
     "sampling/grammar/link/c/host_link.h",
     "sampling/grammar/link/c/matcher.c",

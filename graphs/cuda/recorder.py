@@ -12,16 +12,19 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import MAIN, RecordedReport, Step, use_context
-from stepgraph.graphs.cuda.buffer_backup import BufferBackup
 from stepgraph.graphs.cuda.context import CudaCaptureContext, Streams
 from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
 from stepgraph.graphs.errors import CaptureError, fail, site_of
 from stepgraph.graphs.spans import Label, MakeRange, stage_runs
 from stepgraph.sampling.cuda_graphs import GraphPool, capturing, empty_cache
 
+_SMALL = 1 << 20  # bytes; smaller buffers are copied without a comparison
+_CHUNK = 1 << 26  # elements per comparison, to bound its memory
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NODE_KINDS = (  # in the order of CUgraphNodeType; shared kinds have the names that the tape uses
     *("kernel", "copy", "fill", "host", "graph", "empty", "wait", "record", "semaphore-signal", "semaphore-wait"),
     *("alloc", "free", "memory-operations", "conditional"),
@@ -180,3 +183,40 @@ def as_capture_error(error: Exception) -> CaptureError:
     if not isinstance(error, RuntimeError):
         return fail("exception", f"{type(error).__name__}: {text}", site)
     return fail("unjoined-fork" if "unjoined" in text else "cuda", text, site)
+
+
+class BufferBackup:
+    """The contents of all buffers except constants. Copied and restored on the current stream, while nothing else runs.
+
+    A large buffer that still holds its declared fill value, such as a cache before the first request, is not copied. A buffer whose
+    copy does not fit into device memory is copied to the host.
+    """
+
+    def __init__(self, buffers: StaticBuffers) -> None:
+        self._copies: list[tuple[Tensor, Tensor | None, float]] = []
+        for spec in buffers.specs:
+            tensor = buffers[spec.name]
+            untouched = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
+            self._copies.append((tensor, None if untouched else _copy_of(tensor), spec.fill))
+
+    def restore(self) -> None:
+        for tensor, copy, fill in self._copies:
+            if copy is None:
+                tensor.fill_(fill)
+            else:
+                tensor.copy_(copy)
+
+
+def holds_only(tensor: Tensor, fill: float) -> bool:
+    """Whether every element has the bits of `fill`."""
+    bits = _BITS.get(tensor.element_size())
+    if bits is None:
+        return False
+    pattern = torch.full((1,), fill, dtype=tensor.dtype, device=tensor.device).view(bits)
+    return all(bool((chunk == pattern).all()) for chunk in tensor.view(bits).flatten().split(_CHUNK))
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda and 2 * tensor.nbytes > torch.cuda.mem_get_info(tensor.device)[0]:
+        return tensor.cpu()
+    return tensor.clone()

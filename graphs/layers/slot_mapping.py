@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, is_contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.native import CKernel, is_contiguous
 
 
 class Placed(NamedTuple):
@@ -44,19 +45,11 @@ def place_tokens(
     return Placed(tokens.clamp(min=0), positions, slots)
 
 
-def _shift_outputs(positions: Tensor, slots: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    return torch.empty_like(positions, memory_format=contiguous), torch.empty_like(slots, memory_format=contiguous)
-
-
-@operation(_shift_outputs, c=CKernel("shift_entries", lambda *given: is_contiguous(torch.int64, *given[:3])))
-def shift_entries(
-    positions: Contiguous, slots: Contiguous, tables: Contiguous, page_size: int, by: int, shared: int
-) -> tuple[Tensor, Tensor]:
-    """The positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
-    live = (slots >= page_size) & (positions >= by + shared)
-    earlier = (positions - by).clamp(min=0)
-    return earlier, torch.where(live, cache_slots(tables, earlier, page_size), earlier % page_size)
+def shift_entries(positions: Tensor, slots: Tensor, tables: Tensor, page_size: int, by: int, shared: int) -> tuple[Tensor, Tensor]:
+    """Consecutive positions `by` earlier, and their slots, [B, Q] each. The first `by` entries and those below `shared` are inert."""
+    live, end = (slots >= page_size) & (positions >= by + shared), positions[:, -1] + 1
+    placed = place_tokens(positions, live, positions[:, 0], end, tables, -by, page_size, tables.shape[1] * page_size)
+    return placed.positions, placed.slots
 
 
 def _angles_in_c(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> bool:

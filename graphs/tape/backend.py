@@ -12,20 +12,20 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
-from stepgraph.graphs.tape.player import Delay, HostCall, Item, Worker, programs, report, stop, taken_lock
+from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
-from stepgraph.graphs.tape.trace import TimedPrograms, Tracer, describe, timed_programs
 
+_DEVICE = "device"
 _local = threading.local()  # .recording: the capture in progress on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
@@ -38,11 +38,9 @@ class Tape:
         self._memory = [tensor for tensor, _ in recorder.memory.made.values()]
         self._keys = frozenset(recorder.memory.made)
         self._programs = programs(recorder, backend.delay, backend.verify_host_nodes, backend.stats)
-        self._timed: TimedPrograms | None = None  # created by the first traced replay
-        self._running: Mapping[str, Sequence[Item]] = self._programs
-        self._host_calls = [item for program in self._programs.values() for item in program if isinstance(item, HostCall)]
         self._done = {stream: taken_lock() for stream in self._programs if stream != MAIN}
         self.at: dict[str, Item] = {}  # the current item of each running stream
+        self._timed: Timed | None = None  # of the running replay, if it is traced
         self._error: BaseException | None = None
         self._poisoned = False
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -52,11 +50,8 @@ class Tape:
     def replay(self) -> None:
         """Run the recorded step once on the current contents of the buffers."""
         tracer = self._backend.tracer
-        if tracer is None:
-            self._backend.launch(functools.partial(self._run, self._programs), "replay()")
-        else:
-            with tracer.launching() as number:
-                self._backend.launch(functools.partial(self._run_timed, tracer, number), "replay()")
+        with NOTHING if tracer is None else tracer.launching() as timed:
+            self._backend.launch(functools.partial(self._run, timed), "replay()")
         self._backend.stats.replays += 1
 
     def owns(self, key: int) -> bool:
@@ -64,18 +59,10 @@ class Tape:
         return key in self._keys
 
     def free(self) -> None:
-        self._memory, self._keys, self._programs, self._host_calls, self._done = [], frozenset(), {}, [], {}
-        self._timed, self._running = None, {}
+        self._memory, self._keys, self._programs, self._done = [], frozenset(), {}, {}
 
-    def _run_timed(self, tracer: Tracer, number: int) -> None:
-        self._timed = self._timed or timed_programs(self._programs)
-        try:
-            self._run(self._timed.programs)
-        finally:
-            tracer.collect(self._timed, number)
-
-    def _run(self, running: Mapping[str, Sequence[Item]]) -> None:
-        self._running, self._backend.replaying = running, self
+    def _run(self, timed: Timed | None) -> None:
+        self._backend.replaying, self._timed = self, timed
         if self._backend.poison == "every" or not self._poisoned:
             poison(self._memory)
             self._poisoned = True
@@ -86,8 +73,7 @@ class Tape:
         for done in self._done.values():
             done.acquire()
         self._backend.replaying = None
-        for call in self._host_calls:
-            self._backend.stats.host_nodes, call.calls = self._backend.stats.host_nodes + call.calls, 0
+        self._backend.stats.host_nodes += len(self.report.host_nodes)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -101,7 +87,8 @@ class Tape:
             self._run_items(stream)
 
     def _run_items(self, stream: str) -> None:
-        for item in self._running.get(stream, ()):
+        items = self._programs.get(stream, [])
+        for item in items if self._timed is None else self._timed(stream, items):
             self.at[stream] = item
             try:
                 item(self._error is not None)
@@ -125,14 +112,11 @@ class TapeEvent:
         return self.reached.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        self._backend.refuse_while_recording("Event.wait()")
+        _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        if tracer is None:
+        with NOTHING if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
-        else:
-            with tracer.waiting():
-                reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
         return reached
@@ -168,9 +152,9 @@ class TapeBackend:
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
-        self._workers: dict[str, Worker] = {}
-        self._device = Worker("device") if asynchronous else None
-        self._finalizer = weakref.finalize(self, stop, self._workers, self._device)
+        self._workers: dict[str, Worker] = {_DEVICE: Worker(_DEVICE)} if asynchronous else {}  # by stream
+        self._device = self._workers.get(_DEVICE)
+        self._finalizer = weakref.finalize(self, stop, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
@@ -182,8 +166,7 @@ class TapeBackend:
         between: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> Tape:
-        self._refuse_closed("capture()")
-        _refuse_while_recording("capture()")
+        self._enter("capture()")
         if check not in ("once", "twice"):
             raise ValueError(f"TapeBackend.capture.check: got {check!r}, expected 'once' or 'twice'")
         if buffers.device.type != "cpu":
@@ -208,7 +191,7 @@ class TapeBackend:
         self.launch(function if tracer is None else tracer.outside(function), "run()")
 
     def event(self) -> TapeEvent:
-        self._refuse_closed("event()")
+        self._enter("event()")
         event = TapeEvent(self)
         if self._device is None:
             event.reached.set()
@@ -217,8 +200,7 @@ class TapeBackend:
         return event
 
     def synchronize(self) -> None:
-        self._refuse_closed("synchronize()")
-        _refuse_while_recording("synchronize()")
+        self._enter("synchronize()")
         self.stats.syncs += 1
         self._drain()
         self.raise_pending()
@@ -239,7 +221,7 @@ class TapeBackend:
             return
         self._drain()
         self._finalizer()
-        for worker in [*self._workers.values(), *([self._device] if self._device else [])]:
+        for worker in self._workers.values():
             worker.join()
         for tape in [tape for tape in _tapes if tape._backend is self]:
             tape.free()
@@ -247,15 +229,16 @@ class TapeBackend:
             warnings.warn(f"TapeBackend.close(): an error was never raised: {error}", RuntimeWarning, stacklevel=2)
 
     def active_work(self) -> tuple[str, ...]:
-        return describe(dict(self.replaying.at)) if self.replaying else ()
+        running = self.replaying
+        return tuple(f"stream {stream}: {item}" for stream, item in sorted(dict(running.at).items())) if running else ()
 
     def close_without_waiting(self) -> None:
         if self._finalizer.detach() is None:
             return
         if self._device is None:
-            stop(self._workers, None)
+            stop(self._workers)
         else:
-            self._device.submit(functools.partial(stop, self._workers, self._device))  # after the launched work, which needs the workers
+            self._device.submit(functools.partial(stop, self._workers))  # after the launched work, which needs the workers
 
     # for tapes and events of this backend
 
@@ -266,8 +249,7 @@ class TapeBackend:
 
     def launch(self, job: Callable[[], object], what: str) -> None:
         """Run `job` in launch order: now, or on the device thread."""
-        self._refuse_closed(what)
-        _refuse_while_recording(what)
+        self._enter(what)
         self.raise_pending()
         if self._device is None:
             with torch.no_grad():
@@ -281,9 +263,6 @@ class TapeBackend:
             self._workers[stream] = Worker(stream)
         return self._workers[stream]
 
-    def refuse_while_recording(self, what: str) -> None:
-        _refuse_while_recording(what)
-
     def raise_pending(self) -> None:
         """Raise the oldest error of the device thread, once."""
         if self._errors:
@@ -296,14 +275,12 @@ class TapeBackend:
             self._errors.append(error)
 
     def _drain(self) -> None:
-        if self._device is not None:
-            reached = threading.Event()
-            self._device.submit(reached.set)
-            reached.wait()
+        self.event().reached.wait()
 
-    def _refuse_closed(self, what: str) -> None:
+    def _enter(self, what: str) -> None:
         if not self._finalizer.alive:
             raise RuntimeError(f"TapeBackend.{what}: the backend is closed")
+        _refuse_while_recording(what)
 
 
 def _refuse_while_recording(what: str) -> None:
@@ -315,9 +292,6 @@ def _refuse_while_recording(what: str) -> None:
 
 def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool) -> Recorder:
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), compared)
-    _local.recording = recorder
-    try:
+    with setting(_local, "recording", recorder):
         recorder.record_step(step)
-    finally:
-        _local.recording = None
     return recorder

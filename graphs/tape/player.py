@@ -1,16 +1,19 @@
-"""The program of a replay, one list of items per stream, and the threads of the streams.
+"""The program of a replay, one list of items per stream, the threads of the streams, and the times of traced replays.
 
 Every item is called in every replay, after a failure with `skip=True`, so that no stream waits forever.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +21,13 @@ from torch import Tensor
 from stepgraph.graphs.buffers import storage_key
 from stepgraph.graphs.capture import MAIN, BackendStats, RecordedReport, host_call
 from stepgraph.graphs.errors import HostNodeError
-from stepgraph.graphs.spans import STEP, Label, stage_runs
+from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, STEP, Label, Span, stage_runs
 from stepgraph.graphs.tape.recorder import Node, Recorder
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.sampling.lifetimes import ExitStage, close_at_exit
 
-Item = Callable[[bool], None]
 Delay = Callable[[str], object]
+_DESCRIBED = {"stage": "stage", "host": "host node", "wait": "waits for", None: "signal"}
 
 
 class Worker:
@@ -61,8 +64,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             del job  # an idle worker must not keep the last tape alive
 
 
-def stop(workers: dict[str, Worker], device: Worker | None) -> None:
-    for worker in [*workers.values(), *([device] if device else [])]:
+def stop(workers: Mapping[str, Worker]) -> None:
+    for worker in workers.values():
         worker.stop()
 
 
@@ -73,17 +76,42 @@ def taken_lock() -> threading.Lock:
     return lock
 
 
-class Segment:
+class Item:
+    """One entry of a program. `kind` and `name` as in Span; a signal takes no time and has no span."""
+
+    kind: Literal["stage", "host", "wait"] | None = None
+    name = ""
+
+    def __call__(self, skip: bool) -> None:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{_DESCRIBED[self.kind]} {self.name}"
+
+    @property
+    def pieces(self) -> Sequence[Item]:
+        """The same work with one item for each span."""
+        return (self,)
+
+
+class Segment(Item):
     """Consecutive operations of one stream."""
+
+    kind = "stage"
 
     def __init__(self, stream: str, delay: Delay | None, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
         self._stream, self._delay = stream, delay
 
-    def by_stage(self) -> list[Segment]:
-        """The same operations as one segment per stage."""
-        pieces = [list(nodes) for _, nodes in itertools.groupby(self.nodes, key=lambda node: node.stage)]
-        return [Segment(self._stream, None if number else self._delay, piece) for number, piece in enumerate(pieces)]
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        first, last = self.nodes[0].stage, self.nodes[-1].stage
+        return first if first == last else f"{first} to {last}"
+
+    @functools.cached_property
+    def pieces(self) -> Sequence[Item]:
+        stages = [list(nodes) for _, nodes in itertools.groupby(self.nodes, key=lambda node: node.stage)]
+        return [Segment(self._stream, None if number else self._delay, nodes) for number, nodes in enumerate(stages)]
 
     def __call__(self, skip: bool) -> None:
         if skip:
@@ -99,14 +127,15 @@ class Segment:
             raise RuntimeError(f"{failed}, failed in a replay: {error}") from error
 
 
-class HostCall:
+class HostCall(Item):
     """One host node. `watched`: pinned buffers that it must not write."""
+
+    kind = "host"
 
     def __init__(self, node: Node, delay: Delay | None, watched: Sequence[tuple[str, Tensor]]) -> None:
         assert node.call is not None
         self.name, self._owner, self._delay, self._watched = node.name, node.call, delay, watched
         self._function = host_call(node.name, node.call)
-        self.calls = 0
 
     def __call__(self, skip: bool) -> None:
         if skip:
@@ -114,7 +143,6 @@ class HostCall:
         if self._delay is not None:
             self._delay(self.name)
         before = [tensor.clone() for _, tensor in self._watched]
-        self.calls += 1
         try:
             self._function()
         except Exception as error:
@@ -124,19 +152,22 @@ class HostCall:
                 raise HostNodeError(self.name, RuntimeError(f"undeclared write to {name!r}; name it in writes="))
 
 
-class Signal:
-    """Signals an event to the streams that wait for it."""
+class Signal(Item):
+    """Signals an event to the streams that wait for it; `name`: the stage or host node before the event."""
 
-    def __init__(self, locks: Sequence[threading.Lock]) -> None:
-        self._locks = locks
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.locks: list[threading.Lock] = []
 
     def __call__(self, skip: bool) -> None:
-        for lock in self._locks:
+        for lock in self.locks:
             lock.release()
 
 
-class Await:
-    """Waits for an event of another stream; `name`: the stage or host node before the event. `stats` counts the time, if any."""
+class Await(Item):
+    """Waits for an event of another stream; `name`: as in Signal. `stats` counts the time, if any."""
+
+    kind = "wait"
 
     def __init__(self, lock: threading.Lock, name: str, stats: BackendStats | None) -> None:
         self._lock, self.name, self._stats = lock, name, stats
@@ -152,24 +183,21 @@ class Await:
 
 def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
     """The recording as one list of items per stream. `stats` counts the time that the main stream waits for others."""
-    locks: dict[int, dict[str, threading.Lock]] = {}
-    for node in recorder.nodes:
-        if node.kind == "wait" and node.event is not None and node.event.stream != node.stream:
-            locks.setdefault(node.event.number, {}).setdefault(node.stream, taken_lock())
-    names = event_names(recorder.nodes)
     result: dict[str, list[Item]] = {}
+    signals: dict[int, Signal] = {}
     waited: set[tuple[int, str]] = set()
     for node in recorder.nodes:
-        program = result.setdefault(node.stream, [])
+        program, event = result.setdefault(node.stream, []), node.event
         if node.kind == "host":
             program.append(HostCall(node, delay, _watched(recorder, node) if verify else ()))
-        elif node.event is not None:
-            waiters = locks.get(node.event.number, {})
-            if node.kind == "record" and waiters:
-                program.append(Signal(list(waiters.values())))
-            elif node.kind == "wait" and node.stream in waiters and (node.event.number, node.stream) not in waited:
-                waited.add((node.event.number, node.stream))
-                program.append(Await(waiters[node.stream], names[node.event.number], stats if node.stream == MAIN else None))
+        elif event is not None and node.kind == "record":
+            signals[event.number] = Signal(_latest_name(program))
+            program.append(signals[event.number])
+        elif event is not None and event.stream != node.stream and (event.number, node.stream) not in waited:
+            waited.add((event.number, node.stream))
+            signal, lock = signals[event.number], taken_lock()
+            signal.locks.append(lock)
+            program.append(Await(lock, signal.name, stats if node.stream == MAIN else None))
         elif node.call is not None:
             if not program or not isinstance(program[-1], Segment):
                 program.append(Segment(node.stream, delay))
@@ -179,20 +207,15 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
     return result
 
 
-def event_names(nodes: Sequence[Node]) -> dict[int, str]:
-    """What each event comes after: the host node since the previous event on its stream, or else the stage."""
-    names: dict[int, str] = {}
-    latest: dict[str, tuple[str, bool]] = {}  # stream: name, whether of a host node
-    for node in nodes:
-        name, host = latest.get(node.stream, (STEP, False))
-        if node.kind == "host":
-            latest[node.stream] = node.name, True
-        elif node.kind == "record" and node.event is not None:
-            names[node.event.number] = name
-            latest[node.stream] = name, False
-        elif node.call is not None and not host:
-            latest[node.stream] = node.stage, False
-    return names
+def _latest_name(program: Sequence[Item]) -> str:
+    """The last host node since the last event, or else the last stage."""
+    stage = None
+    for item in reversed(program):
+        if isinstance(item, (HostCall, Signal)):
+            return item.name if stage is None or isinstance(item, HostCall) else stage
+        if isinstance(item, Segment) and stage is None:
+            stage = item.nodes[-1].stage
+    return stage or STEP
 
 
 def report(recorder: Recorder, seconds: float) -> RecordedReport:
@@ -224,3 +247,52 @@ def _watched(recorder: Recorder, node: Node) -> list[tuple[str, Tensor]]:
         for name, tensor in pinned
         if storage_key(tensor) not in declared and not races.concurrent_writes(storage_key(tensor), node.stream, node.clock)
     ]
+
+
+Timed = Callable[[str, Sequence[Item]], Iterator[Item]]  # stream and items -> pieces of the items
+
+
+class Tracer:
+    """Collects spans of `rounds` replays and of the work between them."""
+
+    def __init__(self, first_round: int, rounds: int) -> None:
+        self._next, self._end = first_round, first_round + rounds
+        self.spans: list[Span] = []  # appended by the threads of the streams and the launching thread
+
+    @property
+    def full(self) -> bool:
+        return self._next >= self._end
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[Timed]:
+        """Times the launch of a round; yields what times its items."""
+        number, start = self._next, time.perf_counter_ns()
+        self._next += 1
+        yield functools.partial(self._timed, number)
+        self.spans.append(Span(LAUNCHER, f"launch {number}", "launch", number, start, time.perf_counter_ns()))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Times a wait of the launching thread for results."""
+        start = time.perf_counter_ns()
+        yield
+        self.spans.append(Span(LAUNCHER, "results", "wait", OUTSIDE, start, time.perf_counter_ns()))
+
+    def outside(self, function: Callable[[], object]) -> Callable[[], object]:
+        """`function` with a span, for work on the main stream between rounds."""
+
+        def run() -> None:
+            start = time.perf_counter_ns()
+            function()
+            self.spans.append(Span(MAIN, BETWEEN, "stage", OUTSIDE, start, time.perf_counter_ns()))
+
+        return run
+
+    def _timed(self, number: int, stream: str, items: Sequence[Item]) -> Iterator[Item]:
+        """The pieces of `items`, each with a span until the caller takes the next one."""
+        for item in items:
+            for piece in item.pieces:
+                start = time.perf_counter_ns()
+                yield piece
+                if piece.kind is not None:
+                    self.spans.append(Span(stream, piece.name, piece.kind, number, start, time.perf_counter_ns()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, Step, StreamEvent, use_context
+from stepgraph.graphs.capture import MAIN, Step, StreamEvent, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
@@ -72,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.nodes: list[Node] = []
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy from before the first write
         self._stream, self._stage = MAIN, STEP
-        self._paused = False
+        self.paused = False
         self._failure: CaptureError | None = None
 
     def record_step(self, step: Step) -> None:
@@ -87,7 +88,8 @@ class Recorder(TorchDispatchMode):
                 raise self._failure
             loose = self.races.unjoined()
             if loose is not None:
-                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", self._site_of(loose))
+                site = next(node.site for node in reversed(self.nodes) if node.actor == loose)
+                raise fail("unjoined-fork", f"the main stream does not wait for {loose}", site)
         finally:
             torch.clear_autocast_cache()
             for memory, saved in self._saved.values():
@@ -95,24 +97,15 @@ class Recorder(TorchDispatchMode):
             for generator, state in states:
                 generator.set_state(state)
 
-    def _site_of(self, actor: str) -> Site:
-        return next(node.site for node in reversed(self.nodes) if node.actor == actor)
-
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
-        self._paused, before = True, self._paused
         try:
-            yield
+            with setting(self, "paused", True):
+                yield
         except CaptureError as error:
             self._failure = self._failure or error
             raise
-        finally:
-            self._paused = before
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -125,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.paused:
             return func(*args, **kwargs)
         with self.working():
             self._join_or_fail(func._schema.name)
@@ -220,21 +213,11 @@ class Recorder(TorchDispatchMode):
 
     # CaptureContext
 
-    @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[None]:
-        self._stream, before = name, self._stream
-        try:
-            yield
-        finally:
-            self._stream = before
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return setting(self, "_stream", name)
 
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self._stage, before = name, self._stage
-        try:
-            yield
-        finally:
-            self._stage = before
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return setting(self, "_stage", name)
 
     def record(self) -> StreamEvent:
         with self.working():
@@ -280,11 +263,8 @@ class _FunctionGuard(TorchFunctionMode):
         rules = self._recorder.rules
         with self._recorder.working():
             rules.check_function(func, args, kwargs)
-        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
-        try:
+        with setting(rules, "scalar_store", func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))):
             return func(*args, **kwargs)
-        finally:
-            rules.scalar_store = False
 
 
 def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -299,20 +279,17 @@ def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def record_perturbed(record: Callable[[], Recorder], buffers: StaticBuffers) -> Recorder:
     """Record with other buffer contents, to find values that the step read from them without an operation."""
-    saved = {name: buffers[name].clone() for name in buffers}
-    try:
-        for name in saved:
+    with contextlib.ExitStack() as restored:
+        for name in buffers:
+            restored.callback(buffers[name].copy_, buffers[name].clone())
             _perturb(buffers[name])
-        return record()
-    except CaptureError:
-        raise
-    except Exception:  # the altered values are invalid, such as an index out of range
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
-        return record()
-    finally:
-        for name, tensor in saved.items():
-            buffers[name].copy_(tensor)
+        try:
+            return record()
+        except CaptureError:
+            raise
+        except Exception:  # the altered values are invalid, such as an index out of range
+            restored.close()
+            return record()
 
 
 def _perturb(tensor: torch.Tensor) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepgraph.graphs.backends import capture
+from stepgraph.graphs.backends import capture, run_eager
 from stepgraph.graphs.buffers import StaticBuffers
 from stepgraph.graphs.capture import Recorded, Step
-from stepgraph.graphs.eager import run_eager
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.replay_ops import same_bits
 from stepgraph.runtime.commands import terminal

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.runtime.commands import terminal
+from stepgraph.runtime.commands.doctor_probe import PROBES
 
 PROBE = [sys.executable, "-m", "stepgraph.runtime.commands.doctor_probe"]
 PROBE_SECONDS = 300
@@ -74,9 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _installed() -> Iterator[Finding]:
-    version = platform.python_version()
-    old = sys.version_info < (3, 10)
-    yield Finding("Python", "too old" if old else "ok", version, "nothing runs", "install Python 3.10 or newer", True)
+    yield Finding("Python", "ok", platform.python_version(), required=True)
     for name in REQUIRED:
         yield package(name, "nothing runs", f"pip install '{name}{requirement(name)}'", True)
     for name, (lost, mend) in OPTIONAL.items():
@@ -94,34 +93,33 @@ def _machine() -> Iterator[Finding]:
     yield Finding("NVIDIA driver", "ok" if gpus else "missing", found, ON_THE_TAPE, "with a GPU: its driver")
 
 
-def _probed(answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """answers: from `run_probes`; each has an `answer` or an `error`."""
-    yield _torch(answers["torch_build"])
+def _probed(answers: Mapping[str, Any]) -> Iterator[Finding]:
+    """answers: from `run_probes`."""
+    build, self_test = answers["torch_build"], answers["self_test"]
+    yield _torch(build)
     for probe, (name, lost) in NATIVE.items():
-        why = answers[probe].get("error") or answers[probe]["answer"]
+        why = answers[probe]
         yield Finding(name, "missing" if why else "ok", why or "built, and used", lost, build_command(SOURCES))
-    if answers["torch_build"].get("answer", {}).get("devices"):
-        why = answers["triton_launch"].get("error") or answers["triton_launch"]["answer"]
+    if not isinstance(build, str) and build["devices"]:
+        why = answers["triton_launch"]
         lost, mend = OPTIONAL["triton"]
         mend += "; a C compiler: apt-get install gcc python3-dev, or set CC"
         yield Finding("Triton launch", "failed" if why else "ok", why or "a program was compiled and launched", lost, mend)
-    yield _threads(answers["torch_build"], answers["native_library"])
+    yield _threads(build, answers["native_library"])
     for name in ("attention", "filters"):
-        answer = answers[name]
-        choices = answer.get("answer", {})
+        choices = answers[name]
+        failed = isinstance(choices, str)
         fits = "fits; tested before it is captured"
-        text = choices.get("auto") or "; ".join(f"{each}: {why or fits}" for each, why in choices.items())
-        yield Finding(f"auto {name}", "failed" if "error" in answer else "ok", answer.get("error") or text)
-    test = answers["self_test"]
-    passed = bool(test.get("answer", {}).get("passed"))
-    found = test.get("error") or test["answer"]["result"]
+        found = choices if failed else choices.get("auto") or "; ".join(f"{each}: {why or fits}" for each, why in choices.items())
+        yield Finding(f"auto {name}", "failed" if failed else "ok", found)
+    passed = not isinstance(self_test, str)
+    found = self_test["result"] if passed else self_test
     yield Finding("self-test", "ok" if passed else "failed", found, "no result can be trusted", "report it, with this table", True)
 
 
-def _torch(answer: Mapping[str, Any]) -> Finding:
-    if "error" in answer:
-        return Finding("torch's CUDA", "failed", answer["error"], "nothing runs", "pip install --force-reinstall torch", True)
-    build = answer["answer"]
+def _torch(build: Any) -> Finding:
+    if isinstance(build, str):
+        return Finding("torch's CUDA", "failed", build, "nothing runs", "pip install --force-reinstall torch", True)
     found = f"built for CUDA {build['cuda']}" if build["cuda"] else "a CPU build"
     found += f", {', '.join(build['devices'])}" if build["devices"] else ", no GPU"
     mend = "a GPU and its driver" if build["cuda"] else "with a GPU: pip install --force-reinstall torch"
@@ -135,16 +133,15 @@ def build_command(folder: Path) -> str:
     return "with a C compiler, in the folder of its sources: pip install --force-reinstall --no-deps ."
 
 
-def _threads(build: Mapping[str, Any], layers: Mapping[str, Any]) -> Finding:
+def _threads(build: Any, why_no_library: str) -> Finding:
     """For the commands that answer one request at a time on the CPU."""
-    if "error" in build:
-        return Finding("threads", "failed", build["error"])
-    variable, threads = build["answer"]["omp_num_threads"], build["answer"]["threads"]
+    if isinstance(build, str):
+        return Finding("threads", "failed", build)
+    variable, threads = build["omp_num_threads"], build["threads"]
     if variable:
         return Finding("threads", "ok", f"{threads}, from OMP_NUM_THREADS={variable}")
-    native = not (layers.get("error") or layers["answer"])
-    why = f"demo, generate and bench use 1 if layers run in C; torch's default is {threads}" if native else f"torch's default is {threads}"
-    return Finding("threads", "ok", f"{why}; --threads N for another number")
+    why = "" if why_no_library else "demo, generate and bench use 1 if layers run in C; "
+    return Finding("threads", "ok", f"{why}torch's default is {threads}; --threads N for another number")
 
 
 def package(name: str, lost: str, mend: str, required: bool = False) -> Finding:
@@ -191,18 +188,16 @@ def _output(command: list[str]) -> str:
     return done.stdout.strip()
 
 
-def run_probes() -> dict[str, dict[str, Any]]:
-    """The answers of all probes by name, from a separate process. Probes without an answer have the way the process ended."""
-    from stepgraph.runtime.commands.doctor_probe import PROBES
-
+def run_probes() -> dict[str, Any]:
+    """The answers of all probes by name, from a separate process: a dict, or why a part does not work (empty if it does)."""
     try:
         done = subprocess.run(PROBE, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, stdin=subprocess.DEVNULL)
         output, ending = done.stdout, describe_exit(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         ending = f"no answer within {PROBE_SECONDS} s"
-    answers = {answer["name"]: answer for answer in map(json.loads, filter(lambda line: line.startswith("{"), output.splitlines()))}
-    return {probe.__name__: answers.get(probe.__name__, {"error": ending}) for probe in PROBES}
+    answers = {probe.__name__: ending for probe in PROBES}
+    return answers | dict(json.loads(line) for line in output.splitlines() if line.startswith("["))
 
 
 def describe_exit(code: int, errors: str) -> str:

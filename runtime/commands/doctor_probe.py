@@ -1,4 +1,7 @@
-"""The checks of `stepgraph doctor` that could crash, as a separate process. Prints one JSON line per probe, at once."""
+"""The checks of `stepgraph doctor` that could crash, as a separate process. Prints one JSON line per probe, at once: name and answer.
+
+An answer is a dict, or the reason why a part does not work (empty if it does).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def filters() -> dict[str, str]:
     return {"triton": why_not("triton", torch.device("cuda:0")), "flashinfer": flashinfer}
 
 
-def self_test() -> dict[str, Any]:
+def self_test() -> dict[str, str] | str:
     """Decode one text under a schema, in recorded rounds on the tape."""
     from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
     from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
@@ -88,7 +91,7 @@ def self_test() -> dict[str, Any]:
     legal = job.finish_reason == "constraint_complete" and isinstance(json.loads(text)["ok"], bool)
     passed = legal and stats.rounds == stats.replays > 0 and stats.host_syncs == 0
     result = f"{text} in {stats.rounds} rounds, each one replay of a graph, {len(report.keys)} graphs captured"
-    return {"passed": passed, "result": result if passed else job.error or f"{text!r}, {job.finish_reason}"}
+    return {"result": result} if passed else job.error or f"{text!r}, {job.finish_reason}"
 
 
 PROBES: tuple[Callable[[], object], ...] = (
@@ -106,10 +109,10 @@ def main() -> None:
     warnings.simplefilter("ignore")  # the answers contain what the warnings report
     for probe in PROBES:
         try:
-            answer = {"name": probe.__name__, "answer": probe()}
+            answer = probe()
         except Exception as error:
-            answer = {"name": probe.__name__, "error": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(answer), flush=True)
+            answer = f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps([probe.__name__, answer]), flush=True)
 
 
 if __name__ == "__main__":

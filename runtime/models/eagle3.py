@@ -8,7 +8,6 @@ replaces the fused state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +19,9 @@ from stepgraph.graphs.layers.dense import product, rms_norm
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.runtime.models.llama import LlamaBase, LlamaLayer
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import shift_inputs
 from stepgraph.runtime.models.parameters import empty_weight
-
-
-@dataclass(frozen=True)
-class Eagle3Config:
-    """Sizes and options of one head. `layer.vocab_size` is the target's, since the head reads the target's tokens."""
-
-    layer: LlamaConfig
-    feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
-    target_hidden_size: int
-    draft_vocab_size: int  # tokens that the head can propose
-    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
 
 
 class Eagle3(LlamaBase):

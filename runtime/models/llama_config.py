@@ -1,4 +1,4 @@
-"""The config of a Llama-family model, read from a `config.json` and checked before anything is allocated."""
+"""The configs of Llama-family models and of EAGLE-3 heads; the former read from a `config.json`, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ class LlamaConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
 
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes and options of one head. `layer.vocab_size` is the target's, since the head reads the target's tokens."""
+
+    layer: LlamaConfig
+    feature_layers: tuple[int, ...]  # layers of the target whose inputs are fused
+    target_hidden_size: int
+    draft_vocab_size: int  # tokens that the head can propose
+    norm_before_residual: bool = False  # the residual connection around attention takes the normalised state
+
+
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     """From the fields of a config.json. Raises ValueError for a field that is missing, out of range or not supported."""
     architecture = _architecture(config)
@@ -106,11 +117,6 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     )
     _check_total_size(found)
     return found
-
-
-def mtp_count(config: Mapping[str, Any]) -> int:
-    """The number of MTP modules in the model's folder."""
-    return count_field(config, "num_nextn_predict_layers", 64, least=0, default=0)
 
 
 def _check_total_size(config: LlamaConfig) -> None:

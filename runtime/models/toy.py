@@ -7,7 +7,6 @@ make results independent of batch size, chunking and device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,32 +47,18 @@ class ToyTarget(nn.Module):
 class ToyDraft(nn.Module):
     """A draft that agrees with its target on a share of all prefixes, if its cache and features are right.
 
-    agreement: that share. style: what it proposes for other prefixes: "random" uses another hash, "adversarial" the target's
-    least likely token. favourite: a token that it always prefers, such as an illegal one or a stop token. d2t: the target
-    ids of the draft's tokens; None for the target's vocabulary.
+    agreement: that share; for other prefixes it uses another hash. d2t: the target ids of the draft's tokens; None for the
+    target's vocabulary.
     """
 
-    def __init__(
-        self,
-        target: ToyTarget,
-        agreement: float = 1.0,
-        style: Literal["random", "adversarial"] = "random",
-        favourite: int | None = None,
-        d2t: Sequence[int] | None = None,
-        seed: int = 1,
-    ) -> None:
+    def __init__(self, target: ToyTarget, agreement: float = 1.0, d2t: Sequence[int] | None = None, seed: int = 1) -> None:
         super().__init__()
         if not 0.0 <= agreement <= 1.0:
             raise ValueError(f"ToyDraft.agreement: got {agreement}, expected a number from 0 to 1")
-        self.target, self.agreement, self.style, self.seed = target, agreement, style, seed
+        self.target, self.agreement, self.seed = target, agreement, seed
         self.vocab_size = target.vocab_size if d2t is None else len(d2t)
         self.register_buffer("d2t", None if d2t is None else torch.tensor(d2t, dtype=torch.int64))
         self.d2t: Tensor | None
-        bonus = torch.zeros(target.vocab_size)
-        if favourite is not None:
-            bonus[favourite] = 1000.0
-        self.register_buffer("bonus", bonus)
-        self.bonus: Tensor
 
     def cache_specs(self, limits: Limits) -> Sequence[BufferSpec]:
         return (BufferSpec("toy_draft_cache", (limits.cache_slots,), torch.int64),)
@@ -87,10 +72,9 @@ class ToyDraft(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         prefix = _from_limbs(hidden)
-        likely = self.target.logits(hidden)
-        other = -likely if self.style == "adversarial" else _logits(prefix, self.target.vocab_size, self.seed)
+        other = _logits(prefix, self.target.vocab_size, self.seed)
         agrees = (_mix(prefix, torch.full_like(prefix, _GATE)) >> 12) % 1000 < round(self.agreement * 1000)
-        logits = torch.where(agrees[..., None], likely, other) + self.bonus
+        logits = torch.where(agrees[..., None], self.target.logits(hidden), other)
         return logits if self.d2t is None else logits[..., self.d2t]
 
 

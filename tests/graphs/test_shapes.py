@@ -28,7 +28,10 @@ SIZES: dict[str, Any] = {
     [
         (lambda: Limits(**{**SIZES, "max_rows": 0}), r"Limits.max_rows: got 0, expected a whole number >= 1"),
         (lambda: Limits(**{**SIZES, "page_size": 2.5}), r"Limits.page_size: got 2.5"),
-        (lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}), r"Limits.num_speculative_tokens: got 9, expected 0 to 8"),
+        (
+            lambda: Limits(**{**SIZES, "num_speculative_tokens": 9}),
+            r"Limits.num_speculative_tokens: got 9, expected .* 0 to 8",
+        ),
         (lambda: Limits(**{**SIZES, "num_pages": 3}), r"Limits.num_pages: got 3, expected >= 4 for one row of max_length=50"),
         (lambda: Limits(**{**SIZES, "num_tokens": 71}), r"Limits.num_tokens: got 71, expected at most vocab_size=70"),
         (lambda: checked_buckets([1.5, 4], 4), r"buckets: got \[1.5, 4\]"),  # type: ignore[list-item]

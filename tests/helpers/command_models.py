@@ -53,6 +53,6 @@ def recordings() -> Path:
 
 
 @functools.cache
-def doctor_answers() -> dict[str, dict[str, Any]]:
+def doctor_answers() -> dict[str, Any]:
     """The probes of `stepgraph doctor`, which take seconds, run once per process."""
     return run_probes()

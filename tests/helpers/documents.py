@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,13 +29,24 @@ class Block(NamedTuple):
         return f"{self.document}-{self.number}"
 
 
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCES = {document: _FENCED.findall(content) for document, content in DOCUMENTS.items()}
 BLOCKS = [
     Block(document, number, text)
-    for document, content in DOCUMENTS.items()
-    for number, text in enumerate(re.findall(r"```python\n(.*?)```", content, re.DOTALL), 1)
+    for document, found in _FENCES.items()
+    for number, text in enumerate((text for language, text in found if language == "python"), 1)
 ]
-_PLAIN_BLOCKS = [text for content in DOCUMENTS.values() for text in re.findall(r"```(?:sh|console)?\n(.*?)```", content, re.DOTALL)]
-COMMANDS = sorted({line.strip() for text in _PLAIN_BLOCKS for line in text.splitlines() if re.match(r"(stepgraph|make|python) ", line)})
+_COMMAND = re.compile(r"(?:stepgraph|make|python) [^`]*")
+
+
+def _commands() -> Iterator[str]:
+    """Lines of blocks in no language, without comments, and code in the prose."""
+    for document, content in DOCUMENTS.items():
+        lines = [re.split(" +# ", line)[0].strip() for language, text in _FENCES[document] if not language for line in text.splitlines()]
+        yield from filter(_COMMAND.fullmatch, [*lines, *re.findall("`([^`\n]*)`", _FENCED.sub("", content))])
+
+
+COMMANDS = sorted(set(_commands()))
 
 
 def block_with(phrase: str) -> str:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import TapeBackend
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.loading import Loaded, load_models
-from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.draft_oracles import eagle3_logits, mtp_logits
 from tests.helpers.families import BASE, VOCABULARY, folder_of, judge, random_model, save_tokenizer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
 
-from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct, XGrammarStruct
-from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeRow
+from stepgraph.sampling.grammar.link.layout import callbacks, structs
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
@@ -22,10 +22,10 @@ def innermost(matcher: Matcher) -> Matcher:
 
 def plant(row: NativeRow, name: str, bug: Callable[..., int]) -> None:
     """Replace one of the five functions that a native row calls with `bug(real, *arguments)`."""
-    struct = XGrammarStruct if isinstance(innermost(row.matcher), XGrammarMatcher) else LLGuidanceStruct
+    struct = structs.xgrammar_library if isinstance(innermost(row.matcher), XGrammarMatcher) else structs.llguidance_library
     library = struct.from_buffer_copy(ctypes.string_at(row.struct.library, ctypes.sizeof(struct)))
-    real = CALLBACK_TYPES[name](getattr(library.functions, name))
-    entry = CALLBACK_TYPES[name](lambda *arguments: bug(real, *arguments))
+    real = callbacks[name](getattr(library.functions, name))
+    entry = callbacks[name](lambda *arguments: bug(real, *arguments))
     setattr(library.functions, name, ctypes.cast(entry, c_void_p).value)
     row.struct.library = ctypes.addressof(library)
     row.planted = library, entry, real  # type: ignore[attr-defined]  # lives as long as the row

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from stepgraph import Constraint, Engine, EngineConfig, SamplingParams, Vocabulary
 from stepgraph.graphs import TapeBackend
@@ -35,13 +36,34 @@ VOCABULARY = Vocabulary([*_PRINTABLE.tokens, b"<|im_start|>"], [STOP], logits_wi
 COMPILER = GrammarCompiler(VOCABULARY)
 TARGET = ToyTarget(VOCABULARY.logits_width, seed=3, biases={STOP: 2.0})
 
+
+class AdversarialDraft(ToyDraft):
+    """Proposes the target's least likely token."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return -self.target.logits(hidden)
+
+
+class FixedDraft(ToyDraft):
+    """Proposes one token always, such as an illegal one or a stop token."""
+
+    def __init__(self, target: ToyTarget, token: int) -> None:
+        super().__init__(target)
+        self.token = token
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(hidden)
+        logits[..., self.token] += 1000.0
+        return logits
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "perfect": lambda: ToyDraft(TARGET, 1.0),
     "fair": lambda: ToyDraft(TARGET, 0.7),
     "random": lambda: ToyDraft(TARGET, 0.0),
-    "adversarial": lambda: ToyDraft(TARGET, 0.0, style="adversarial"),
-    "illegal": lambda: ToyDraft(TARGET, 1.0, favourite=CONTROL),
-    "stopper": lambda: ToyDraft(TARGET, 1.0, favourite=STOP),
+    "adversarial": lambda: AdversarialDraft(TARGET),
+    "illegal": lambda: FixedDraft(TARGET, CONTROL),
+    "stopper": lambda: FixedDraft(TARGET, STOP),
     "half": lambda: ToyDraft(TARGET, 0.9, d2t=[*range(CONTROL, -1, -2)]),  # every other token, in reverse order
     "ngram": NgramLookup,
     "parrot": parrot,

@@ -13,8 +13,9 @@ from torch import Tensor
 from stepgraph import Constraint, Engine, Job
 from stepgraph.graphs import TapeBackend
 from stepgraph.graphs.model import DraftModel
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
+from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import Mtp
 from tests.helpers.prefix_engines import (
     CONFIG,

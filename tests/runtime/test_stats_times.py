@@ -14,8 +14,6 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend
 from stepgraph.graphs.capture import BackendStats, current_context
 from stepgraph.graphs.tape.player import Await
 from stepgraph.runtime.stats import Histogram
-from stepgraph.sampling.grammar.link.layout import layout_of
-from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostLink
 from stepgraph.sampling.grammar.link.python import PythonLink
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
@@ -107,8 +105,3 @@ def test_slow_host_nodes_are_in_the_upper_buckets(which: str) -> None:
     assert stats.longest_node_ns <= stats.node_ns
     link.close()
     assert link.stats == stats and link.stats.nodes == stats.nodes, "available after close()"
-
-
-@needs_native
-def test_both_links_use_the_same_bounds() -> None:
-    assert layout_of(load().quick)[-len(NODE_BOUNDS_NS) :] == NODE_BOUNDS_NS

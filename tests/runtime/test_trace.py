@@ -21,7 +21,6 @@ from stepgraph.graphs.capture import MAIN
 from stepgraph.graphs.spans import BETWEEN, LAUNCHER, OUTSIDE, Span
 from stepgraph.graphs.tape.backend import Tape
 from stepgraph.graphs.tape.player import Segment
-from stepgraph.graphs.tape.trace import Timed
 from stepgraph.runtime.trace import Timeline, covered, length, union
 from tests.helpers.toy_engines import DRAFTERS, TARGET, VOCABULARY
 
@@ -120,15 +119,13 @@ def test_summary_times_add_up(traced: Traced) -> None:
     assert f"{ROUNDS} rounds of" in str(summary) and "hidden under" in str(summary)
 
 
-def test_untraced_replays_run_untimed_programs(traced: Traced) -> None:
-    plain = [item for program in traced.tape._programs.values() for item in program]
-    assert traced.tape._running is traced.tape._programs
-    assert not any(isinstance(item, Timed) for item in plain)
-    assert traced.tape._timed is not None
-    assert sum(isinstance(item, Segment) for item in plain) < len(traced.tape._timed.timed)
+def test_only_traced_replays_are_split_into_stages(traced: Traced) -> None:
+    def stages(tape: Tape) -> list[bool]:
+        return ["pieces" in vars(item) for program in tape._programs.values() for item in program if isinstance(item, Segment)]
+
     free = traced.engine._graphs[traced.engine._graphs.key_for(1, False, False)]
     assert isinstance(free, Tape)
-    assert free._timed is None, "never traced, so no timed programs"
+    assert all(stages(traced.tape)) and not any(stages(free)), "never traced"
 
 
 def test_host_node_concurrent_with_a_stage_is_counted_as_hidden() -> None:

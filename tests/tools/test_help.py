@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.documents import ROOT
+from tests.helpers.tool_runs import parse_flags, run_tool
 
 FILES = (*sorted((ROOT / "tools").glob("*.py")), *sorted((ROOT / "tools").glob("*/__main__.py")))
 TOOLS = [path for path in FILES if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")]
 EXAMPLE = re.compile(r"^ {4}(?:[A-Z_]+=\S+ )?python (?:tools/(\w+)\.py|-m tools\.(\w+))(.*)$", re.MULTILINE)
-
-
-class ParsedError(Exception):
-    """Raised after parsing, to end the tool."""
 
 
 def name_of(path: Path) -> str:
@@ -44,30 +38,14 @@ def examples() -> Iterator[Any]:
             yield pytest.param(path, before, id=f"{name_of(path)} {' '.join(before)}")
 
 
-def run(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if path.stem in ("aot_kernels", "bench_attention"):
-        pytest.importorskip("triton")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", [str(path), *flags])
-    runpy.run_path(str(path), run_name="__main__")
-
-
 @pytest.mark.parametrize("path", TOOLS, ids=name_of)
 def test_help_prints_the_docstring(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        run(path, ["--help"], monkeypatch)
+        run_tool(path, ["--help"], monkeypatch)
     assert left.value.code == 0
     assert " ".join(docstring_of(path).split()) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("path", "flags"), list(examples()))
 def test_examples_parse(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
-
-    def parsed(*given: Any) -> None:
-        parse(*given)
-        raise ParsedError
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-    with pytest.raises(ParsedError):
-        run(path, flags, monkeypatch)
+    parse_flags(path, flags, monkeypatch)

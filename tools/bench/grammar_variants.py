@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
-from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
-from stepgraph.sampling.grammar.link.library import Unavailable, load
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.layout import structs
+from stepgraph.sampling.grammar.link.library import Unavailable, available_processors, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
@@ -101,10 +101,10 @@ class Linked:
         self.run = host_call(name, self.node)
         if from_c:
             assert isinstance(self.node, NativeNode)
-            self.calls = (CallStruct * 2)()
+            self.calls = (structs.timed_call * 2)()
             self.calls[0].function = c_void_p.from_buffer(NOTHING).value  # the end of one step is the start of the next
             self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
-            self.call_list = CallListStruct(self.calls, 2)
+            self.call_list = structs.call_list(addressof(self.calls), 2)
 
     def seat(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1

@@ -11,9 +11,9 @@ import torch
 from stepgraph import Engine, EngineConfig, Vocabulary
 from stepgraph.runtime.build import Drafter
 from stepgraph.runtime.models.draft_llama import DraftLlama
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from tests.helpers.proposers import draft_ids_then_noise, parrot

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.graphs.model import DraftModel
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama, LlamaLayer
+from stepgraph.runtime.models.llama_config import Eagle3Config
 from stepgraph.runtime.models.mtp import Mtp, MtpModule
 from tools.train.saving import save_eagle3, save_mtp
 from tools.train.unroll import Eagle3Learner, Learner, MtpLearner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stepgraph.runtime.models.eagle3 import Eagle3
-from stepgraph.runtime.models.files.draft_names import eagle3_slices, mtp_slices
-from stepgraph.runtime.models.files.weights import ParameterSlice
+from stepgraph.runtime.models.files.draft_layouts import eagle3_slices, mtp_slices
+from stepgraph.runtime.models.files.weights import Slices
 from stepgraph.runtime.models.llama_config import LlamaConfig
 from stepgraph.runtime.models.mtp import Mtp
 
 
-def extract_tensors(model: nn.Module, slices: Iterable[tuple[str, ParameterSlice]]) -> dict[str, Tensor]:
+def extract_tensors(model: nn.Module, slices: Slices) -> dict[str, Tensor]:
     """Copies of the model's weights on the CPU, by their names in files."""
-    return {name: part.of(model).detach().cpu().contiguous().clone() for name, part in slices}
+    return {name: part.of(model).detach().cpu().contiguous().clone() for name, part in slices.items()}
 
 
 def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False, own_head: bool = True) -> Path:
@@ -33,7 +33,7 @@ def save_eagle3(folder: str | Path, head: Eagle3, *, own_embedding: bool = False
     fields = layer_fields(config.layer)
     if fields["architectures"] != ["LlamaForCausalLM"]:
         raise ValueError(f"Eagle3Config.layer: got a layer of {fields['architectures'][0]}, expected a layer of LlamaForCausalLM")
-    tensors = extract_tensors(head, eagle3_slices(config, own_embedding, own_head))
+    tensors = extract_tensors(head, eagle3_slices(config.layer, own_embedding, own_head))
     if head.d2t is not None:
         ids = head.d2t.cpu()
         proposed = torch.zeros(config.layer.vocab_size, dtype=torch.bool)

@@ -1,7 +1,7 @@
 /* Paged attention. Keys are read in tiles that begin at the same positions for every query, so that a query's sums have one order in any
    batch. Keys that a query does not see are not multiplied at all. */
 
-#include "lanes.h"
+#include "kernels.h"
 
 enum { TILE = 64, BLOCK = 32 };
 

@@ -1,7 +1,7 @@
 /* Products of states and weights, for product.c and product_dot.c. A result's sum runs in LANES parts along the weights' own memory, and
    these are added up as a tree: in one order, however many rows there are and however they are dealt out to tiles. */
 
-#include "lanes.h"
+#include "kernels.h"
 
 enum { MOST_ROWS = 8 };
 

@@ -29,24 +29,6 @@ EXPORTED int stepgraph_place_tokens(const argument *given) {
     return 0;
 }
 
-/* positions, slots [batch, count]; tables [batch, pages]; page_size, by, shared; earlier, earlier_slots [batch, count]. */
-EXPORTED int stepgraph_shift_entries(const argument *given) {
-    const int64_t *positions = given[0].data, *slots = given[1].data, *tables = given[2].data;
-    int64_t batch = given[0].size[0], count = given[0].size[1], pages = given[2].size[1];
-    int64_t page_size = given[3].integer, by = given[4].integer, shared = given[5].integer;
-    int64_t *earlier = given[6].data, *earlier_slots = given[7].data;
-    for (int64_t i = 0; i < batch * count; i++) {
-        int64_t row = i / count, position = positions[i];
-        bool live = slots[i] >= page_size && position >= by + shared;
-        position = position < by ? 0 : position - by;
-        int64_t slot = slot_of(tables + row * pages, pages, position, page_size);
-        if (slot < 0 && live) return 1;
-        earlier[i] = position;
-        earlier_slots[i] = live ? slot : position % page_size;
-    }
-    return 0;
-}
-
 /* positions [tokens]; frequencies [half] float32; dtype, not read; cosines, sines [tokens, 1, 2 * half]. */
 EXPORTED int stepgraph_rope_angles(const argument *given) {
     const int64_t *positions = given[0].data;

@@ -14,7 +14,7 @@ from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files.gguf import GgufSource
 from stepgraph.runtime.models.files.weights import SafetensorsSource, Source, StoredModel, llama_slices, read_json
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, mtp_count, read_config
+from stepgraph.runtime.models.llama_config import DTYPES, LlamaConfig, count_field, read_config
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.sampling.grammar.tokenizers.gguf import table_of_metadata
 from stepgraph.sampling.grammar.tokenizers.tokenizer_json import read_folder
@@ -81,12 +81,12 @@ def open_checkpoint(path: str | Path, dtype: torch.dtype | None = None) -> Check
     elif path.is_dir():
         fields = read_json(path / "config.json")
         config = read_config(fields)
-        mtp_modules = mtp_count(fields)
+        mtp_modules = count_field(fields, "num_nextn_predict_layers", 64, least=0, default=0)
         source = SafetensorsSource(path)
         table = read_folder(path, fields, config.vocab_size)
     else:
         raise ValueError(f"path: got {str(path)!r}, expected a local folder with a config.json, or a .gguf file")
     config = config if dtype is None else replace(config, dtype=dtype)
-    checkpoint = Checkpoint(path, source, dict(llama_slices(config)), config, Vocabulary.from_table(table), mtp_modules)
+    checkpoint = Checkpoint(path, source, llama_slices(config), config, Vocabulary.from_table(table), mtp_modules)
     checkpoint.check_header(checkpoint.outline(), checkpoint.mtp_tensors | ({"lm_head.weight"} if config.tied else set()))
     return checkpoint

@@ -11,9 +11,8 @@ import torch
 from stepgraph.graphs.limits import Limits
 from stepgraph.runtime.models.draft_llama import DraftLlama, map_tokens
 from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.files import draft_layouts as layouts
 from stepgraph.runtime.models.files.checkpoint import Checkpoint, describe_memory, open_checkpoint
-from stepgraph.runtime.models.files.draft_config import is_eagle3, read_d2t, read_eagle3, read_mtp
-from stepgraph.runtime.models.files.draft_names import check_dense_layers, eagle3_name, eagle3_slices, mtp_layers, mtp_shared, mtp_slices
 from stepgraph.runtime.models.files.weights import RenamedSource, SafetensorsSource, Source, StoredModel, read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import ARCHITECTURES
@@ -79,37 +78,37 @@ def open_draft(draft: str | Path, target: Checkpoint, dtype: torch.dtype | None 
             raise ValueError(f"draft: got {OWN_MTP!r}, expected a target with MTP modules; {why}")
         return _open_mtp(target.path, target.source, {}, target)
     path = Path(draft)
-    if path.suffix == ".gguf" and path.is_file():
-        return _open_model(path, target, dtype)
-    if not path.is_dir():
-        names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
-        raise ValueError(f"draft: got {str(draft)!r}, expected a local folder with a config.json, a .gguf file, or one of {names}")
-    fields = read_json(path / "config.json")
     try:
-        if is_eagle3(fields):
+        if path.suffix == ".gguf" and path.is_file():
+            return _open_model(path, target, dtype)
+        if not path.is_dir():
+            names = "'mtp', 'ngram', 'forced', 'none', 'auto'"
+            raise ValueError(f"draft: got {str(draft)!r}, expected a local folder with a config.json, a .gguf file, or one of {names}")
+        fields = read_json(path / "config.json")
+        if layouts.is_eagle3(fields):
             return _open_eagle3(path, fields, target)
         source = SafetensorsSource(path)
-        if mtp_layers(source) and "model.norm.weight" not in source.tensors:
+        if layouts.mtp_layers(source) and "model.norm.weight" not in source.tensors:
             return _open_mtp(path, source, fields, target)
-    except ValueError as error:
-        raise _with_path(path, error) from None
-    if fields.get("architectures") in [[name] for name in ARCHITECTURES]:
-        return _open_model(path, target, dtype)
-    accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
-    raise ValueError(f"{path}: config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
+        if fields.get("architectures") in [[name] for name in ARCHITECTURES]:
+            return _open_model(path, target, dtype)
+        accepted = f"an EAGLE-3 head (LlamaForCausalLMEagle3), MTP modules (eh_proj.weight), or a model of {', '.join(ARCHITECTURES)}"
+        raise ValueError(f"config.architectures: got {fields.get('architectures')!r:.100}, expected {accepted}")
+    except ValueError as error:  # with the draft's path, so that it is not taken for an error of the target
+        raise error if str(path) in str(error) else ValueError(f"{path}: {error}") from None
 
 
 def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
     stored = SafetensorsSource(path)
     names: dict[str, str] = {}
     for stored_name in stored.tensors:
-        name = eagle3_name(stored_name)
+        name = layouts.eagle3_name(stored_name)
         if name in names:
             raise ValueError(f"{name}: got it twice, as {names[name]} and as {stored_name}")
         names[name] = stored_name
     source = RenamedSource(stored, names)
-    config = read_eagle3(fields, target.config)
-    d2t = read_d2t(source, config)
+    config = layouts.read_eagle3(fields, target.config)
+    d2t = layouts.read_d2t(source, config)
     own_embedding, own_head = (name in source.tensors for name in ("embed_tokens.weight", "lm_head.weight"))
     same_width = config.layer.hidden_size == target.config.hidden_size
     if not own_embedding and not same_width:
@@ -123,17 +122,19 @@ def _open_eagle3(path: Path, fields: Mapping[str, object], target: Checkpoint) -
         embedding = None if own_embedding else around.embedding
         return Eagle3(config, d2t=d2t, embedding=embedding, head=None if own_head else around.unembedding, device=device)
 
-    slices = dict(eagle3_slices(config, own_embedding, own_head))
+    slices = layouts.eagle3_slices(config.layer, own_embedding, own_head)
     return DraftCheckpoint(path, source, slices, "EAGLE-3 head", make, target, config.feature_layers).check_shapes()
 
 
 def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: Checkpoint) -> DraftCheckpoint:
     """fields: the config of a folder that holds MTP modules only; empty for the modules in the target's folder."""
-    layers = mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
+    layers = layouts.mtp_layers(stored) if fields else range(target.config.num_layers, target.config.num_layers + target.mtp_modules)
     first, count = min(layers), len(layers)
     source = RenamedSource(stored, {name: name for name in stored.tensors if fields or name in target.mtp_tensors})
-    check_dense_layers(source)
-    config = read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
+    layouts.check_dense_layers(source)
+    config = (
+        layouts.read_mtp(fields, target.config, count) if fields else replace(target.config, windows=(target.config.windows[-1],) * count)
+    )
 
     def make(around: Llama, device: Device) -> Mtp:
         return Mtp(config, embedding=around.embedding, head=around.unembedding, device=device)
@@ -141,28 +142,20 @@ def _open_mtp(path: Path, stored: Source, fields: Mapping[str, object], target: 
     return DraftCheckpoint(
         path,
         source,
-        dict(mtp_slices(config, first)),
+        layouts.mtp_slices(config, first),
         "MTP",
         make,
         target,
         max_drafts=MAX_DRAFTS if count == 1 else count,
-        repeated={name: its for name, its in mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
+        repeated={name: its for name, its in layouts.mtp_shared(config, first, target.config.tied).items() if name in source.tensors},
     ).check_shapes()
 
 
 def _open_model(path: Path, target: Checkpoint, dtype: torch.dtype | None) -> DraftCheckpoint:
-    try:
-        stored = open_checkpoint(path, dtype)
-        token_map = map_tokens(stored.vocabulary, target.vocabulary)
-    except ValueError as error:
-        raise _with_path(path, error) from None
+    stored = open_checkpoint(path, dtype)
+    token_map = map_tokens(stored.vocabulary, target.vocabulary)
 
     def make(around: Llama, device: Device) -> DraftLlama:
         return DraftLlama(stored.config, token_map, device=device)
 
     return DraftCheckpoint(path, stored.source, stored.slices, "draft", make, target, max_positions=stored.config.max_positions)
-
-
-def _with_path(path: Path, error: ValueError) -> ValueError:
-    """Name the draft's path in the message, so that the error is not taken for one of the target."""
-    return error if str(path) in str(error) else ValueError(f"{path}: {error}")

@@ -42,60 +42,58 @@ class Source(Protocol):
 
 
 class ParameterSlice(NamedTuple):
-    """The rows of a parameter that a stored tensor fills. Several stored tensors may share one parameter (q, k and v)."""
+    """The part of a parameter that a stored tensor fills. Several stored tensors may share one parameter (q, k and v)."""
 
     parameter: str
-    start: int
-    rows: int
+    rows: slice = slice(None)
 
     def of(self, model: nn.Module) -> Tensor:
-        return model.get_parameter(self.parameter)[self.start : self.start + self.rows]
+        return model.get_parameter(self.parameter)[self.rows]
+
+
+Slices = dict[str, ParameterSlice]  # by names of stored tensors
 
 
 class SafetensorsSource:
     """`model.safetensors`, or the files that its index lists."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Any] = {}
         self.tensors: dict[str, Stored] = {}
-        self._file_of: dict[str, str] = {}
+        self._file_of: dict[str, Any] = {}  # the opened file of each tensor
         index = folder / _INDEX
         if index.exists():
             files = read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
                 raise ValueError(f"{index}: weight_map: got {files!r:.100}, expected an object with a file name for each tensor name")
+            opened = {file: _open(folder, file) for file in dict.fromkeys(files.values())}
         elif (folder / _SINGLE).exists():
-            files = dict.fromkeys(self._open(folder, _SINGLE).keys(), _SINGLE)
+            opened = {_SINGLE: _open(folder, _SINGLE)}
+            files = dict.fromkeys(opened[_SINGLE].keys(), _SINGLE)
         else:
             raise ValueError(f"{folder}: got neither {_SINGLE} nor {_INDEX}; other formats, such as pickled ones, are not read")
         for name, file in files.items():
-            self._add(folder, name, file)
+            try:
+                header = opened[file].get_slice(name)
+            except SafetensorError as error:
+                raise ValueError(f"{folder / file}: {name}: {error}") from None
+            kind = header.get_dtype()
+            self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
+            self._file_of[name] = opened[file]
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
-    def _add(self, folder: Path, name: str, file: str) -> None:
-        opened = self._open(folder, file)
-        try:
-            header = opened.get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{folder / file}: {name}: {error}") from None
-        kind = header.get_dtype()
-        self.tensors[name] = Stored(tuple(header.get_shape()), kind, kind in FLOATS)
-        self._file_of[name] = file
 
-    def _open(self, folder: Path, file: str) -> Any:
-        if file not in self._files:
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, expected the name of a .safetensors file in this folder")
-            if (folder / file).exists() and not (folder / file).is_file():
-                raise ValueError(f"{folder / file}: expected a regular file")
-            try:
-                self._files[file] = safe_open(folder / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{folder / file}: {clip_error(error)}") from None
-        return self._files[file]
+def _open(folder: Path, file: str) -> Any:
+    if Path(file).name != file or not file.endswith(".safetensors"):
+        raise ValueError(f"{folder / _INDEX}: got the file name {file!r}, expected the name of a .safetensors file in this folder")
+    if (folder / file).exists() and not (folder / file).is_file():
+        raise ValueError(f"{folder / file}: expected a regular file")
+    try:
+        return safe_open(folder / file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder / file}: {clip_error(error)}") from None
 
 
 class RenamedSource:
@@ -109,36 +107,40 @@ class RenamedSource:
         return self._source.read(self._names[name])
 
 
-def llama_slices(config: LlamaConfig) -> Iterator[tuple[str, ParameterSlice]]:
+def llama_slices(config: LlamaConfig) -> Slices:
     """Every tensor that a model needs, by its name in a Hugging Face folder."""
-    yield "model.embed_tokens.weight", ParameterSlice("embedding", 0, config.vocab_size)
+    found = whole_slices({"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm"})
     for index in range(config.num_layers):
-        yield from layer_slices(config, f"model.layers.{index}", f"layers.{index}")
-    yield "model.norm.weight", ParameterSlice("norm", 0, config.hidden_size)
-    if not config.tied:
-        yield "lm_head.weight", ParameterSlice("head", 0, config.vocab_size)
+        found |= layer_slices(config, f"model.layers.{index}.", f"layers.{index}.")
+    return found if config.tied else found | whole_slices({"lm_head.weight": "head"})
 
 
-def layer_slices(config: LlamaConfig, stored: str, module: str) -> Iterator[tuple[str, ParameterSlice]]:
-    """The tensors of one layer. stored: the layer's name in the file; module: its name in the model."""
-    query_rows, kv_rows = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    hidden, middle = config.hidden_size, config.intermediate_size
-    start = 0
-    for part, rows in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
-        yield f"{stored}.self_attn.{part}_proj.weight", ParameterSlice(f"{module}.qkv", start, rows)
-        if config.qkv_bias:
-            yield f"{stored}.self_attn.{part}_proj.bias", ParameterSlice(f"{module}.qkv_bias", start, rows)
-        start += rows
-    yield f"{stored}.mlp.gate_proj.weight", ParameterSlice(f"{module}.gate_up", 0, middle)
-    yield f"{stored}.mlp.up_proj.weight", ParameterSlice(f"{module}.gate_up", middle, middle)
-    whole = {"self_attn.o_proj.weight": "output", "mlp.down_proj.weight": "down"}
-    whole |= {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
+def layer_slices(config: LlamaConfig, stored: str, module: str) -> Slices:
+    """The tensors of one layer. stored: prefix of their names in the file; module: of the parameters."""
+    whole = {
+        "self_attn.o_proj.weight": "output",
+        "mlp.down_proj.weight": "down",
+        "input_layernorm.weight": "attention_norm",
+        "post_attention_layernorm.weight": "mlp_norm",
+    }
     whole |= {"self_attn.o_proj.bias": "output_bias"} if config.output_bias else {}
-    for name, parameter in whole.items():
-        yield f"{stored}.{name}", ParameterSlice(f"{module}.{parameter}", 0, hidden)
-    if config.head_norms:
-        for part, parameter in (("q", "query_norm"), ("k", "key_norm")):
-            yield f"{stored}.self_attn.{part}_norm.weight", ParameterSlice(f"{module}.{parameter}", 0, config.head_size)
+    whole |= {"self_attn.q_norm.weight": "query_norm", "self_attn.k_norm.weight": "key_norm"} if config.head_norms else {}
+    found = whole_slices(whole, stored, module)
+    start = 0
+    for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
+        rows = slice(start, start + heads * config.head_size)
+        found[f"{stored}self_attn.{part}_proj.weight"] = ParameterSlice(f"{module}qkv", rows)
+        if config.qkv_bias:
+            found[f"{stored}self_attn.{part}_proj.bias"] = ParameterSlice(f"{module}qkv_bias", rows)
+        start = rows.stop
+    found[f"{stored}mlp.gate_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size))
+    found[f"{stored}mlp.up_proj.weight"] = ParameterSlice(f"{module}gate_up", slice(config.intermediate_size, None))
+    return found
+
+
+def whole_slices(parameters: Mapping[str, str], stored: str = "", module: str = "") -> Slices:
+    """parameters: their names by the stored ones, both without the prefixes `stored` and `module`."""
+    return {stored + name: ParameterSlice(module + parameter) for name, parameter in parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,14 @@ class StoredModel:
 
     path: Path
     source: Source
-    slices: Mapping[str, ParameterSlice]
+    slices: Slices
 
     def check_header(self, outline: nn.Module, unused: Container[str] = ()) -> None:
         """Check names, shapes and types. Raises ValueError for a tensor that is missing, does not fit, or is neither needed nor
         listed in `unused`."""
         found = self.source.tensors
         for name, target in self.slices.items():
-            shape = (target.rows, *outline.get_parameter(target.parameter).shape[1:])
+            shape = tuple(target.of(outline).shape)
             if name not in found:
                 raise ValueError(f"{self.path}: {name} is missing, expected it with shape {shape}")
             if found[name].shape != shape:

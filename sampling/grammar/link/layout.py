@@ -1,184 +1,93 @@
-"""The structs of host_link.h for ctypes, and the values that the loader compares with those of the compiled library."""
+"""The C declarations of the native host link for ctypes, read from its headers: enum constants, structs and functions."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char, c_double, c_int, c_int32, c_int64, c_uint8, c_void_p, sizeof
+import re
+from collections.abc import Iterator
+from ctypes import Structure, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint8, c_uint32, c_void_p, sizeof
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction
-from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES, TokenTable
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
-
-VERSION = 10  # of the layout: incremented with every change that sizes do not show
-FAULT_BYTES = 480
-MAX_SLOTS = 4096
-
-
-class LibraryStruct(Structure):
-    """The five functions of a grammar library that a row calls."""
-
-    _fields_ = tuple((name, c_void_p) for name in ("accept", "fill", "rollback", "is_terminated", "forced"))
+HEADERS = ("forced.h", "marker.h", "host_link.h", "llguidance.h")  # in the order in which the compiler reads them
+TYPES: dict[str, Any] = {
+    **{"char": c_char, "uint8_t": c_uint8, "int": c_int, "atomic_int": c_int, "int32_t": c_int32, "uint32_t": c_uint32},
+    **{"int64_t": c_int64, "double": c_double, "void": None},
+}
 
 
-class XGrammarStruct(Structure):
-    _fields_ = (
-        ("functions", LibraryStruct),
-        ("call", c_void_p),
-        ("take_error", c_void_p),
-        ("release", c_void_p),
-        ("accept_token", c_void_p),
-        ("fill_next_token_bitmask", c_void_p),
-        ("rollback", c_void_p),
-        ("is_terminated", c_void_p),
-        ("find_jump_forward_string", c_void_p),
-        ("matcher_type", c_int32),
-    )
+def _read_headers() -> str:
+    """Their text without comments and preprocessor lines."""
+    folder = Path(__file__).parent / "c"
+    text = "\n".join((folder / name).read_text(encoding="utf-8") for name in HEADERS)
+    return re.sub(r"/\*.*?\*/|^#[^\n]*", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-class LLGuidanceStruct(Structure):
-    _fields_ = (
-        ("functions", LibraryStruct),
-        ("compute_mask_into", c_void_p),
-        ("compute_mask", c_void_p),
-        ("validate_tokens", c_void_p),
-        ("consume_token", c_void_p),
-        ("consume_tokens", c_void_p),
-        ("rollback", c_void_p),
-        ("reset", c_void_p),
-        ("is_accepting", c_void_p),
-        ("get_error", c_void_p),
-        ("clone", c_void_p),
-        ("free", c_void_p),
-    )
+def _sum(text: str, known: dict[str, int]) -> int:
+    return sum(known[term] if term in known else int(term) for term in text.split(" + "))
 
 
-class TokensStruct(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")),
-        ("num_tokens", c_int64),
-        ("longest", c_int32),
-        ("merges", c_int32),
-    )
+def _constants(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for names in re.findall(r"enum \{ (.*?) \}", text):
+        value = -1
+        for name, _, given in (entry.partition(" = ") for entry in names.split(", ")):
+            value = found[name] = _sum(given, found) if given else value + 1
+    return found
 
 
-class ForcedTextStruct(Structure):
-    _fields_ = (
-        ("start", c_int64),
-        ("size", c_int32),
-        ("count", c_int32),
-        ("tokens", c_int32 * FORCED_BYTES),
-        ("ends", c_uint8 * FORCED_BYTES),
-        ("text", c_char * FORCED_BYTES),
-    )
+def _fields(body: str) -> Iterator[tuple[str, Any]]:
+    """Name and type of each field. A pointer is an address, whatever it points to."""
+    for declaration in filter(str.strip, body.split(";")):
+        if function := re.search(r"\(\*(\w+)\)", declaration):
+            yield function[1], c_void_p
+            continue
+        kind, names = re.findall(r"^\s*(?:const )?(\w+) (.*)", declaration)[0]
+        for star, name, size in re.findall(r"(\*?)(\w+)(?:\[(.*?)\])?", names):
+            value = c_void_p if star else TYPES[kind]
+            yield name, value * _sum(size, vars(constants)) if size else value
 
 
-class MarkerStruct(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("symbols", "fallback", "mask_index", "masks", "text_words", "bytes", "starts")),
-        ("num_tokens", c_int64),
-        ("complete", c_int32),
-    )
+def _structs(text: str) -> Iterator[tuple[str, Any]]:
+    for first, body, last in re.findall(r"struct (\w+ )?\{(.*?)^\} ?(\w*);", text, flags=re.DOTALL | re.MULTILINE):
+        name = first.strip() or last
+        TYPES[name] = type(name, (Structure,), {"_fields_": tuple(_fields(body))})
+        yield name, TYPES[name]
 
 
-class MarkerProgressStruct(Structure):
-    _fields_ = (
-        ("table", c_void_p),
-        ("states", c_void_p),
-        ("room", c_int64),
-        ("num_free", c_int64),
-        ("num_inner", c_int64),
-    )
+def _arguments(text: str) -> tuple[Any, ...]:
+    return tuple(c_void_p if "*" in one else TYPES[one.split()[0]] for one in text.split(","))
 
 
-class RowStruct(Structure):
-    _fields_ = (
-        ("library", c_void_p),
-        ("matcher", c_void_p),
-        ("text_words", c_void_p),
-        ("stop_words", c_void_p),
-        ("partial_words", c_void_p),
-        ("num_partial", c_int64),
-        ("num_tokens", c_int64),
-        ("owner", c_int64),
-        ("committed", c_int64),
-        ("pending_drafts", c_int64),
-        ("fuel_seconds", c_double),
-        ("last_mask_status", c_int32),
-        ("known_open", c_int32),
-        ("faulted", c_int),
-        ("fault", c_char * FAULT_BYTES),
-        ("forced", ForcedTextStruct),
-        ("marker", MarkerProgressStruct),
-    )
+def _functions(text: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    for result, name, arguments in re.findall(r"^STEPGRAPH_API ([\w ]+?\**)(\w+)\((.*?)\);", text, flags=re.DOTALL | re.MULTILINE):
+        kind = c_char_p if result == "const char *" else c_void_p if "*" in result else TYPES[result.strip()]
+        yield name, kind, _arguments(arguments)
 
 
-class ShapeStruct(Structure):
-    _fields_ = (
-        ("state", c_void_p),
-        ("drafts", c_void_p),
-        ("masks", c_void_p),
-        ("tags", c_void_p),
-        ("forced", c_void_p),
-        ("tokens", POINTER(TokensStruct)),
-        ("slots", c_int64),
-        ("stages", c_int64),
-        ("words", c_int64),
-        ("depth", c_int64),
-        ("helpers", c_int64),
-    )
+def _callbacks(text: str) -> dict[str, Any]:
+    """The types of the functions in matcher_library."""
+    body = text[text.index("struct matcher_library {") :].partition("};")[0]
+    return {name: ctypes.CFUNCTYPE(c_int, *_arguments(arguments)) for name, arguments in re.findall(r"\(\*(\w+)\)\((.*?)\);", body)}
 
 
-class StepStruct(Structure):
-    _fields_ = (("action", c_int32), ("stage", c_int32))
+_text = _read_headers()
+constants = SimpleNamespace(**_constants(_text))
+structs = SimpleNamespace(**dict(_structs(_text)))
+callbacks = _callbacks(_text)
+OWN_LAYOUT = (constants.LAYOUT_VERSION, *map(sizeof, vars(structs).values()))
 
 
-class NodeStruct(Structure):
-    _fields_ = (("link", c_void_p), ("steps", POINTER(StepStruct)), ("count", c_int64))
-
-
-class CountsStruct(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("fills", "accepts", "rollbacks", "looks", "node_ns", "longest_node_ns")),
-        ("nodes", c_int64 * (len(NODE_BOUNDS_NS) + 1)),
-        ("ended", c_int64),
-        ("missed", c_int64),
-    )
-
-
-class CallStruct(Structure):
-    _fields_ = (("function", c_void_p), ("data", c_void_p), ("finished", c_double))
-
-
-class CallListStruct(Structure):
-    _fields_ = (("calls", POINTER(CallStruct)), ("count", c_int64))
-
-
-OWN_LAYOUT = (
-    VERSION,
-    *(sizeof(struct) for struct in (LibraryStruct, RowStruct)),
-    RowStruct.fault.offset,
-    *(sizeof(struct) for struct in (ShapeStruct, NodeStruct, StepStruct, CountsStruct, XGrammarStruct, CallStruct)),
-    *(sizeof(struct) for struct in (CallListStruct, LLGuidanceStruct, TokensStruct, ForcedTextStruct)),
-    *(sizeof(struct) for struct in (MarkerStruct, MarkerProgressStruct)),
-    len(HostColumn),
-    TAG_FIELDS,
-    ROW_RUNNING,
-    int(MaskStatus.FAULT),
-    int(HostAction.END_ROUND),
-    MAX_SLOTS,
-    FORCED_BYTES,
-    *NODE_BOUNDS_NS,
-)
-
-
-def tokens_struct(table: TokenTable) -> TokensStruct:
-    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")}
-    struct = TokensStruct(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)
-    struct.table = table  # keeps the arrays alive
-    return struct
+def declare(library: ctypes.CDLL) -> None:
+    """Set the types of the functions. AttributeError if the library lacks one."""
+    for name, result, arguments in _functions(_text):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
 
 
 def layout_of(library: ctypes.CDLL) -> tuple[int, ...]:
+    """What the library was compiled with, as OWN_LAYOUT."""
     values = (c_int64 * 64)()
     count = library.stepgraph_layout(values, len(values))
     return tuple(values[:count])

@@ -10,12 +10,14 @@ import functools
 import os
 import re
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from stepgraph.sampling.grammar.link.layout import LLGuidanceStruct
+from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.vocabulary import Vocabulary
 from stepgraph.sampling.native import Unavailable
 
@@ -208,16 +210,49 @@ class LLGuidanceNativeGrammar:
         self.start = LLGuidanceStart(self._api, address)
 
 
+@runtime_checkable
+class CopiedMatcher(Protocol):
+    """LLGuidanceMatcher, whose module may not be installed. It exposes no pointer to the library's matcher: a row uses a copy."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def fuel_seconds(self) -> float: ...
+
+    @property
+    def native_grammar(self) -> LLGuidanceNativeGrammar | None: ...
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]: ...
+
+
 class LLGuidanceBinding:
     """The functions that a row calls, bound to the library."""
 
     def __init__(self, link: ctypes.CDLL, api: LLGuidanceApi) -> None:
-        self.struct = LLGuidanceStruct(**api.addresses)
+        self._link, self.struct = link, structs.llguidance_library(**api.addresses)
         link.stepgraph_bind_llguidance(byref(self.struct))
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self.struct)
+
+    def open_matcher(self, owner: object, grammar: LLGuidanceNativeGrammar, tokens: Sequence[int], stop_words: int) -> int:
+        """The address of a matcher that has accepted `tokens`. It lives as long as `owner`."""
+        start, accepted = grammar.start, (c_uint32 * len(tokens))(*tokens)
+        starts = start.address, grammar.cold_start.address
+        matcher: int | None = self._link.stepgraph_open_llguidance(self.address, *starts, stop_words, accepted, len(tokens))
+        if not matcher:
+            raise MemoryError("NativeRow: out of memory")
+        weakref.finalize(owner, self._close_matcher, grammar, start, matcher).atexit = False
+        return matcher
+
+    def _close_matcher(self, grammar: LLGuidanceNativeGrammar, _: LLGuidanceStart, matcher: int) -> None:
+        """The arguments keep the start and the grammar's cold start alive until here: the matcher may be rebuilt from either."""
+        kept = self._link.stepgraph_close_llguidance(self.address, matcher, grammar.keeps_lexers)
+        if kept:
+            grammar.replace_start(kept)
 
 
 @functools.cache

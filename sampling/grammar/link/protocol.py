@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from stepgraph.sampling.grammar.link.node_log import NodeLog
+import numpy as np
+import numpy.typing as npt
+
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 
-NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)  # as in host_link.c
+NODE_BOUNDS_NS = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000)
 
 
 class HostAction(IntEnum):
@@ -94,8 +96,12 @@ class HostLink(Protocol):
     def release_finished(self) -> None:
         """Release the rows of rounds that have ended; called by the launching thread."""
 
-    def note_nodes(self, log: NodeLog | None) -> None:
-        """Start or stop recording the times of nodes; called while no node is running."""
+    def log_nodes(self, log: npt.NDArray[np.int64] | None) -> None:
+        """Write the times of later nodes to `log` until it is full; None: stop. Called while no node is running.
+
+        log [nodes + 1, 3]: the number of logged nodes in log[0, 0]; then per node whether it was the first of its round, its begin
+        and its end on the monotonic clock, in nanoseconds.
+        """
 
     def close(self) -> None:
         """End threads and free memory; called after the last node has run."""

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from stepgraph.sampling.grammar.link.node_log import NodeLog
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import ForcedText, Forcing
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
@@ -56,7 +55,7 @@ class PythonLink:
         self._fills = self._accepts = self._rollbacks = self._looks = 0
         self._node_ns = self._longest_ns = 0
         self._nodes = [0] * (len(NODE_BOUNDS_NS) + 1)
-        self._log: NodeLog | None = None
+        self._log: npt.NDArray[np.int64] | None = None
 
     @property
     def stats(self) -> HostStats:
@@ -73,8 +72,9 @@ class PythonLink:
                 self._run(step)
             end = time.perf_counter_ns()
             self._count_time(end - begin)
-            if self._log:
-                self._log.add(steps[0].action == HostAction.BEGIN_ROUND, begin, end)
+            if self._log is not None and self._log[0, 0] < len(self._log) - 1:
+                self._log[0, 0] += 1
+                self._log[self._log[0, 0]] = steps[0].action == HostAction.BEGIN_ROUND, begin, end
 
         return run
 
@@ -86,7 +86,7 @@ class PythonLink:
     def release_finished(self) -> None:
         """END_ROUND has released them."""
 
-    def note_nodes(self, log: NodeLog | None) -> None:
+    def log_nodes(self, log: npt.NDArray[np.int64] | None) -> None:
         self._log = log
 
     def close(self) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from stepgraph import Engine, EngineConfig
-from stepgraph.graphs.attention.choose import choose_attention
+from stepgraph.graphs.attention.choose import choose_attention, differs
 from stepgraph.graphs.attention.paged import AttentionChoice, AttentionShape, by_reference
-from stepgraph.graphs.attention.probe import differs
 from stepgraph.graphs.attention.row_tables import RowTables
 from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import build

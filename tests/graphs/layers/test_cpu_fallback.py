@@ -62,11 +62,6 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.tensor([[7, 8, 9], [1, -1, 3]]), WANTED, torch.tensor([2, 9]), torch.tensor([4, 11]), TABLES, 0, PAGE, LONGEST],
         like(POSITIONS, POSITIONS, POSITIONS),
     ),
-    "shift_entries": (
-        slot_mapping.shift_entries,
-        [POSITIONS, SLOTS, TABLES, PAGE, 1, 2],
-        like(POSITIONS, SLOTS),
-    ),
     "rope_angles": (
         slot_mapping.rope_angles,
         [torch.tensor([0, 5]), torch.tensor([1.0, 0.25]), torch.float32],
@@ -78,7 +73,7 @@ OPERATIONS: dict[str, tuple[Operation[..., Any], list[Any], list[Any]]] = {
         [torch.zeros(3, 2, TAG_FIELDS, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int32)],
     ),
     "select_draft": (
-        drafting.select_draft_tensors,
+        drafting.select_draft,
         [torch.tensor([4, 5]), ALIVE, ALIVE, torch.tensor([3, 3]), 1, torch.tensor([9, 9]), None, LEGAL, ALIVE, OK[:, 0].contiguous()],
         [torch.zeros(2, dtype=torch.int64), *like(ALIVE, ALIVE)],
     ),

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.graphs.backends import capture, make_backend
+from stepgraph.graphs.backends import capture, make_backend, run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
-from stepgraph.graphs.eager import run_eager
 from stepgraph.graphs.errors import CaptureError, HostNodeError
 from stepgraph.graphs.tape import backend as tape
 from stepgraph.graphs.tape.backend import TapeBackend

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stepgraph.graphs.backends import run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import CaptureContext, StreamEvent, current_context
-from stepgraph.graphs.eager import run_eager
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.backend import TapeBackend
 from stepgraph.graphs.tape.races import overlap, region_of

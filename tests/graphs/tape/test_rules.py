@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepgraph.graphs.backends import run_eager
 from stepgraph.graphs.buffers import BufferSpec, StaticBuffers
 from stepgraph.graphs.capture import current_context
-from stepgraph.graphs.eager import run_eager
 from stepgraph.graphs.errors import CaptureError
 from stepgraph.graphs.tape.backend import TapeBackend
 

@@ -92,7 +92,7 @@ def test_replay_reports_skipped_prompt_embeddings(tmp_path: Path, capsys: Captur
 
 
 def test_doctor_reports_probes_without_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: {"error": "no libc10.so"} for probe in doctor_probe.PROBES})
+    monkeypatch.setattr(doctor, "run_probes", lambda: {probe.__name__: "no libc10.so" for probe in doctor_probe.PROBES})
     monkeypatch.setattr(terminal, "shows_progress", lambda: True)
     code, out, errors = run(capsys, "doctor")
     lines = {line[9:].split("  ")[0].strip(): line for line in out.splitlines() if line[:8].strip()}
@@ -111,8 +111,8 @@ def test_a_probe_that_raises_does_not_stop_the_next(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():  # main() silences warnings permanently
         doctor_probe.main()
     raised, answered = map(json.loads, capsys.readouterr().out.splitlines())
-    assert raised == {"name": "missing", "error": "Unavailable: it was not built"}
-    assert answered == {"name": "native_link", "answer": "it was not built"}
+    assert raised == ["missing", "Unavailable: it was not built"]
+    assert answered == ["native_link", "it was not built"]
 
 
 def test_target_path_finds_the_gguf_file_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from stepgraph.runtime import cli
 from stepgraph.runtime.commands import doctor, terminal
 from tests.helpers.command_models import doctor_answers
 
-FIRST = json.dumps({"name": "torch_build", "answer": {"cuda": "", "devices": [], "threads": 1, "omp_num_threads": ""}})
+FIRST = json.dumps(["torch_build", {"cuda": "", "devices": [], "threads": 1, "omp_num_threads": ""}])
 VERSIONS = {"0.2.8": "ok", "0.2.10+cu1": "ok", "0.2.7": "too old", "0.3.0": "too new", "0.10": "too new", "": "missing"}
 
 
@@ -64,17 +64,17 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, versi
 def test_doctor_reports_missing_parts_in_c_with_their_build_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], editable: bool
 ) -> None:
-    gone = {"answer": "they were not built: there was no C compiler when stepgraph was installed"}
+    gone = "they were not built: there was no C compiler when stepgraph was installed"
     if editable:
         (tmp_path / "setup.py").touch()
     monkeypatch.setattr(doctor, "SOURCES", tmp_path)
-    build = {"torch_build": {"answer": {"cuda": "", "devices": [], "threads": 7, "omp_num_threads": ""}}}
+    build = {"torch_build": {"cuda": "", "devices": [], "threads": 7, "omp_num_threads": ""}}
     monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), **build, **dict.fromkeys(doctor.NATIVE, gone)})
     assert cli.main(["doctor"]) == 0, "none of them is required"
     lines = capsys.readouterr().out.splitlines()
     for name, lost in doctor.NATIVE.values():
         (index,) = (index for index, line in enumerate(lines) if line[9:].startswith(f"{name} "))
-        assert lines[index].startswith("missing ") and lines[index].endswith(gone["answer"])
+        assert lines[index].startswith("missing ") and lines[index].endswith(gone)
         assert f"without it {lost}; with a C compiler" in lines[index + 1]
         assert lines[index + 1].endswith(f"pip install --no-deps -e {tmp_path}" if editable else "--force-reinstall --no-deps .")
     assert any("threads" in line and "torch's default is 7; --threads N" in line for line in lines)
@@ -121,8 +121,8 @@ def test_doctor_survives_a_hang_of_the_probing_process(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("why", ["", "RuntimeError: Failed to find C compiler."])
 def test_doctor_reports_whether_triton_can_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str) -> None:
-    build = {"answer": {"cuda": "13.0", "devices": ["a GPU"], "threads": 1, "omp_num_threads": ""}}
-    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": {"answer": why}})
+    build = {"cuda": "13.0", "devices": ["a GPU"], "threads": 1, "omp_num_threads": ""}
+    monkeypatch.setattr(doctor, "run_probes", lambda: {**doctor_answers(), "torch_build": build, "triton_launch": why})
     assert cli.main(["doctor", "--json"]) == 0, "it is not required"
     (found,) = (finding for finding in json.loads(capsys.readouterr().out)["findings"] if finding["name"] == "Triton launch")
     assert (found["state"], found["found"]) == (("failed", why) if why else ("ok", "a program was compiled and launched"))

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
-from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
+from stepgraph.runtime.models.eagle3 import Eagle3
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from tests.helpers.draft_oracles import Drafting, eagle3_logits
 from tools.train.saving import layer_fields, save_eagle3
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.files.draft_names import mtp_slices
+from stepgraph.runtime.models.files.draft_layouts import mtp_slices
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
 from stepgraph.runtime.models.mtp import Mtp
 from stepgraph.runtime.models.parameters import empty_weight

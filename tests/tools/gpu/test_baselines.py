@@ -14,7 +14,7 @@ import torch
 from stepgraph import Constraint, Engine, EngineConfig, Vocabulary
 from stepgraph.graphs import Backend, TapeBackend
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
-from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, compiled
+from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, VOCABULARY, FixedDraft, compiled
 from tools.gpu.baselines.three_graphs import Row, Sizes, ThreeGraphs
 from tools.gpu.baselines.transformers_generate import not_available, same_weights, small_assistant
 from tools.gpu.checks.shapes import TINY, pair_of
@@ -45,7 +45,7 @@ def decode_in_loop(loop: ThreeGraphs, asked: list[tuple[list[int], Any]], max_ne
 DRAFTS: dict[str, ToyDraft] = {
     "perfect": ToyDraft(TARGET, 1.0),
     "half": ToyDraft(TARGET, 0.8, d2t=[*range(CONTROL, -1, -2)]),
-    "illegal": ToyDraft(TARGET, 1.0, favourite=CONTROL),
+    "illegal": FixedDraft(TARGET, CONTROL),
 }
 
 

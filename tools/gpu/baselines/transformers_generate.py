@@ -124,8 +124,7 @@ def same_weights(target: Llama, vocabulary: Vocabulary) -> Generator:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     model = _empty(target.config, vocabulary.stop_token_ids, target.embedding.device)
-    pieces = llama_slices(target.config)
-    given = {name: piece.of(target) for name, piece in pieces}
+    given = {name: piece.of(target) for name, piece in llama_slices(target.config).items()}
     missing = model.load_state_dict(given, strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing  # tied to the embedding
     model.tie_weights()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from stepgraph import Vocabulary
-from stepgraph.runtime.models.eagle3 import Eagle3, Eagle3Config
+from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.llama import Llama
-from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, RopeConfig
 from tools.gpu.checks.context import Context
 
 CONTROL_TOKENS = 256

@@ -18,7 +18,7 @@ from stepgraph.graphs.round import Round
 from stepgraph.graphs.round_specs import forced_specs, look_up_specs, round_specs
 from stepgraph.runtime.models.toy import ToyDraft
 from stepgraph.sampling.grammar import Constraint
-from stepgraph.sampling.grammar.link.native import open_host_link
+from stepgraph.sampling.grammar.link.choose import open_host_link
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.sampler import Param

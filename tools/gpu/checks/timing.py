@@ -20,7 +20,7 @@ from torch import Tensor
 from stepgraph.graphs import BufferSpec, GraphKey, StaticBuffers, current_context, run_eager
 from stepgraph.graphs.capture import Backend, Recorded
 from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
-from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.library import Unavailable, load
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
 from tools.gpu.checks.context import Context, Figures, Skipped, summary
@@ -55,9 +55,9 @@ class Stamp:
 
     def __init__(self) -> None:
         library = load()
-        self._nothing = CallListStruct(None, 0)
-        self._calls = (CallStruct * 1)(CallStruct(library.run_calls_address, addressof(self._nothing)))
-        self._list = CallListStruct(self._calls, 1)
+        self._nothing = structs.call_list(None, 0)
+        self._calls = (structs.timed_call * 1)(structs.timed_call(library.run_calls_address, addressof(self._nothing)))
+        self._list = structs.call_list(addressof(self._calls), 1)
         self.native_address, self.native_data = library.run_calls_address, addressof(self._list)
 
     @property
@@ -219,10 +219,10 @@ def _ends_under_the_gil(context: Context, link: str) -> bool:
 def _nodes_end(host: HostLink) -> bool:
     """The same for the host nodes alone, in a native thread, since the tape uses Python threads."""
     node = HostCallback("round", host.node([BEGIN_ROUND, COMMIT, *(advance(index) for index in range(1, 4)), END_ROUND]), HostErrors())
-    calls, thread = (CallStruct * 2)(), ctypes.c_ulong()
+    calls, thread = (structs.timed_call * 2)(), ctypes.c_ulong()
     calls[0].function, calls[0].data = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value, 20_000
     calls[1].function, calls[1].data = node.address, node.data
-    listed = CallListStruct(calls, 2)
+    listed = structs.call_list(addressof(calls), 2)
     keeping = ctypes.PyDLL(None)
     assert keeping.pthread_create(byref(thread), None, c_void_p(load().run_calls_address), byref(listed)) == 0
     held_until = time.monotonic() + HOLD_SECONDS

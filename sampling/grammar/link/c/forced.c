@@ -1,8 +1,5 @@
 /* See forced.h. */
 
-#include "forced.h"
-
-#include "marker.h"
 #include "matcher.h"
 
 #include <string.h>

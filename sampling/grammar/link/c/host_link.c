@@ -4,15 +4,11 @@
    Nothing is allocated after `stepgraph_open`, no lock is taken that a Python thread can hold, and a failure affects only its
    own row: without a valid tag the device uses no mask of that row. */
 
-#include "host_link.h"
-#include "forced.h"
 #include "matcher.h"
 #include "pool.h"
 
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 typedef struct {
     int64_t count;
@@ -25,21 +21,18 @@ struct host_link {
     row_batch *ring;        /* [depth] */
     _Atomic int64_t pushed; /* rounds, by the launching thread */
     _Atomic int64_t begun;  /* rounds, by host nodes */
-    _Atomic int64_t ended;
-    _Atomic int64_t missed, fills, accepts, rollbacks, looks;
-    _Atomic int64_t node_ns, longest_node_ns, nodes[NODE_BOUNDS + 1]; /* written by host nodes only, which never overlap */
-    _Atomic(int64_t *) log;                                          /* node_log.NodeLog, or NULL */
-    int64_t log_room;                                                /* in nodes */
-    const row_batch *batch;                                          /* of the current round */
-    int32_t *active;                                                 /* [slots] the slots that the current node processes */
+    _Atomic int64_t counts[COUNTS];
+    _Atomic(int64_t *) log;         /* HostLink.log_nodes, or NULL */
+    int64_t log_room;               /* in nodes */
+    const row_batch *batch;         /* of the current round */
+    int32_t *active;                /* [slots] the slots that the current node processes */
 };
-
-/* protocol.NODE_BOUNDS_NS */
-static const int64_t node_bounds_ns[NODE_BOUNDS] = {10000, 30000, 100000, 300000, 1000000, 3000000, 10000000, 30000000, 100000000};
 
 /* one row */
 
-static void count(_Atomic int64_t *counter) { atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
+static void count(host_link *link, int index, int64_t more) {
+    atomic_fetch_add_explicit(&link->counts[index], more, memory_order_relaxed);
+}
 
 static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
     int64_t *tags = link->shape.tags + (stage * link->shape.slots + slot) * TAG_FIELDS;
@@ -50,7 +43,7 @@ static void tag(host_link *link, int64_t slot, matcher_row *row, int64_t index, 
 }
 
 static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index, int64_t stage) {
-    count(&link->fills);
+    count(link, FILLS, 1);
     int32_t *mask = link->shape.masks + (stage * link->shape.slots + slot) * link->shape.words;
     int32_t status = fill_mask(row, mask, link->shape.words);
     if (status < 0) return;
@@ -58,7 +51,7 @@ static void fill(host_link *link, int64_t slot, matcher_row *row, int64_t index,
     tag(link, slot, row, index, stage);
     if (!link->shape.forced || status != OK || stage != index || index + 1 == link->shape.stages) return;
     link->shape.forced[index * link->shape.slots + slot] =
-        forced_token(row, link->shape.tokens, row->committed + index, mask, link->shape.words, &link->looks);
+        forced_token(row, link->shape.tokens, row->committed + index, mask, link->shape.words, &link->counts[LOOKS]);
 }
 
 static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_t *state) {
@@ -72,11 +65,11 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
     }
     if (row->pending_drafts > accepted) {
         if (!roll_back(row, row->pending_drafts - accepted)) return;
-        count(&link->rollbacks);
+        count(link, ROLLBACKS, 1);
     }
     row->pending_drafts = 0;
     if (!fresh) {
-        count(&link->accepts);
+        count(link, ACCEPTS, 1);
         if (accept_token(row, state[LAST_TOKEN]) != 1) {
             fail(row, "RuntimeError: token %lld was sampled under a mask of this grammar, and the matcher does not accept it",
                  (long long)state[LAST_TOKEN]);
@@ -91,7 +84,7 @@ static void commit(host_link *link, int64_t slot, matcher_row *row, const int64_
 static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t index) {
     int64_t token = link->shape.drafts[(index - 1) * link->shape.slots + slot];
     if (token < 0 || row->pending_drafts != index - 1 || row->last_mask_status != OK) return; /* an earlier draft ended the walk */
-    count(&link->accepts);
+    count(link, ACCEPTS, 1);
     int accepted = accept_token(row, token);
     if (accepted > 0) {
         follow_forced(row, row->committed + index - 1, token);
@@ -108,12 +101,12 @@ static void advance(host_link *link, int64_t slot, matcher_row *row, int64_t ind
 static void begin(host_link *link) {
     int64_t round = atomic_load_explicit(&link->begun, memory_order_relaxed);
     link->batch = NULL;
-    atomic_store_explicit(&link->ended, round, memory_order_release); /* in case the round before had no END_ROUND */
+    atomic_store_explicit(&link->counts[ENDED], round, memory_order_release); /* in case the round before had no END_ROUND */
     if (round < atomic_load_explicit(&link->pushed, memory_order_acquire)) {
         link->batch = &link->ring[round % link->shape.depth];
         atomic_store_explicit(&link->begun, round + 1, memory_order_relaxed);
     } else {
-        count(&link->missed);
+        count(link, MISSED, 1);
     }
     for (int64_t mask = 0, masks = link->shape.stages * link->shape.slots; mask < masks; mask++) {
         int64_t *tags = link->shape.tags + mask * TAG_FIELDS;
@@ -126,7 +119,7 @@ static void begin(host_link *link) {
 
 static void end(host_link *link) {
     link->batch = NULL;
-    atomic_store_explicit(&link->ended, atomic_load_explicit(&link->begun, memory_order_relaxed), memory_order_release);
+    atomic_store_explicit(&link->counts[ENDED], atomic_load_explicit(&link->begun, memory_order_relaxed), memory_order_release);
 }
 
 static void process_row(void *context, unsigned item) {
@@ -161,34 +154,28 @@ static unsigned find_active(host_link *link) {
     return items;
 }
 
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
-
 static void count_time(host_link *link, int64_t taken) {
     int bucket = 0;
-    while (bucket < NODE_BOUNDS && taken > node_bounds_ns[bucket]) bucket++;
-    count(&link->nodes[bucket]);
-    atomic_fetch_add_explicit(&link->node_ns, taken, memory_order_relaxed);
-    if (taken > atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed))
-        atomic_store_explicit(&link->longest_node_ns, taken, memory_order_relaxed);
+    while (bucket < NODE_BOUNDS && taken > link->shape.node_bounds_ns[bucket]) bucket++;
+    count(link, NODES + bucket, 1);
+    count(link, NODE_NS, taken);
+    if (taken > atomic_load_explicit(&link->counts[LONGEST_NODE_NS], memory_order_relaxed))
+        atomic_store_explicit(&link->counts[LONGEST_NODE_NS], taken, memory_order_relaxed);
 }
 
 static void log_node(host_link *link, int64_t first, int64_t begun, int64_t ended) {
     int64_t *log = atomic_load_explicit(&link->log, memory_order_acquire);
     if (!log || log[0] >= link->log_room) return;
-    int64_t *entry = log + 1 + 3 * log[0]++;
+    int64_t *entry = log + 3 * ++log[0];
     entry[0] = first, entry[1] = begun, entry[2] = ended;
 }
 
 void stepgraph_node(void *data) {
     host_node *node = data;
-    int64_t begun = now_ns(), ended;
+    int64_t begun = ns_of(CLOCK_MONOTONIC), ended;
     if (node->steps[0].action == BEGIN_ROUND) begin(node->link);
     pool_run(node->link->pool, process_row, node, find_active(node->link));
-    ended = now_ns();
+    ended = ns_of(CLOCK_MONOTONIC);
     log_node(node->link, node->steps[0].action == BEGIN_ROUND, begun, ended);
     count_time(node->link, ended - begun); /* before END_ROUND: a reader that sees the round ended sees its times */
     if (node->steps[node->count - 1].action == END_ROUND) end(node->link);
@@ -227,7 +214,7 @@ void stepgraph_close(host_link *link) {
 /* Returns -1 if `depth` rounds are pushed and not ended. Called by the launching thread only. */
 int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count) {
     int64_t round = atomic_load_explicit(&link->pushed, memory_order_relaxed);
-    if (round - atomic_load_explicit(&link->ended, memory_order_acquire) >= link->shape.depth) return -1;
+    if (round - atomic_load_explicit(&link->counts[ENDED], memory_order_acquire) >= link->shape.depth) return -1;
     row_batch *batch = &link->ring[round % link->shape.depth];
     batch->count = count;
     memcpy(batch->rows, rows, (size_t)count * sizeof *rows);
@@ -241,44 +228,11 @@ void stepgraph_log(host_link *link, int64_t *log, int64_t room) {
     atomic_store_explicit(&link->log, log, memory_order_release);
 }
 
-void stepgraph_counts(host_link *link, link_counts *counts) {
-    counts->ended = atomic_load_explicit(&link->ended, memory_order_acquire);
-    counts->missed = atomic_load_explicit(&link->missed, memory_order_relaxed);
-    counts->fills = atomic_load_explicit(&link->fills, memory_order_relaxed);
-    counts->accepts = atomic_load_explicit(&link->accepts, memory_order_relaxed);
-    counts->rollbacks = atomic_load_explicit(&link->rollbacks, memory_order_relaxed);
-    counts->looks = atomic_load_explicit(&link->looks, memory_order_relaxed);
-    counts->node_ns = atomic_load_explicit(&link->node_ns, memory_order_relaxed);
-    counts->longest_node_ns = atomic_load_explicit(&link->longest_node_ns, memory_order_relaxed);
-    for (int bucket = 0; bucket <= NODE_BOUNDS; bucket++)
-        counts->nodes[bucket] = atomic_load_explicit(&link->nodes[bucket], memory_order_relaxed);
+/* In order: a count that includes an ended round includes its times. */
+void stepgraph_counts(const host_link *link, int64_t *counts) {
+    for (int index = 0; index < COUNTS; index++) counts[index] = atomic_load_explicit(&link->counts[index], memory_order_acquire);
 }
 
 const char *stepgraph_fault(matcher_row *row) {
     return atomic_load_explicit(&row->faulted, memory_order_acquire) ? row->fault : "";
-}
-
-/* Makes the calls in order on this thread, as the CUDA driver would. For tests and benchmarks. */
-void stepgraph_run_calls(void *data) {
-    call_list *list = data;
-    for (int64_t index = 0; index < list->count; index++) {
-        list->calls[index].function(list->calls[index].data);
-        list->calls[index].finished = seconds_of(CLOCK_MONOTONIC);
-    }
-}
-
-/* Writes the values of layout.OWN_LAYOUT and returns their number. */
-int64_t stepgraph_layout(int64_t *values, int64_t room) {
-    const int64_t own[] = {
-        LAYOUT_VERSION, sizeof(matcher_library), sizeof(matcher_row), offsetof(matcher_row, fault), sizeof(link_shape),
-        sizeof(host_node), sizeof(host_step), sizeof(link_counts), sizeof(xgrammar_library), sizeof(timed_call), sizeof(call_list),
-        sizeof(llguidance_library), sizeof(token_table), sizeof(forced_text), sizeof(marker_table),
-        sizeof(marker_progress), HOST_COLUMNS, TAG_FIELDS, ROW_RUNNING, FAULT, END_ROUND, MAX_SLOTS, FORCED_BYTES,
-    };
-    int64_t count = sizeof own / sizeof *own;
-    if (count + NODE_BOUNDS <= room) {
-        memcpy(values, own, sizeof own);
-        memcpy(values + count, node_bounds_ns, sizeof node_bounds_ns);
-    }
-    return count + NODE_BOUNDS;
 }

@@ -1,17 +1,20 @@
-/* Structs and constants that Python and C share for the native host link. layout.py declares the same structs field by field,
-   and the loader compares their sizes.
+/* Structs and constants that Python and C share for the native host link. layout.py reads them from this text and from the headers
+   included here; the loader compares sizes with those of the compiled library.
 
    Nothing here uses the Python interpreter: a host node runs without the GIL on whatever thread calls it. */
 
 #ifndef STEPGRAPH_HOST_LINK_H
 #define STEPGRAPH_HOST_LINK_H
 
+#include "forced.h"
+#include "marker.h"
+
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LAYOUT_VERSION = 10, FAULT_BYTES = 480, MAX_SLOTS = 4096, FORCED_BYTES = 128, NODE_BOUNDS = 9 };
+enum { LAYOUT_VERSION = 11, FAULT_BYTES = 480, MAX_SLOTS = 4096, NODE_BOUNDS = 9 };
 
 /* Same values as in status.py. */
 enum { OWNER, GENERATED, LAST_TOKEN, ACCEPTED, FINISH, HOST_COLUMNS };
@@ -33,53 +36,9 @@ struct matcher_library {
     int (*forced)(const matcher_library *self, void *matcher, char *text, int64_t room, char *error);
 };
 
-/* The token texts of a vocabulary in sorted order, for look-up by bytes: forced.TokenTable. */
-typedef struct {
-    const uint8_t *texts;      /* concatenated */
-    const int32_t *starts;     /* [texts + 1] */
-    const int32_t *ids;        /* [texts] */
-    const int32_t *text_index; /* [num_tokens] index of each token's text, -1 if it has none */
-    const int32_t *buckets;    /* [65537] index of the first text that starts with a given pair of bytes */
-    const int32_t *singles;    /* [256] the token of a single byte, -1 if there is none */
-    int64_t num_tokens;
-    int32_t longest; /* bytes of the longest text */
-    int32_t merges;  /* 1: split texts by merging pairs (BPE); 0: by longest match */
-} token_table;
-
-/* A row's forced text, split into tokens. Valid for as long as the history follows it. */
-typedef struct {
-    int64_t start; /* length of the history at which it begins */
-    int32_t size, count;
-    int32_t tokens[FORCED_BYTES];
-    uint8_t ends[FORCED_BYTES]; /* end of each token in the text */
-    char text[FORCED_BYTES];
-} forced_text;
-
-/* marker.Marker. The state is the length of the longest marker prefix that the text ends with. */
-typedef struct {
-    const int32_t *symbols;    /* [complete] bytes or token ids of the marker */
-    const int32_t *fallback;   /* [complete] per prefix: length of its longest proper prefix that is also a suffix */
-    const int32_t *mask_index; /* [complete] row of `masks` for each state */
-    const int32_t *masks;      /* [.., words] */
-    const int32_t *text_words; /* [words] one bit per text token */
-    const uint8_t *bytes;      /* all token texts, concatenated; NULL if the marker consists of ids */
-    const int32_t *starts;     /* [num_tokens + 1] */
-    int64_t num_tokens;
-    int32_t complete; /* the state at the end of the marker */
-} marker_table;
-
-/* How far a row's text has advanced through its marker. */
-typedef struct {
-    const marker_table *table; /* NULL: the grammar applies from the start */
-    int32_t *states;           /* [room] ring of states, indexed by the number of tokens */
-    int64_t room;              /* one more than the longest rollback */
-    int64_t num_free;          /* tokens up to the end of the marker */
-    int64_t num_inner;         /* tokens after the marker */
-} marker_progress;
-
 /* One constrained request. Only host nodes access it from its first round to its last. Python reads the fault with
    `stepgraph_fault` and keeps row and matcher alive until every round that was pushed with them has ended. */
-typedef struct {
+struct matcher_row {
     const matcher_library *library;
     void *matcher;
     const int32_t *text_words;    /* [words] one bit per text token; NULL if the library checks ids itself */
@@ -97,7 +56,7 @@ typedef struct {
     char fault[FAULT_BYTES];
     forced_text forced;
     marker_progress marker;
-} matcher_row;
+};
 
 /* The pinned memory of a round and its sizes. */
 typedef struct {
@@ -112,6 +71,7 @@ typedef struct {
     int64_t words;
     int64_t depth;   /* maximum number of rounds that are pushed and not ended */
     int64_t helpers; /* threads in addition to the one that calls a node */
+    int64_t node_bounds_ns[NODE_BOUNDS]; /* of the histogram of node times */
 } link_shape;
 
 typedef struct host_link host_link;
@@ -128,14 +88,9 @@ typedef struct {
     int64_t count;
 } host_node;
 
-typedef struct {
-    int64_t fills, accepts, rollbacks;
-    int64_t looks;                    /* searches for forced text */
-    int64_t node_ns, longest_node_ns; /* wall clock */
-    int64_t nodes[NODE_BOUNDS + 1];   /* histogram: nodes per bound of protocol.NODE_BOUNDS_NS, then the rest */
-    int64_t ended;                    /* rounds whose rows no node will access again */
-    int64_t missed;                   /* rounds that began without a pushed batch */
-} link_counts;
+/* Counters of a link, and then its histogram of node times: the number of nodes per bound of node_bounds_ns, and the rest.
+   ENDED: rounds whose rows no node will access again. MISSED: rounds without a pushed batch. LOOKS: searches for forced text. */
+enum { ENDED, MISSED, FILLS, ACCEPTS, ROLLBACKS, LOOKS, NODE_NS, LONGEST_NODE_NS, NODES, COUNTS = NODES + NODE_BOUNDS + 1 };
 
 /* xgrammar over tvm-ffi's C ABI. Python keeps the function objects alive. */
 typedef struct tvm_any tvm_any;
@@ -147,23 +102,6 @@ typedef struct {
     void *accept_token, *fill_next_token_bitmask, *rollback, *is_terminated, *find_jump_forward_string;
     int32_t matcher_type;
 } xgrammar_library;
-
-/* llguidance's C API. */
-typedef struct llguidance_matcher llguidance_matcher; /* the library's matcher and the history needed to rebuild it */
-typedef struct {
-    matcher_library functions;
-    int32_t (*compute_mask_into)(void *matcher, uint32_t *words, size_t bytes);
-    int32_t (*compute_mask)(void *matcher);
-    int32_t (*validate_tokens)(void *matcher, const uint32_t *tokens, size_t count);
-    int32_t (*consume_token)(void *matcher, uint32_t token);
-    int32_t (*consume_tokens)(void *matcher, const uint32_t *tokens, size_t count);
-    int32_t (*rollback)(void *matcher, size_t tokens);
-    int32_t (*reset)(void *matcher);
-    bool (*is_accepting)(void *matcher);
-    const char *(*get_error)(void *matcher); /* NULL: no error */
-    void *(*clone)(const void *matcher);
-    void (*free)(void *matcher);
-} llguidance_library;
 
 /* One call of `stepgraph_run_calls`. */
 typedef struct {
@@ -184,15 +122,10 @@ STEPGRAPH_API host_link *stepgraph_open(const link_shape *shape);
 STEPGRAPH_API void stepgraph_close(host_link *link);
 STEPGRAPH_API int stepgraph_push_batch(host_link *link, matcher_row *const *rows, int64_t count);
 STEPGRAPH_API void stepgraph_log(host_link *link, int64_t *log, int64_t room);
-STEPGRAPH_API void stepgraph_counts(host_link *link, link_counts *counts);
+STEPGRAPH_API void stepgraph_counts(const host_link *link, int64_t *counts);
 STEPGRAPH_API const char *stepgraph_fault(matcher_row *row);
 STEPGRAPH_API void stepgraph_node(void *node);
 STEPGRAPH_API void stepgraph_bind_xgrammar(xgrammar_library *library);
-STEPGRAPH_API void stepgraph_bind_llguidance(llguidance_library *library);
-STEPGRAPH_API llguidance_matcher *stepgraph_open_llguidance(const llguidance_library *library, const void *start,
-                                                                const void *cold_start, const int32_t *stop_words,
-                                                                const uint32_t *tokens, int64_t count);
-STEPGRAPH_API void *stepgraph_close_llguidance(const llguidance_library *library, llguidance_matcher *matcher, int keep);
 STEPGRAPH_API void stepgraph_run_calls(void *list);
 
 #endif

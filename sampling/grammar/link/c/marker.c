@@ -1,6 +1,6 @@
 /* See marker.h. */
 
-#include "marker.h"
+#include "host_link.h"
 
 #include <string.h>
 

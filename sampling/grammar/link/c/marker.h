@@ -3,7 +3,29 @@
 #ifndef STEPGRAPH_MARKER_H
 #define STEPGRAPH_MARKER_H
 
-#include "host_link.h"
+#include <stdint.h>
+
+/* marker.Marker. The state is the length of the longest marker prefix that the text ends with. */
+typedef struct {
+    const int32_t *symbols;    /* [complete] bytes or token ids of the marker */
+    const int32_t *fallback;   /* [complete] per prefix: length of its longest proper prefix that is also a suffix */
+    const int32_t *mask_index; /* [complete] row of `masks` for each state */
+    const int32_t *masks;      /* [.., words] */
+    const int32_t *text_words; /* [words] one bit per text token */
+    const uint8_t *bytes;      /* all token texts, concatenated; NULL if the marker consists of ids */
+    const int32_t *starts;     /* [num_tokens + 1] */
+    int64_t num_tokens;
+    int32_t complete; /* the state at the end of the marker */
+} marker_table;
+
+/* How far a row's text has advanced through its marker. */
+typedef struct {
+    const marker_table *table; /* NULL: the grammar applies from the start */
+    int32_t *states;           /* [room] ring of states, indexed by the number of tokens */
+    int64_t room;              /* one more than the longest rollback */
+    int64_t num_free;          /* tokens up to the end of the marker */
+    int64_t num_inner;         /* tokens after the marker */
+} marker_progress;
 
 /* Whether the text has not reached the end of the marker. The grammar is not consulted before. */
 int before_marker_end(const marker_progress *marker);

@@ -18,7 +18,7 @@ from stepgraph.runtime.models.eagle3 import Eagle3
 from stepgraph.runtime.models.files import checkpoint as pretrained
 from stepgraph.runtime.models.files.checkpoint import open_checkpoint
 from stepgraph.runtime.models.files.draft import open_draft
-from stepgraph.runtime.models.files.draft_config import read_eagle3
+from stepgraph.runtime.models.files.draft_layouts import read_eagle3
 from stepgraph.runtime.models.files.weights import read_json
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig, RopeConfig

@@ -13,8 +13,7 @@ import pytest
 
 from stepgraph import EngineConfig
 from stepgraph.runtime.build import capture_notes
-from stepgraph.sampling.grammar.link import library, xgrammar_binding
-from stepgraph.sampling.grammar.link import native as native_link
+from stepgraph.sampling.grammar.link import choose, library, xgrammar_binding
 from stepgraph.sampling.grammar.link.library import NativeLibrary, Unavailable, find_library, load
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, needs_native, plain
 
@@ -24,8 +23,8 @@ NOT_BUILT = "it was not built: there was no C compiler when stepgraph was instal
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native_link, "load", lambda: NativeLibrary(find_library(tmp_path)))
-    monkeypatch.setattr(native_link, "_warned", set())
+    monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library(tmp_path)))
+    monkeypatch.setattr(choose, "_warned", set())
 
 
 @pytest.mark.usefixtures("no_library")

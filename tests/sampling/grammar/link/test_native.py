@@ -9,17 +9,18 @@ from ctypes import addressof, c_void_p
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph import Constraint
-from stepgraph.sampling.grammar.link.layout import FAULT_BYTES
-from stepgraph.sampling.grammar.link.native import NativeRow
-from stepgraph.sampling.grammar.link.node_log import NodeLog
-from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, advance
+from stepgraph.sampling.grammar.link.layout import constants
+from stepgraph.sampling.grammar.link.native_row import NativeRow
+from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, NODE_BOUNDS_NS, HostAction, HostLink, advance
 from stepgraph.sampling.grammar.link.python import PythonLink
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.matchers.forced import FORCED_BYTES
+from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn, MaskStatus
 from tests.helpers.link_bench import WALK, A, ForeignMatcher, LinkPair, Memory, letters_row, native_link, resident, set_running
 from tests.helpers.planted import fail, plant
 from tests.helpers.toy_engines import COMPILER, STOP, needs_native
@@ -169,7 +170,7 @@ def test_a_failing_rollback_is_a_fault() -> None:
 
 def library_error(row: NativeRow) -> str:
     """The library's own message for a rollback of more tokens than it has."""
-    error = ctypes.create_string_buffer(FAULT_BYTES)
+    error = ctypes.create_string_buffer(constants.FAULT_BYTES)
     functions = row._library.xgrammar.struct.functions
     rollback = ctypes.CFUNCTYPE(ctypes.c_int, c_void_p, c_void_p, ctypes.c_int64, c_void_p)(functions.rollback)
     assert rollback(row.struct.library, row.struct.matcher, 7, addressof(error)) == -1
@@ -194,11 +195,11 @@ def test_a_message_of_the_maximum_length_is_kept() -> None:
     link = native_link(memory)
     row = link.row(9, COMPILER.compile(Constraint.regex("a+")).matcher())
     assert isinstance(row, NativeRow)
-    plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (FAULT_BYTES - 1)))
+    plant(row, "fill", lambda real, *arguments: fail(arguments[-1], b"x" * (constants.FAULT_BYTES - 1)))
     set_running(memory, row)
     link.push_batch([row])
     link.node(WALK)()
-    assert row.fault == "x" * (FAULT_BYTES - 1)
+    assert row.fault == "x" * (constants.FAULT_BYTES - 1)
 
 
 def test_a_call_that_exceeds_its_fuel_is_the_last_one() -> None:
@@ -294,16 +295,23 @@ def test_node_times_are_recorded_on_request_until_the_log_is_full(make: Callable
         for node in nodes:
             node()
 
-    log = NodeLog(4)
+    log = np.zeros((5, 3), np.int64)
     run_round()
-    link.note_nodes(log)
+    link.log_nodes(log)
     before = time.perf_counter_ns()
     run_round()
     run_round()
     after = time.perf_counter_ns()
-    link.note_nodes(None)
+    link.log_nodes(None)
     run_round()
-    assert [node.first for node in log.times] == [True, False, False, True], "four of six nodes: the log is full"
-    times = [moment for node in log.times for moment in (node.start_ns, node.end_ns)]
+    assert log[0, 0] == 4 and log[1:, 0].tolist() == [1, 0, 0, 1], "four of six nodes: the log is full"
+    times = log[1:, 1:].flatten().tolist()
     assert times == sorted(times) and before <= times[0] and times[-1] <= after, "on the clock of time.perf_counter_ns"
     link.close()
+
+
+def test_constants_of_the_headers_are_those_of_python() -> None:
+    ours = {member.name: int(member) for numbers in (HostColumn, MaskStatus, HostAction) for member in numbers}
+    assert {name: getattr(constants, name) for name in ours} == ours
+    assert (len(HostColumn), TAG_FIELDS, ROW_RUNNING) == (constants.HOST_COLUMNS, constants.TAG_FIELDS, constants.ROW_RUNNING)
+    assert (FORCED_BYTES, len(NODE_BOUNDS_NS)) == (constants.FORCED_BYTES, constants.NODE_BOUNDS)

@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import Sequence
-from ctypes import byref, c_void_p
+from ctypes import addressof, byref, c_void_p
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ from stepgraph import Constraint
 from stepgraph.graphs.cuda.driver import HostCallback, HostErrors
 from stepgraph.graphs.tape.player import HostCall
 from stepgraph.sampling.grammar import MaskStatus
-from stepgraph.sampling.grammar.link.layout import CallListStruct, CallStruct
+from stepgraph.sampling.grammar.link.layout import structs
 from stepgraph.sampling.grammar.link.library import load
 from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.protocol import HostLink, MatcherRow
@@ -32,14 +32,14 @@ BOTH_LIBRARIES = [Constraint.regex("[a-z]+", "xgrammar"), Constraint.regex("[a-z
 def sequence(link: HostLink, rows: list[MatcherRow], rounds: int) -> tuple[Any, Any, list[Any]]:
     """Calls for a C thread: sleep for 0.2 s, then run the rounds. Returns the list, its calls, and objects to keep alive."""
     usleep = ctypes.cast(ctypes.CDLL(None).usleep, c_void_p).value
-    calls = (CallStruct * (rounds + 1))()
+    calls = (structs.timed_call * (rounds + 1))()
     calls[0].function, calls[0].data = usleep, 200_000
     node = HostCallback("walk", link.node(WALK), HostErrors())
     for call in calls[1:]:
         call.function, call.data = node.address, node.data
     for _ in range(rounds):
         link.push_batch(rows)
-    return CallListStruct(calls, len(calls)), calls, [node]
+    return structs.call_list(addressof(calls), len(calls)), calls, [node]
 
 
 def run_while_the_gil_is_held(call_list: Any, seconds: float) -> tuple[float, float]:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from stepgraph import Constraint, Vocabulary
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, GrammarLimits, MaskStatus, Matcher
-from stepgraph.sampling.grammar.link import llguidance_binding
-from stepgraph.sampling.grammar.link import native as native_link
-from stepgraph.sampling.grammar.link.layout import FAULT_BYTES, LLGuidanceStruct
+from stepgraph.sampling.grammar.link import choose, llguidance_binding
+from stepgraph.sampling.grammar.link.layout import callbacks, constants, structs
 from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
-from stepgraph.sampling.grammar.link.native import CALLBACK_TYPES, NativeLink, NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
 from stepgraph.sampling.grammar.matchers.protocol import classify
@@ -65,7 +65,7 @@ class LLGuidancePair(LinkPair):
 
 
 def replace_function(row: NativeRow, name: str, entry: Any) -> None:
-    library = LLGuidanceStruct.from_buffer_copy(row._library.llguidance.struct)
+    library = structs.llguidance_library.from_buffer_copy(row._library.llguidance.struct)
     setattr(library, name, c_void_p.from_buffer(entry).value)
     row.struct.library, row.planted = ctypes.addressof(library), library  # type: ignore[attr-defined]
 
@@ -109,9 +109,9 @@ class NativeMatcher:
 
     def __init__(self, row: NativeRow, vocabulary: Vocabulary) -> None:
         self._row, self._vocabulary = row, vocabulary
-        functions = LLGuidanceStruct.from_address(row.struct.library).functions
-        self._functions = {name: signature(getattr(functions, name)) for name, signature in CALLBACK_TYPES.items()}
-        self._error = ctypes.create_string_buffer(FAULT_BYTES)
+        functions = structs.llguidance_library.from_address(row.struct.library).functions
+        self._functions = {name: signature(getattr(functions, name)) for name, signature in callbacks.items()}
+        self._error = ctypes.create_string_buffer(constants.FAULT_BYTES)
 
     def _call(self, name: str, *values: int) -> int:
         answer: int = self._functions[name](self._row.struct.library, self._row.struct.matcher, *values, ctypes.addressof(self._error))
@@ -243,7 +243,7 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
 
 def test_rows_of_an_unknown_llguidance_take_the_gil_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
-    monkeypatch.setattr(native_link, "load", lambda: NativeLibrary(find_library()))
+    monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
     constraint = Constraint.regex("[a-c]{3,6}x", backend="llguidance")
     engine = make_engine(Setup(k=2, host_link="native"))

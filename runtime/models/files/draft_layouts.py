@@ -1,7 +1,11 @@
-"""Reads the config.json of a draft and checks it against the target's config. Raises ValueError that names the field."""
+"""The layouts of public EAGLE-3 heads and MTP modules: fields of config.json, checked against the target's config, and tensor names.
+
+Raises ValueError that names the field or tensor.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.runtime.models.eagle3 import Eagle3Config
-from stepgraph.runtime.models.files.weights import Source
-from stepgraph.runtime.models.llama_config import LlamaConfig, count_field, flag_field, read_config, require_off
+from stepgraph.runtime.models.files.weights import Slices, Source, layer_slices, whole_slices
+from stepgraph.runtime.models.llama_config import Eagle3Config, LlamaConfig, count_field, flag_field, read_config, require_off
 from stepgraph.sampling.fields import is_int
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -29,6 +32,14 @@ _UNSUPPORTED = {
     "num_hidden_layers": 1,
 }
 _INTEGERS = ("I64", "I32")
+# Parts of tensor names that only unsupported layers have.
+_OTHER_LAYERS = {
+    ".mlp.experts.": "a mixture of experts (MoE)",
+    ".mlp.gate.": "a mixture of experts (MoE)",
+    "_proj_with_mqa.": "latent attention (MLA)",
+    ".self_attn.kv_b_proj.": "latent attention (MLA)",
+    ".self_attn.q_b_proj.": "latent attention (MLA)",
+}
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
@@ -114,3 +125,52 @@ def read_d2t(source: Source, config: Eagle3Config) -> Tensor | None:
         if marked.shape != (total,) or not torch.equal(marked.nonzero().flatten(), ids.sort().values):
             raise ValueError(f"t2d: got marks that differ from the {own} target ids of d2t")
     return ids
+
+
+def eagle3_name(name: str) -> str:
+    """EAGLE's name of a stored tensor. speculators calls the layer `layers.0`; some heads prefix all names with `model`."""
+    name = name.removeprefix("model.")
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def eagle3_slices(layer: LlamaConfig, own_embedding: bool, own_head: bool) -> Slices:
+    """All stored tensors of a head except d2t and t2d."""
+    whole = {"fc.weight": "fuse", "midlayer.hidden_norm.weight": "state_norm", "norm.weight": "norm"}
+    whole |= {"lm_head.weight": "head"} if own_head else {}
+    whole |= {"embed_tokens.weight": "embedding"} if own_embedding else {}
+    return whole_slices(whole) | layer_slices(layer, "midlayer.", "layer.")
+
+
+def mtp_slices(config: LlamaConfig, first: int) -> Slices:
+    """All stored tensors of the modules except those of the target. first: layer number of the first module in the file."""
+    whole = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "join", "shared_head.norm": "norm"}
+    found: Slices = {}
+    for index in range(config.num_layers):
+        stored, module = f"model.layers.{first + index}.", f"depths.{index}."
+        found |= whole_slices({f"{name}.weight": parameter for name, parameter in whole.items()}, stored, module)
+        found |= layer_slices(config, stored, f"{module}layer.")
+    return found
+
+
+def mtp_layers(source: Source) -> list[int]:
+    """Layer numbers of the MTP modules in a file."""
+    matches = (re.fullmatch(r"model\.layers\.(\d{1,6})\.eh_proj\.weight", name) for name in source.tensors)
+    layers = sorted(int(match[1]) for match in matches if match)
+    if layers and layers != list(range(layers[0], layers[0] + len(layers))):
+        raise ValueError(f"eh_proj.weight: got it in layers {layers}, expected consecutive layers")
+    return layers
+
+
+def check_dense_layers(source: Source) -> None:
+    """Raises ValueError if a tensor name shows that an MTP module has a layer of another family than Llama."""
+    for name in source.tensors:
+        kind = next((kind for part, kind in _OTHER_LAYERS.items() if part in name), None)
+        if kind:
+            raise ValueError(f"{name}: got an MTP module with {kind}, expected a dense layer of the Llama family")
+
+
+def mtp_shared(config: LlamaConfig, first: int, tied: bool) -> dict[str, str]:
+    """Copies of target tensors that a file may hold for each module: from the stored name to the target's name."""
+    embedding = "model.embed_tokens.weight"
+    copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": embedding if tied else "lm_head.weight"}
+    return {f"model.layers.{first + index}.{name}": original for index in range(config.num_layers) for name, original in copies.items()}

@@ -1,0 +1,35 @@
+"""Runs tools in this process, to the end or until their flags are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class ParsedError(Exception):
+    """The flags were accepted; the tool must not run."""
+
+
+def run_tool(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem in ("aot_kernels", "bench_attention"):
+        pytest.importorskip("triton")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [str(path), *flags])
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def parse_flags(path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(*given: Any) -> None:
+        parse(*given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    with pytest.raises(ParsedError):
+        run_tool(path, flags, monkeypatch)
