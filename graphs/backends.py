@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import Backend, Check, Recorded, RecordedReport, Step, StreamEvent, host_call, use_context
+from stepgraph.graphs.capture import NOTHING, Backend, Check, Recorded, RecordedReport, Step, StreamEvent, host_call, use_context
 from stepgraph.graphs.errors import HostNodeError
 from stepgraph.graphs.spans import MakeRange, nvtx_range
 from stepgraph.graphs.tape.backend import TapeBackend
-
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared, so that a stage without a range creates no object
 
 
 def make_backend(name: str = "auto", *, asynchronous: bool = False, nvtx: bool = False) -> Backend:
@@ -69,10 +66,10 @@ class EagerContext:
         self._ranges = ranges
 
     def stream(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING
+        return NOTHING
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        return _NOTHING if self._ranges is None else self._ranges(name)
+        return NOTHING if self._ranges is None else self._ranges(name)
 
     def record(self) -> StreamEvent:
         return self

@@ -154,6 +154,7 @@ class Backend(Protocol):
         """Close while work may still run. Memory that this work can access is not freed."""
 
 
+NOTHING: AbstractContextManager[None] = contextlib.nullcontext()  # shared: a round creates none
 _local = threading.local()
 C_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -180,12 +181,17 @@ def current_context() -> CaptureContext:
     return context
 
 
-@contextlib.contextmanager
-def use_context(context: CaptureContext) -> Iterator[None]:
+def use_context(context: CaptureContext) -> AbstractContextManager[None]:
     """Make `context` this thread's current one. For backends."""
-    previous = getattr(_local, "context", None)
-    _local.context = context
+    return setting(_local, "context", context)
+
+
+@contextlib.contextmanager
+def setting(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an attribute for the duration of the block."""
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        _local.context = previous
+        setattr(owner, name, before)

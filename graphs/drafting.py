@@ -18,7 +18,8 @@ from stepgraph.sampling.acceptance import Emission
 from stepgraph.sampling.bitmask import WORD
 from stepgraph.sampling.grammar.status import MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, operation
+from stepgraph.sampling.kernels.operation import Contiguous, operation
+from stepgraph.sampling.native import CKernel
 
 
 def draft_prefill(

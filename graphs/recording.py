@@ -90,25 +90,23 @@ class CaptureBudget:
     def check_all(self, keys: Sequence[GraphKey]) -> None:
         """CaptureError if the estimate for these graphs exceeds the limit."""
         estimate = self.estimate(keys)
-        if self._limit is not None and estimate > self._limit:
-            parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
-            raise self._refusal(f"need about {estimate:,}, {parts}")
+        parts = f"{self._buffer_bytes:,} bytes of static buffers and about {estimate - self._buffer_bytes:,} of {len(keys)} graphs"
+        self._check(estimate, f"need about {estimate:,}, {parts}")
 
     def check_next(self, key: GraphKey) -> None:
         """CaptureError if the graph of `key` is expected to exceed the limit."""
         pooled = self._used - self._buffer_bytes if self._pooled else 0
         more = max(0, round(self._fixed + self._per_row * key.rows) - pooled)
-        if self._limit is not None and self._used + more > self._limit:
-            raise self._refusal(f"{key} would need about {more:,}, and {self._used:,} are used")
+        self._check(self._used + more, f"{key} would need about {more:,}, and {self._used:,} are used")
 
     def add(self, key: GraphKey, nbytes: int) -> None:
         """Count a recorded graph. CaptureError if it exceeds the limit; the caller then drops it."""
-        if self._limit is not None and self._used + nbytes > self._limit:
-            raise self._refusal(f"{key} needs {nbytes:,}, and {self._used:,} are used")
+        self._check(self._used + nbytes, f"{key} needs {nbytes:,}, and {self._used:,} are used")
         self._used += nbytes
 
-    def _refusal(self, why: str) -> CaptureError:
-        return CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
+    def _check(self, needed: int, why: str) -> None:
+        if self._limit is not None and needed > self._limit:
+            raise CaptureError("memory", f"capture_bytes: got {self._limit:,}, {why}; lower {LESS}")
 
 
 class KeyRecorder:

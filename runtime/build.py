@@ -30,7 +30,7 @@ from stepgraph.runtime.extras.states_folder import StatesLayout
 from stepgraph.runtime.host_drafts import DraftFunction, FunctionDrafts, FunctionProposer
 from stepgraph.runtime.models.forced import ForcedDrafts
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.runtime.profiled import make_in_flight
+from stepgraph.runtime.profiled import in_flight_type
 from stepgraph.runtime.request_queue import RequestQueue
 from stepgraph.runtime.scheduler import Scheduler
 from stepgraph.runtime.slots import PrefixSharing
@@ -86,7 +86,7 @@ class EngineParts:
         self.uploader = Uploader(timed, buffers, models, limits, self.attention, states)
         function = proposer.function if isinstance(proposer, FunctionProposer) else None
         self.function_drafts = None if function is None else FunctionDrafts(function, timed, buffers, limits)
-        self.in_flight = make_in_flight(timed, buffers, self.graphs, self.host_link, limits, states)
+        self.in_flight = in_flight_type()(timed, buffers, self.graphs, self.host_link, limits, states)
 
 
 def resolve_drafter(target: TargetModel, draft: Drafter | str | None, config: EngineConfig) -> tuple[ModelPair, EngineConfig]:
@@ -199,9 +199,10 @@ def capture_notes(parts: EngineParts) -> tuple[str, ...]:
             notes.append(f"filters: {kernels.choose_filters(device, config.filters)}")
         except ValueError as error:
             raise ValueError(f"EngineConfig.{error}") from None
+    sharing = (f"prefixes: not shared, {parts.sharing.off}",) if parts.sharing.off else ()
     forced = ("forced drafts: on",) if "forced_host" in parts.buffers else ()
     grammars = (f"grammars: {parts.compiler.note}",) if parts.compiler else ()
-    return (*notes, *grammars, *parts.sharing.notes, *forced)
+    return (*notes, *grammars, *sharing, *forced)
 
 
 def sharing_for(config: EngineConfig, models: ModelPair) -> PrefixSharing:

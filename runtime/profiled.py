@@ -20,20 +20,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from stepgraph.graphs.buffers import ResultRecord, StaticBuffers
-from stepgraph.graphs.capture import Backend
-from stepgraph.graphs.graph_set import GraphSet
-from stepgraph.graphs.limits import Limits
+from stepgraph.graphs.buffers import ResultRecord
 from stepgraph.graphs.shapes import GraphKey
-from stepgraph.runtime.extras.hidden_states import HiddenStates
 from stepgraph.runtime.in_flight import InFlight
 from stepgraph.runtime.request import ActiveRequest
-from stepgraph.sampling.grammar.link.protocol import HostLink
 
 ROUNDS, FILE, TOOL = "STEPGRAPH_PROFILE_ROUNDS", "STEPGRAPH_PROFILE_FILE", "STEPGRAPH_PROFILE_WITH"
 _first = threading.Lock()  # acquired by the engine that is profiled
@@ -64,14 +59,9 @@ def read_range(environment: Mapping[str, str]) -> ProfileRange | None:
     return ProfileRange(int(match[1]), int(match[2]), tool, path)
 
 
-def make_in_flight(
-    backend: Backend, buffers: StaticBuffers, graphs: GraphSet, host: HostLink, limits: Limits, states: HiddenStates | None = None
-) -> InFlight:
-    """The rounds in flight of an engine, profiled if the environment asks for it and this is the first engine."""
-    profile_range = read_range(os.environ)
-    if profile_range is None or not _first.acquire(blocking=False):
-        return InFlight(backend, buffers, graphs, host, limits, states)
-    return ProfiledInFlight(profile_range, backend, buffers, graphs, host, limits, states)
+def in_flight_type() -> type[InFlight]:
+    """For the rounds of an engine: profiled if the environment asks for it and this is the first engine."""
+    return ProfiledInFlight if read_range(os.environ) and _first.acquire(blocking=False) else InFlight
 
 
 class Launched(NamedTuple):
@@ -85,27 +75,20 @@ class Launched(NamedTuple):
 class ProfiledInFlight(InFlight):
     """Waits for the device before and after the range, and not within it."""
 
-    def __init__(
-        self,
-        profile_range: ProfileRange,
-        backend: Backend,
-        buffers: StaticBuffers,
-        graphs: GraphSet,
-        host: HostLink,
-        limits: Limits,
-        states: HiddenStates | None = None,
-    ) -> None:
-        super().__init__(backend, buffers, graphs, host, limits, states)
-        self._range, self._collected, self._active, self._written = profile_range, 0, False, False
-        self._with_nsys = profile_range.tool == "nsys" and backend.name == "cuda"
-        most_nodes = (profile_range.last - profile_range.first + 1) * (limits.positions + 1)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        found = read_range(os.environ)
+        assert found is not None
+        self._range, self._collected, self._active = found, 0, False
+        self._with_nsys = found.tool == "nsys" and self._backend.name == "cuda"
+        most_nodes = (found.last - found.first + 1) * (len(self._buffers.masks_host) + 1)
         self._log = np.zeros((1 + most_nodes, 3), np.int64)  # for HostLink.log_nodes
-        self._launched: list[Launched] = []
+        self._launched: list[Launched] = []  # and not written
         self._spans: list[tuple[object, ...]] = []
         self._counters = {"row_rounds": 0, "tokens": 0, "accepted_drafts": 0, "offered_drafts": 0, "host_node_ns": 0, "mask_fills": 0}
 
     def capturing(self) -> AbstractContextManager[None]:
-        return _cuda_profiler() if self._with_nsys else super().capturing()
+        return torch.cuda.profiler.profile() if self._with_nsys else super().capturing()
 
     def launch(self, requests: tuple[ActiveRequest, ...]) -> None:
         number = self.rounds
@@ -138,7 +121,7 @@ class ProfiledInFlight(InFlight):
         with contextlib.suppress(Exception):  # of a failed device, which the engine reports
             if self._active:
                 self._end()
-            if self._launched and not self._written:
+            if self._launched:
                 self._write()
         super().clear()
 
@@ -182,7 +165,6 @@ class ProfiledInFlight(InFlight):
             yield next(names, "host node"), number, start_ns, end_ns
 
     def _write(self) -> None:
-        self._written = True
         document = {
             "document": "stepgraph rounds",
             "version": 1,
@@ -197,12 +179,4 @@ class ProfiledInFlight(InFlight):
             self._range.path.write_text(json.dumps(document), encoding="utf-8")
         except OSError as error:  # a warning, since requests are running
             warnings.warn(f"{FILE}: the profile of the rounds is lost: {error}", stacklevel=2)
-
-
-@contextlib.contextmanager
-def _cuda_profiler() -> Iterator[None]:
-    torch.cuda.profiler.start()
-    try:
-        yield
-    finally:
-        torch.cuda.profiler.stop()
+        self._launched.clear()

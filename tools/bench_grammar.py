@@ -26,10 +26,10 @@ from tqdm import tqdm
 from stepgraph.sampling.grammar import CompiledConstraint, GrammarCompiler, Vocabulary
 from stepgraph.sampling.grammar.compile.backends import BACKENDS
 from stepgraph.sampling.grammar.constraints.constraint import BackendChoice
-from stepgraph.sampling.grammar.link.native import available_processors
+from stepgraph.sampling.grammar.link.library import available_processors
 from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
-from tools.bench.grammar_documents import TEXTS, Reader, StepLock, encode, vocabulary
+from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
 
 BATCHES = (1, 8, 32, 64)
@@ -51,7 +51,7 @@ class Bench:
         self, rows: int, drafts: int, table: Vocabulary, documents: Sequence[tuple[CompiledConstraint, list[int]]], backend: str
     ) -> None:
         words = table.mask_words
-        self.rows, self.drafts, self.documents, self.luck = rows, drafts, documents, random.Random(7)
+        self.rows, self.drafts, self.documents, self.rng = rows, drafts, documents, random.Random(7)
         self.legal = torch.from_numpy(table.text_words | table.stop_words)
         self.loops = [loop(rows, words, drafts) for loop in library_loops(backend)]
         self.links = [Linked("python link", PythonLink, rows, words, drafts)]
@@ -68,17 +68,17 @@ class Bench:
     def variants(self) -> list[Any]:
         return [*self.loops, *self.links]
 
-    def turns(self) -> list[StepLock]:
+    def turns(self) -> list[RowRound]:
         """The next round of every row; after the end of a document the row starts another."""
         result = []
         for slot in range(self.rows):
             reader = self.readers[slot]
             turn = reader.turn() if reader else None
             while turn is None:
-                grammar, tokens = self.documents[self.luck.randrange(len(self.documents))]
-                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.luck)
+                grammar, tokens = self.documents[self.rng.randrange(len(self.documents))]
+                reader = self.readers[slot] = Reader(grammar, tokens, self.drafts, self.rng)
                 for variant in self.variants:
-                    variant.seat(slot, grammar)
+                    variant.start_document(slot, grammar)
                 turn = reader.turn()
             result.append(turn)
         return result
@@ -86,7 +86,7 @@ class Bench:
     def round(self, keep: bool, compare: bool) -> None:
         turns = self.turns()
         order = self.variants
-        self.luck.shuffle(order)
+        self.rng.shuffle(order)
         for variant in order:
             variant.prepare(turns)
             spent = variant.seconds()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step, setting
 from stepgraph.graphs.cuda.context import Streams
 from stepgraph.graphs.cuda.driver import Driver, HostErrors, open_driver
 from stepgraph.graphs.cuda.recorder import CudaRecorder, Recording, difference
@@ -164,7 +164,7 @@ class CudaBackend:
         between: Callable[[], None] | None = None,
         generators: Sequence[torch.Generator] = (),
     ) -> CudaGraph:
-        if not _same_device(buffers.device, self.device):
+        if torch.empty(0, device=buffers.device).device != self.device:
             raise ValueError(f"CudaBackend.capture: got buffers on {buffers.device}, expected {self.device}")
         with self._recording("capture()"):
             self._recorder.warm_up(step, buffers, generators)
@@ -255,11 +255,8 @@ class CudaBackend:
         with torch.cuda.device(self.device), self.on_main(call):
             self._drain()
             self.errors.raise_first()
-            self._capturing = True
-            try:
+            with setting(self, "_capturing", True):
                 yield
-            finally:
-                self._capturing = False
 
     def _compare(self, recording: Recording, second: Recording) -> None:
         error = difference(recording.nodes, second.nodes)
@@ -290,7 +287,3 @@ def _checked_device(device: str | torch.device | int | None) -> torch.device:
     if chosen.type != "cuda" or (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"CudaBackend.device: got {device!r}, expected one of {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
-
-
-def _same_device(given: torch.device, own: torch.device) -> bool:
-    return given.type == own.type and (torch.cuda.current_device() if given.index is None else given.index) == own.index

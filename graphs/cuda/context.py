@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, StreamEvent
+from stepgraph.graphs.capture import MAIN, NOTHING, StreamEvent, setting
 from stepgraph.graphs.cuda.driver import Driver, HostCallback, HostErrors
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import STEP, Label, MakeRange
@@ -61,25 +61,19 @@ class CudaCaptureContext:
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
         self.label_nodes()
-        before, self._current = self._current, name
-        try:
+        with setting(self, "_current", name):
             with torch.cuda.stream(self._streams[name]):
                 yield
                 self._require_joined("the block")
             self.label_nodes()
-        finally:
-            self._current = before
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self.label_nodes()
-        before, self._stage = self._stage, name
-        try:
+        with setting(self, "_stage", name):
             with self._range(name):
                 yield
             self.label_nodes()
-        finally:
-            self._stage = before
 
     def record(self) -> StreamEvent:
         self._require_joined("record()")
@@ -130,7 +124,7 @@ class CudaCaptureContext:
         self._events.clear()
 
     def _range(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._ranges is None else self._ranges(name)
+        return NOTHING if self._ranges is None else self._ranges(name)
 
     @property
     def _handle(self) -> int:

@@ -199,11 +199,6 @@ class BufferBackup:
             untouched = spec.nbytes > _SMALL and holds_only(tensor, spec.fill)
             self._copies.append((tensor, None if untouched else _copy_of(tensor), spec.fill))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.nbytes for _, copy, _ in self._copies if copy is not None)
-
     def restore(self) -> None:
         for tensor, copy, fill in self._copies:
             if copy is None:

@@ -6,7 +6,6 @@ GPU; it is about as fast as the eager step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -19,13 +18,14 @@ from typing import Literal
 import torch
 
 from stepgraph.graphs.buffers import StaticBuffers
-from stepgraph.graphs.capture import MAIN, BackendStats, Check, Step
+from stepgraph.graphs.capture import MAIN, NOTHING, BackendStats, Check, Step, setting
 from stepgraph.graphs.errors import fail
 from stepgraph.graphs.spans import MakeRange, Span
 from stepgraph.graphs.tape.player import Delay, Item, Timed, Tracer, Worker, programs, report, stop, taken_lock
 from stepgraph.graphs.tape.recorder import Recorder, first_difference, record_perturbed
 from stepgraph.graphs.tape.replay_ops import poison
 
+_DEVICE = "device"
 _local = threading.local()  # .recording: the capture in progress on this thread
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
@@ -50,7 +50,7 @@ class Tape:
     def replay(self) -> None:
         """Run the recorded step once on the current contents of the buffers."""
         tracer = self._backend.tracer
-        with contextlib.nullcontext() if tracer is None else tracer.launching() as timed:
+        with NOTHING if tracer is None else tracer.launching() as timed:
             self._backend.launch(functools.partial(self._run, timed), "replay()")
         self._backend.stats.replays += 1
 
@@ -115,7 +115,7 @@ class TapeEvent:
         _refuse_while_recording("Event.wait()")
         self._backend.stats.event_waits += 1
         tracer = self._backend.tracer
-        with contextlib.nullcontext() if tracer is None else tracer.waiting():
+        with NOTHING if tracer is None else tracer.waiting():
             reached = self.reached.wait(seconds)
         if reached:
             self._backend.raise_pending()
@@ -152,9 +152,9 @@ class TapeBackend:
         self.replaying: Tape | None = None  # the running tape
         self._tracer: Tracer | None = None
         self._errors: deque[BaseException] = deque()
-        self._workers: dict[str, Worker] = {}
-        self._device = Worker("device") if asynchronous else None
-        self._finalizer = weakref.finalize(self, stop, self._workers, self._device)
+        self._workers: dict[str, Worker] = {_DEVICE: Worker(_DEVICE)} if asynchronous else {}  # by stream
+        self._device = self._workers.get(_DEVICE)
+        self._finalizer = weakref.finalize(self, stop, self._workers)
         self._finalizer.atexit = False  # player._end_threads stops and joins the workers
 
     def capture(
@@ -221,7 +221,7 @@ class TapeBackend:
             return
         self._drain()
         self._finalizer()
-        for worker in [*self._workers.values(), *([self._device] if self._device else [])]:
+        for worker in self._workers.values():
             worker.join()
         for tape in [tape for tape in _tapes if tape._backend is self]:
             tape.free()
@@ -236,9 +236,9 @@ class TapeBackend:
         if self._finalizer.detach() is None:
             return
         if self._device is None:
-            stop(self._workers, None)
+            stop(self._workers)
         else:
-            self._device.submit(functools.partial(stop, self._workers, self._device))  # after the launched work, which needs the workers
+            self._device.submit(functools.partial(stop, self._workers))  # after the launched work, which needs the workers
 
     # for tapes and events of this backend
 
@@ -275,10 +275,7 @@ class TapeBackend:
             self._errors.append(error)
 
     def _drain(self) -> None:
-        if self._device is not None:
-            reached = threading.Event()
-            self._device.submit(reached.set)
-            reached.wait()
+        self.event().reached.wait()
 
     def _enter(self, what: str) -> None:
         if not self._finalizer.alive:
@@ -295,9 +292,6 @@ def _refuse_while_recording(what: str) -> None:
 
 def _record(step: Step, buffers: StaticBuffers, generators: Sequence[torch.Generator], compared: bool) -> Recorder:
     recorder = Recorder(buffers, generators, lambda key: any(tape.owns(key) for tape in _tapes), compared)
-    _local.recording = recorder
-    try:
+    with setting(_local, "recording", recorder):
         recorder.record_step(step)
-    finally:
-        _local.recording = None
     return recorder

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -64,8 +64,8 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             del job  # an idle worker must not keep the last tape alive
 
 
-def stop(workers: dict[str, Worker], device: Worker | None) -> None:
-    for worker in [*workers.values(), *([device] if device else [])]:
+def stop(workers: Mapping[str, Worker]) -> None:
+    for worker in workers.values():
         worker.stop()
 
 
@@ -153,18 +153,19 @@ class HostCall(Item):
 
 
 class Signal(Item):
-    """Signals an event to the streams that wait for it."""
+    """Signals an event to the streams that wait for it; `name`: the stage or host node before the event."""
 
-    def __init__(self, locks: Sequence[threading.Lock]) -> None:
-        self._locks = locks
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.locks: list[threading.Lock] = []
 
     def __call__(self, skip: bool) -> None:
-        for lock in self._locks:
+        for lock in self.locks:
             lock.release()
 
 
 class Await(Item):
-    """Waits for an event of another stream; `name`: the stage or host node before the event. `stats` counts the time, if any."""
+    """Waits for an event of another stream; `name`: as in Signal. `stats` counts the time, if any."""
 
     kind = "wait"
 
@@ -182,24 +183,21 @@ class Await(Item):
 
 def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: BackendStats) -> dict[str, list[Item]]:
     """The recording as one list of items per stream. `stats` counts the time that the main stream waits for others."""
-    locks: dict[int, dict[str, threading.Lock]] = {}
-    for node in recorder.nodes:
-        if node.kind == "wait" and node.event is not None and node.event.stream != node.stream:
-            locks.setdefault(node.event.number, {}).setdefault(node.stream, taken_lock())
-    names = event_names(recorder.nodes)
     result: dict[str, list[Item]] = {}
+    signals: dict[int, Signal] = {}
     waited: set[tuple[int, str]] = set()
     for node in recorder.nodes:
-        program = result.setdefault(node.stream, [])
+        program, event = result.setdefault(node.stream, []), node.event
         if node.kind == "host":
             program.append(HostCall(node, delay, _watched(recorder, node) if verify else ()))
-        elif node.event is not None:
-            waiters = locks.get(node.event.number, {})
-            if node.kind == "record" and waiters:
-                program.append(Signal(list(waiters.values())))
-            elif node.kind == "wait" and node.stream in waiters and (node.event.number, node.stream) not in waited:
-                waited.add((node.event.number, node.stream))
-                program.append(Await(waiters[node.stream], names[node.event.number], stats if node.stream == MAIN else None))
+        elif event is not None and node.kind == "record":
+            signals[event.number] = Signal(_latest_name(program))
+            program.append(signals[event.number])
+        elif event is not None and event.stream != node.stream and (event.number, node.stream) not in waited:
+            waited.add((event.number, node.stream))
+            signal, lock = signals[event.number], taken_lock()
+            signal.locks.append(lock)
+            program.append(Await(lock, signal.name, stats if node.stream == MAIN else None))
         elif node.call is not None:
             if not program or not isinstance(program[-1], Segment):
                 program.append(Segment(node.stream, delay))
@@ -209,20 +207,15 @@ def programs(recorder: Recorder, delay: Delay | None, verify: bool, stats: Backe
     return result
 
 
-def event_names(nodes: Sequence[Node]) -> dict[int, str]:
-    """What each event comes after: the host node since the previous event on its stream, or else the stage."""
-    names: dict[int, str] = {}
-    latest: dict[str, tuple[str, bool]] = {}  # stream: name, whether of a host node
-    for node in nodes:
-        name, host = latest.get(node.stream, (STEP, False))
-        if node.kind == "host":
-            latest[node.stream] = node.name, True
-        elif node.kind == "record" and node.event is not None:
-            names[node.event.number] = name
-            latest[node.stream] = name, False
-        elif node.call is not None and not host:
-            latest[node.stream] = node.stage, False
-    return names
+def _latest_name(program: Sequence[Item]) -> str:
+    """The last host node since the last event, or else the last stage."""
+    stage = None
+    for item in reversed(program):
+        if isinstance(item, (HostCall, Signal)):
+            return item.name if stage is None or isinstance(item, HostCall) else stage
+        if isinstance(item, Segment) and stage is None:
+            stage = item.nodes[-1].stage
+    return stage or STEP
 
 
 def report(recorder: Recorder, seconds: float) -> RecordedReport:

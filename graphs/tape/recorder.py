@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepgraph.graphs.buffers import StaticBuffers, storage_key
-from stepgraph.graphs.capture import MAIN, Step, StreamEvent, use_context
+from stepgraph.graphs.capture import MAIN, Step, StreamEvent, setting, use_context
 from stepgraph.graphs.errors import CaptureError, Site, call_site, fail
 from stepgraph.graphs.spans import STEP
 from stepgraph.graphs.tape.races import WHOLE, Access, Clock, RaceChecker, region_of
@@ -99,14 +100,12 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Run the recorder's own tensor operations unrecorded. Keeps a failure even if the step catches it."""
-        self.paused, before = True, self.paused
         try:
-            yield
+            with setting(self, "paused", True):
+                yield
         except CaptureError as error:
             self._failure = self._failure or error
             raise
-        finally:
-            self.paused = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -214,21 +213,11 @@ class Recorder(TorchDispatchMode):
 
     # CaptureContext
 
-    @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[None]:
-        self._stream, before = name, self._stream
-        try:
-            yield
-        finally:
-            self._stream = before
+    def stream(self, name: str) -> AbstractContextManager[None]:
+        return setting(self, "_stream", name)
 
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self._stage, before = name, self._stage
-        try:
-            yield
-        finally:
-            self._stage = before
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return setting(self, "_stage", name)
 
     def record(self) -> StreamEvent:
         with self.working():
@@ -274,11 +263,8 @@ class _FunctionGuard(TorchFunctionMode):
         rules = self._recorder.rules
         with self._recorder.working():
             rules.check_function(func, args, kwargs)
-        rules.scalar_store = func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))
-        try:
+        with setting(rules, "scalar_store", func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float, complex))):
             return func(*args, **kwargs)
-        finally:
-            rules.scalar_store = False
 
 
 def _check_out(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from stepgraph.sampling import acceptance
 from stepgraph.sampling.grammar.status import TAG_FIELDS
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.native import CKernel
 
 
 def _status_outputs(tags: Tensor, owner: Tensor, *_: object) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.kernels.operation import CKernel, Contiguous, Dense, operation
+from stepgraph.sampling.kernels.operation import Contiguous, Dense, operation
+from stepgraph.sampling.native import CKernel
 
 
 def _argmax_outputs(

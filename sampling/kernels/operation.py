@@ -13,19 +13,17 @@ import logging
 import typing
 from collections.abc import Callable, Sequence
 from types import UnionType
-from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from stepgraph.sampling import native
+from stepgraph.sampling.native import CKernel, Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Run = Callable[[], object]
-C_FLOATS = (torch.float32, torch.bfloat16)
-NONE = bytes(native.ARGUMENT.size)
 log = logging.getLogger(__name__)
 
 
@@ -37,13 +35,6 @@ def dense(tensor: Tensor) -> Tensor:
 # How an operation takes an argument: the wrapper copies a tensor that lies otherwise. A plain Tensor may have any strides.
 Dense = Annotated[Tensor, dense]
 Contiguous = Annotated[Tensor, Tensor.contiguous]
-
-
-class CKernel(NamedTuple):
-    """A kernel in the C library, and which arguments it supports: others run as the reference."""
-
-    name: str  # without the prefix stepgraph_
-    supports: Callable[..., bool]  # of the inputs; outputs must be contiguous
 
 
 @functools.cache
@@ -118,15 +109,7 @@ class Operation(Generic[P, R]):
 
     def prepare(self, *arguments: Any) -> Run | None:
         """A call in C that repeats `out` in the memory of its arguments; None where the reference has to run."""
-        inputs, outputs = arguments[: len(self._names)], arguments[len(self._names) :]
-        if self.c is None or not inputs[0].is_cpu:
-            return None
-        kernel = native.kernel(self.c.name)
-        if kernel is None or not self.c.supports(*inputs) or not all([output.is_contiguous() for output in outputs]):
-            return None
-        run = functools.partial(kernel, b"".join([_pack(value) for value in arguments]))
-        run.__dict__["arguments"] = arguments  # the kernel reads their memory
-        return run
+        return None if self.c is None or not arguments[0].is_cpu else self.c.prepare(arguments, len(self._names))
 
     def run_reference(self, *arguments: Any) -> None:
         """`out`, by the reference."""
@@ -216,30 +199,3 @@ def _count_tensors(returned: Any) -> int:
 
 def _tensors(returned: Any) -> tuple[Tensor | None, ...]:
     return () if returned is None else (returned,) if isinstance(returned, Tensor) else tuple(returned)
-
-
-def _pack(value: Tensor | float | torch.dtype | None) -> bytes:
-    """An argument as C reads it."""
-    if isinstance(value, Tensor):
-        padding = (0,) * (4 - value.dim())
-        bfloat16 = value.dtype is torch.bfloat16
-        return native.ARGUMENT.pack(value.data_ptr(), *value.shape, *padding, *value.stride(), *padding, bfloat16, 0, 0.0)
-    if value is None or isinstance(value, torch.dtype):
-        return NONE
-    return native.ARGUMENT.pack(0, *[0] * 9, int(value), value)
-
-
-def same_float_type(*tensors: Tensor) -> bool:
-    """Whether all are float32 or all bfloat16: what kernels in C compute with."""
-    return tensors[0].dtype in C_FLOATS and all(tensor.dtype is tensors[0].dtype for tensor in tensors)
-
-
-def is_contiguous(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether all are contiguous and of this type."""
-    return all(tensor.dtype is dtype and tensor.is_contiguous() for tensor in tensors)
-
-
-def why_no_c(*dtypes: torch.dtype) -> str:
-    """Why layers of these types do not run in C on the CPU; empty if they do."""
-    unknown = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype not in C_FLOATS]
-    return native.why_not() or (f"it supports float32 and bfloat16, not {unknown[0]}" if unknown else "")

@@ -87,7 +87,7 @@ class Drafter:
         engine.capture()
         return engine
 
-    def said(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
+    def reference_logits(self, history: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
         """Reference logits over the target's tokens after a history, then after each of `drafts`, computed without a cache."""
         text = torch.tensor([history])
         with torch.no_grad():

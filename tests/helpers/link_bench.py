@@ -15,7 +15,8 @@ from torch import Tensor
 
 from stepgraph.sampling.grammar import CompiledConstraint, Constraint, GrammarCompiler, MaskStatus, Matcher, Vocabulary
 from stepgraph.sampling.grammar.link.library import load
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, HostStep, MatcherRow, advance, fill_new
 from stepgraph.sampling.grammar.link.python import PythonLink, PythonRow
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
@@ -205,15 +206,15 @@ class LinkPair:
         del request.drafts[count:]
         while len(request.drafts) < count:
             index = len(request.drafts)
-            legal, luck = self.legal(request, index), self.random.random()
+            legal, rng = self.legal(request, index), self.random.random()
             forced_host = self.memories[0].forced if guided and request.finish == ROW_RUNNING else None
             forced = -1 if forced_host is None else int(forced_host[index, self.requests.index(request)])
             assert forced < 0 or forced in legal
-            if luck < 0.5 and forced >= 0:
+            if rng < 0.5 and forced >= 0:
                 request.drafts.append(forced)
-            elif luck < 0.75 and legal:
+            elif rng < 0.75 and legal:
                 request.drafts.append(self.random.choice(legal))
-            elif luck < 0.85:
+            elif rng < 0.85:
                 request.drafts.append(self.vocabulary.stop_token_ids[0])
             else:
                 width = self.vocabulary.logits_width

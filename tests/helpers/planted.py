@@ -8,7 +8,7 @@ from ctypes import c_void_p
 from typing import Any
 
 from stepgraph.sampling.grammar.link.layout import callbacks, structs
-from stepgraph.sampling.grammar.link.native import NativeRow
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
 from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
 from stepgraph.sampling.grammar.matchers.protocol import Matcher

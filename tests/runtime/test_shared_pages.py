@@ -130,14 +130,14 @@ def test_trained_heads_draft_the_same_after_a_reused_prefix(head: str) -> None:
             engine.capture()
             drafts.append([])
             entries.append([])
-            for place in range(5):
-                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + place % 5]] + [place % 2], 8 + place)
+            for index in range(5):
+                job = ask(engine, [token % 7 for token in SYSTEM[: 9 + index % 5]] + [index % 2], 8 + index)
                 while engine.has_work:
                     before = job.rounds
                     engine.step()
                     if job.rounds > before:
                         drafts[-1].append(engine.buffers.row_drafts[0].tolist())
-                    if place == 2 and job.rounds == 4:
+                    if index == 2 and job.rounds == 4:
                         engine.cancel(job)
                 kept = torch.arange(len(job.prompt_ids) + len(job.tokens) - 1 - K)
                 slots = engine.buffers.row_block_tables[0, kept // PAGE] * PAGE + kept % PAGE

@@ -45,10 +45,10 @@ def measure(name: str, constraint: Constraint, turns: int, compilers: Mapping[st
     """One grammar, compiled each time with a new marker, then read from the cache."""
     seconds: dict[str, list[float]] = {"in_process": [], "worker": [], "cached": []}
     for turn in range(turns):
-        asked = constraint.after(f"turn {turn}")  # a new cache key for the same grammar
+        requested = constraint.after(f"turn {turn}")  # a new cache key for the same grammar
         for index in ("in_process", "worker"):
-            seconds[index].append(timed(partial(compilers[index].compile, asked)))
-        seconds["cached"].append(timed(partial(compilers["worker"].compile, asked)))
+            seconds[index].append(timed(partial(compilers[index].compile, requested)))
+        seconds["cached"].append(timed(partial(compilers["worker"].compile, requested)))
     compiled = compilers["worker"].compile(replace(constraint, marker=None))
     figures = {
         "grammar": name,

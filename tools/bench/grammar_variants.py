@@ -14,12 +14,12 @@ from torch import Tensor
 from stepgraph.graphs.capture import host_call
 from stepgraph.sampling.grammar import CompiledConstraint, Vocabulary, XGrammarMatcher
 from stepgraph.sampling.grammar.link.layout import structs
-from stepgraph.sampling.grammar.link.library import Unavailable, load
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode, available_processors
+from stepgraph.sampling.grammar.link.library import Unavailable, available_processors, load
+from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
-from tools.bench.grammar_documents import StepLock
+from tools.bench.grammar_documents import RowRound
 
 NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
@@ -33,12 +33,12 @@ class PythonLoop:
         self.masks = torch.zeros(drafts + 1, rows, words, dtype=torch.int32)
         self.matchers: list[Any] = []
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         matcher = grammar.matcher()
         assert isinstance(matcher, XGrammarMatcher)
         self.matchers[slot : slot + 1] = [matcher.library_matcher]
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         self.turns, self.planes = turns, list(self.masks)
 
     def seconds(self) -> float:
@@ -68,9 +68,9 @@ class LibraryBatch(PythonLoop):
         super().__init__(rows, words, drafts)
         self.batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, available_processors()))
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         super().prepare(turns)
-        self.places = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
+        self.drafts_by_position = [[turn.drafts[index] for turn in turns] for index in range(len(turns[0].drafts))]
 
     def run(self) -> None:
         matchers, batch = self.matchers, self.batch
@@ -80,7 +80,7 @@ class LibraryBatch(PythonLoop):
             if turn.token >= 0:
                 assert matcher.accept_token(turn.token)
         batch.batch_fill_next_token_bitmask(matchers, self.planes[0])
-        for index, drafts in enumerate(self.places, 1):
+        for index, drafts in enumerate(self.drafts_by_position, 1):
             assert all(batch.batch_accept_token(matchers, drafts))
             batch.batch_fill_next_token_bitmask(matchers, self.planes[index])
 
@@ -106,11 +106,11 @@ class Linked:
             self.calls[1].function, self.calls[1].data = self.node.native_address, self.node.native_data
             self.call_list = structs.call_list(addressof(self.calls), 2)
 
-    def seat(self, slot: int, grammar: CompiledConstraint) -> None:
+    def start_document(self, slot: int, grammar: CompiledConstraint) -> None:
         self.owners += 1
         self.rows[slot], self.generated[slot] = self.link.row(self.owners, grammar.matcher()), 0
 
-    def prepare(self, turns: Sequence[StepLock]) -> None:
+    def prepare(self, turns: Sequence[RowRound]) -> None:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
             assert row is not None and not row.fault, row
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0

@@ -46,8 +46,6 @@ EXPORTED FOR_EACH_PROCESSOR int stepgraph_rope_and_write_kv(const argument *give
     return rope_all(given, given->size[2], given->bfloat16);
 }
 
-enum { LANES = 16 };
-
 /* states [N, size] or [N, inner, size]; weight [size]; epsilon; output as states. */
 INLINED int norm_all(const argument *given, int64_t bfloat16) {
     const argument *states = given, *weight = given + 1;

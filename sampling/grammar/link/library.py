@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import c_void_p
 from pathlib import Path
 
@@ -45,6 +46,11 @@ class NativeLibrary:
         except Unavailable as error:
             return f" (rows of llguidance take it: {error})"
         return ""
+
+
+def available_processors() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

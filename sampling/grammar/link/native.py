@@ -1,15 +1,12 @@
 """The native host link: a host node is one C function over a plain struct and does not take the GIL.
 
 Rows are processed by a pool of threads that includes the calling one. C borrows rows and matchers; Python keeps them alive until
-the rounds that they were pushed with have ended. A row whose matcher is not from a known library calls back into Python and
-takes the GIL for that.
+the rounds that they were pushed with have ended.
 """
 
 from __future__ import annotations
 
 import collections
-import math
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -21,17 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stepgraph.sampling.grammar.link.callbacks import PythonCallbacks
 from stepgraph.sampling.grammar.link.layout import constants, structs
-from stepgraph.sampling.grammar.link.library import NativeLibrary
-from stepgraph.sampling.grammar.link.llguidance_binding import CopiedMatcher
+from stepgraph.sampling.grammar.link.library import NativeLibrary, available_processors
+from stepgraph.sampling.grammar.link.native_row import NativeRow, token_struct
 from stepgraph.sampling.grammar.link.protocol import NODE_BOUNDS_NS, HostAction, HostStats, HostStep, MatcherRow
-from stepgraph.sampling.grammar.matchers.forced import Forcing, TokenTable
-from stepgraph.sampling.grammar.matchers.marker import MarkerMatcher
+from stepgraph.sampling.grammar.matchers.forced import Forcing
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
 from stepgraph.sampling.grammar.status import TAG_FIELDS, HostColumn
-from stepgraph.sampling.grammar.vocabulary import Vocabulary
-from stepgraph.sampling.grammar.xgrammar_lib.grammar import XGrammarMatcher
 
 
 class NativeNode:
@@ -85,7 +78,7 @@ class NativeLink:
         threads = min(slots, threads or available_processors())
         self.name = f"native, {threads} thread{'s' if threads > 1 else ''}, no GIL{library.llguidance_note}"
         self._library, self._slots, self._stages = library, slots, stages
-        self._tokens, self._forcing = _token_struct(forcing.table) if forcing else None, forcing
+        self._tokens, self._forcing = token_struct(forcing.table) if forcing else None, forcing
         pointers = {name.removesuffix("_host"): tensor.data_ptr() for name, (tensor, _, _) in self._tensors.items()}
         sizes = {"slots": slots, "stages": stages, "words": words, "depth": depth, "helpers": threads - 1}
         shape_struct = structs.link_shape(**pointers, **sizes, node_bounds_ns=NODE_BOUNDS_NS)
@@ -162,72 +155,5 @@ class NativeLink:
             raise RuntimeError("NativeLink: it is closed")
 
 
-class NativeRow:
-    """One constrained request: a struct that host nodes access, and everything that the struct points to.
-
-    A marker is handled in C around the library's own matcher.
-    """
-
-    def __init__(self, library: NativeLibrary, owner: int, matcher: Matcher, committed: int, masks_host: Tensor) -> None:
-        self.owner, self.matcher = owner, matcher
-        self._library = library
-        self.struct = structs.matcher_row(owner=owner, committed=committed)
-        if isinstance(matcher, MarkerMatcher):
-            self._set_marker(matcher, masks_host)
-            matcher = matcher.inner
-        if isinstance(matcher, XGrammarMatcher):
-            self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
-            xgrammar = library.xgrammar
-            self.struct.library, self.struct.matcher = xgrammar.address, xgrammar.handle_of(matcher.library_matcher)
-        elif isinstance(matcher, CopiedMatcher) and matcher.native_grammar is not None:
-            self._set_vocabulary(matcher.vocabulary, matcher.fuel_seconds, masks_host)
-            llguidance, stop_words = library.llguidance, self.struct.stop_words
-            self.struct.library = llguidance.address
-            self.struct.matcher = llguidance.open_matcher(self, matcher.native_grammar, matcher.accepted_tokens, stop_words)
-        else:
-            self._callbacks = PythonCallbacks(matcher, masks_host)
-            self.struct.library, self.struct.fuel_seconds = self._callbacks.address, math.inf  # the matcher measures its own fuel
-
-    def _set_marker(self, matcher: MarkerMatcher, masks_host: Tensor) -> None:
-        """A rollback takes at most as many tokens as a round has drafts: the ring has one state more than that."""
-        marker, vocabulary = matcher.marker, matcher.marker.vocabulary
-        self._require_width(vocabulary, masks_host)
-        self._states = np.full(len(masks_host), matcher.state, np.int32)
-        arrays = {name: getattr(marker, name).ctypes.data for name in ("symbols", "fallback", "mask_index", "masks")}
-        self._table = structs.marker_table(**arrays, num_tokens=len(vocabulary.tokens), complete=marker.complete)
-        self._table.text_words = vocabulary.text_words.ctypes.data
-        if marker.of_text:
-            self._table.bytes, self._table.starts = (array.ctypes.data for array in vocabulary.joined)
-        self.struct.marker = structs.marker_progress(table=addressof(self._table), states=self._states.ctypes.data, room=len(masks_host))
-
-    def _set_vocabulary(self, vocabulary: Vocabulary, fuel_seconds: float, masks_host: Tensor) -> None:
-        self._require_width(vocabulary, masks_host)
-        struct = self.struct
-        self._words = vocabulary.text_words, vocabulary.stop_words, vocabulary.partial_words
-        struct.text_words, struct.stop_words, struct.partial_words = (words.ctypes.data for words in self._words)
-        struct.num_partial = len(vocabulary.partial_words)
-        struct.num_tokens, struct.fuel_seconds = len(vocabulary.tokens), fuel_seconds
-
-    def _require_width(self, vocabulary: Vocabulary, masks_host: Tensor) -> None:
-        if vocabulary.mask_words != masks_host.shape[-1]:
-            raise ValueError(f"row.matcher: got masks of {vocabulary.mask_words} words, expected {masks_host.shape[-1]}")
-
-    @property
-    def fault(self) -> str:
-        text: bytes = self._library.quick.stepgraph_fault(byref(self.struct))
-        return text.decode(errors="replace")
-
-
-def available_processors() -> int:
-    """Number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _new_counts() -> Any:
     return (c_int64 * constants.COUNTS)()
-
-
-def _token_struct(table: TokenTable) -> Any:
-    """Borrows the arrays of the table."""
-    arrays = {name: getattr(table, name).ctypes.data for name in ("texts", "starts", "ids", "text_index", "buckets", "singles")}
-    return structs.token_table(**arrays, num_tokens=table.num_tokens, longest=table.longest, merges=table.merges)

@@ -36,24 +36,13 @@ class XGrammarBinding:
         _check_xgrammar_version(importlib.metadata.version("xgrammar"))
         tvm = _loaded_tvm_ffi()
         info = _matcher_type()
-        self.matcher_type = int(info.type_index)
         self._functions = {name: _method(info, name) for name in SIGNATURES}
-        self.struct = structs.xgrammar_library(matcher_type=self.matcher_type)
+        self.struct = structs.xgrammar_library(matcher_type=int(info.type_index))
         library.stepgraph_bind_xgrammar(ctypes.byref(self.struct))
         for field, symbol in SYMBOLS.items():
             setattr(self.struct, field, _address(tvm, symbol))
         for name, function in self._functions.items():
             setattr(self.struct, name, function.__chandle__())
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.struct)
-
-    def handle_of(self, matcher: Any) -> int:
-        """The address of the C++ object of an xgrammar.GrammarMatcher, borrowed."""
-        handle = int(matcher._handle.__chandle__())
-        assert _type_index(handle) == self.matcher_type
-        return handle
 
 
 def _check_xgrammar_version(version: str) -> None:

@@ -45,8 +45,8 @@ def test_logits_equal_the_reference_at_every_step(tmp_path: Path, norm_before_re
     logits, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, drafts, last)
     for row in range(2):
-        said, drafted = tokens[row].tolist(), drafts[row].tolist()
-        whole, *chain = eagle3_logits(tensors, fields, features[row], said, drafted, tensors["embed_tokens.weight"])
+        history, drafted = tokens[row].tolist(), drafts[row].tolist()
+        whole, *chain = eagle3_logits(tensors, fields, features[row], history, drafted, tensors["embed_tokens.weight"])
         assert close(logits[row, 1:], whole)
         assert all(close(ours[row], theirs) for ours, theirs in zip(reference, chain, strict=True)), row
 

@@ -51,9 +51,9 @@ def test_logits_equal_the_reference_at_every_step(count: int) -> None:
     logits, last = drafting.read(tokens, features, 41)
     reference = drafting.draft(41, drafts, last)
     for row in range(2):
-        said, drafted = tokens[row].tolist(), drafts[row].tolist()
+        history, drafted = tokens[row].tolist(), drafts[row].tolist()
         layers = range(8, 8 + count)
-        whole, *chain = mtp_logits(tensors, FIELDS, layers, features[row], said, drafted, model.embedding, model.head)
+        whole, *chain = mtp_logits(tensors, FIELDS, layers, features[row], history, drafted, model.embedding, model.head)
         assert close(logits[row, 1:], whole)
         assert len(reference) == len(chain) and all(close(ours[row], theirs) for ours, theirs in zip(reference, chain, strict=True)), row
 

@@ -98,10 +98,10 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
                 caches = {name: engine.buffers[name] for name in engine.buffers if name.endswith(("_cache", "_keys", "_values"))}
                 outcomes.append(([outcome(job) for job in jobs], {name: _without_scratch(each, page) for name, each in caches.items()}))
                 accepted = engine.stats().drafts.accepted
-        (ours, kept), (theirs, wanted) = outcomes
+        (ours, kept), (theirs, expected) = outcomes
         assert ours == theirs, f"{name}: captured {ours}, eager {theirs}"
         assert not any(reason == "error" for _, reason, _ in ours), f"{name}: {ours}"
-        different = [key for key in kept if not torch.equal(kept[key], wanted[key])]
+        different = [key for key in kept if not torch.equal(kept[key], expected[key])]
         assert not different, f"{name}: {different} differ"
         found[f"{name}{', sampled keys' if sampled else ''}"] = {"accepted_drafts": accepted}
     return found

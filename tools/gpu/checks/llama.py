@@ -49,9 +49,9 @@ def attention_inputs(device: torch.device, batch: int, count: int, length: int, 
     positions = positions.clamp(min=0)
     live = positions < ends[:, None]
     slots = torch.where(live, tables.gather(1, positions // PAGE) * PAGE + positions % PAGE, positions % PAGE)
-    places = torch.arange(pages * PAGE, device=device)
+    indices = torch.arange(pages * PAGE, device=device)
     held = torch.zeros((pages * batch + 1) * PAGE, dtype=torch.bool, device=device)
-    held[(tables.repeat_interleave(PAGE, 1) * PAGE + places % PAGE)[places < ends[:, None]]] = True
+    held[(tables.repeat_interleave(PAGE, 1) * PAGE + indices % PAGE)[indices < ends[:, None]]] = True
     keys, values = (torch.randn(len(held), 2, size, **here).masked_fill(~held[:, None, None], torch.nan) for _ in range(2))
     query = torch.randn(batch, count, 8, size, **here)
     inputs = ModelInput(positions, positions, slots, tables, PAGE)

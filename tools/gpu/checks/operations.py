@@ -199,22 +199,22 @@ def process_logits(
 ) -> Call:
     """Every kind of row (tools/gpu/checks/masks.py)."""
     case = make_case(batch, positions, width, dtype, **changes).on(device)
-    kind = "own vocabulary" if case.ids is not None else "free" if case.ruling is None else "masked"
+    kind = "own vocabulary" if case.ids is not None else "free" if case.mask is None else "masked"
     return Call(processors.process_logits, f"B={batch} Q={positions} V={width} {str(dtype)[6:]} {kind}", case.arguments(()), case.outputs())
 
 
 def process_all_masked(device: torch.device, batch: int, positions: int, width: int, *, neutral: bool) -> Call:
     """bfloat16, every row with a mask in use. Of four rows three request biases, penalties or stop tokens; if `neutral`, none does."""
     case = make_case(batch, positions, width, torch.bfloat16).on(device)
-    assert case.ruling is not None and case.rows is not None
-    ruling = case.ruling._replace(constrained=torch.ones_like(case.ruling.constrained), status=torch.ones_like(case.ruling.status))
+    assert case.mask is not None and case.rows is not None
+    mask = case.mask._replace(constrained=torch.ones_like(case.mask.constrained), status=torch.ones_like(case.mask.status))
     rows = case.rows[:1].expand(batch).contiguous() if neutral else case.rows  # the first row has the defaults
-    case = case._replace(ruling=ruling, rows=rows)
+    case = case._replace(mask=mask, rows=rows)
     params, lines, tiles = case.settings.params[rows], batch * positions, -(-width // PROCESS_TILE)
     penalised = (params[:, Param.PRESENCE_PENALTY] != 0).sum().item()
     repeated = (params[:, Param.REPETITION_PENALTY] != 1).sum().item()
     biased = (case.settings.bias_ids[rows, 0] >= 0).sum().item()
-    marked = int((ruling.masks != 0).sum())  # a word without a bit spares its 32 logits
+    marked = int((mask.masks != 0).sum())  # a word without a bit spares its 32 logits
     penalties = width * (4 * penalised + repeated)  # output counts and prompt tokens, once for all positions of a row
     facts = biased * MAX_BIASES * 12 + batch * (len(Param) * 4 + 24)
     least = lines * (-(-width // WORD) * 4 + 33) + marked * WORD * 2 + lines * width * 4 + penalties + facts

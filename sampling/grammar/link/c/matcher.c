@@ -6,11 +6,13 @@
 #include <stdio.h>
 #include <string.h>
 
-double seconds_of(clockid_t clock) {
+int64_t ns_of(clockid_t clock) {
     struct timespec time;
     clock_gettime(clock, &time);
-    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
 }
+
+static double seconds_of(clockid_t clock) { return (double)ns_of(clock) * 1e-9; }
 
 /* Reading the processor time of a thread is a system call that can cost more than a library call. It is read at most once
    per tenth of the fuel, and again only if a call exceeded its fuel by wall clock. */

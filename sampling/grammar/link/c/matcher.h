@@ -26,6 +26,6 @@ int roll_back(matcher_row *row, int64_t tokens);
 double start_of_call(const matcher_row *row);
 void end_of_call(matcher_row *row, double start);
 
-double seconds_of(clockid_t clock);
+int64_t ns_of(clockid_t clock);
 
 #endif

@@ -21,7 +21,8 @@ from stepgraph.sampling.grammar.link import choose, llguidance_binding
 from stepgraph.sampling.grammar.link.layout import callbacks, constants, structs
 from stepgraph.sampling.grammar.link.library import NativeLibrary, find_library
 from stepgraph.sampling.grammar.link.llguidance_binding import MAX_LEXER_UPDATES, LLGuidanceApi
-from stepgraph.sampling.grammar.link.native import NativeLink, NativeRow
+from stepgraph.sampling.grammar.link.native import NativeLink
+from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
 from stepgraph.sampling.grammar.matchers.protocol import classify
