@@ -145,9 +145,11 @@ class Vocabulary:
         """Row `index` of masks [rows, mask_words] as an array over the same memory."""
         if masks.dtype is not torch.int32 or masks.dim() != 2 or masks.shape[1] != self.mask_words or masks.device.type != "cpu":
             got, expected = f"{masks.dtype} {tuple(masks.shape)} on {masks.device}", f"torch.int32 [rows, {self.mask_words}] on cpu"
-            raise ValueError(f"masks: got {got}, want {expected}")
+            raise ValueError(f"masks: got {got}, expected {expected}")
         if not masks.is_contiguous() or not 0 <= index < masks.shape[0]:
-            raise ValueError(f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, want a row of a contiguous tensor")
+            raise ValueError(
+                f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, expected a row of a contiguous tensor"
+            )
         row: npt.NDArray[np.int32] = masks[index].numpy()
         return row
 

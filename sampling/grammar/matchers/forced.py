@@ -80,12 +80,12 @@ class TokenTable:
         """The tokens of a text; empty if one of its bytes has no token of its own."""
         if any(self.singles[byte] < 0 for byte in text):
             return []
-        return self._split_merged(text) if self.merges else self._split_longest(text)
+        return self._split_merged(text) if self.merges else self.split_longest(text)
 
-    def _split_longest(self, text: bytes) -> list[int]:
+    def split_longest(self, text: bytes) -> list[int]:
+        """The longest token at each position, up to the first byte that no token begins with."""
         tokens = []
-        while text:
-            size = next(size for size in range(min(len(text), self.longest), 0, -1) if text[:size] in self.token_of)
+        while size := next((size for size in range(min(len(text), self.longest), 0, -1) if text[:size] in self.token_of), 0):
             tokens.append(self.token_of[text[:size]])
             text = text[size:]
         return tokens
