@@ -195,7 +195,7 @@ class LLGuidanceBuilder:
         self._fuel = fuel_of(asdict(limits))
         self._library = LLGuidance(vocabulary.for_llguidance, vocabulary.stop_token_ids, sorted(vocabulary.non_text_ids), self._fuel)
         try:
-            self._native: LLGuidanceTokenizer | None = llguidance_api().tokenizer(vocabulary)
+            self._native: LLGuidanceTokenizer | None = LLGuidanceTokenizer(llguidance_api(), vocabulary)
         except Unavailable:  # the native link reports why
             self._native = None
 
@@ -212,7 +212,7 @@ class LLGuidanceBuilder:
         if compiled.start.is_error():
             reject("#", constraint.kind, _NOISE.sub("", compiled.start.get_error()).strip())
         compiled.nbytes = BYTES_PER_GRAMMAR + BYTES_PER_CHAR * len(grammar)
-        compiled.native = self._native.grammar(grammar, self._fuel) if self._native else None
+        compiled.native = LLGuidanceNativeGrammar(self._native, grammar, self._fuel) if self._native else None
         return compiled
 
 

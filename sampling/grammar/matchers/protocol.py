@@ -36,9 +36,9 @@ class Matcher(Protocol):
 def checked_row(masks: Tensor, index: int, words: int) -> npt.NDArray[np.int32]:
     """Row `index` of masks [rows, words] as an array over the same memory."""
     if masks.dtype is not torch.int32 or masks.dim() != 2 or masks.shape[1] != words or masks.device.type != "cpu":
-        raise ValueError(f"masks: got {masks.dtype} {tuple(masks.shape)} on {masks.device}, want torch.int32 [rows, {words}] on cpu")
+        raise ValueError(f"masks: got {masks.dtype} {tuple(masks.shape)} on {masks.device}, expected torch.int32 [rows, {words}] on cpu")
     if not masks.is_contiguous() or not 0 <= index < masks.shape[0]:
-        raise ValueError(f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, want a row of a contiguous tensor")
+        raise ValueError(f"index: got {index} for {masks.shape[0]} rows of stride {masks.stride()}, expected a row of a contiguous tensor")
     row: npt.NDArray[np.int32] = masks[index].numpy()
     return row
 
