@@ -55,7 +55,7 @@ class Operation(Generic[P, R]):
         self.reference, self.c, self.flashinfer = reference, c, flashinfer
         self.name = name or reference.__name__
         self.triton = f"{package}.triton.{module}" if triton else ""  # the module of the program, which has the name of the operation
-        self._choose_module = triton if callable(triton) else None
+        self._module = triton if callable(triton) else lambda device: "" if programs.why_no_triton(device) else self.triton
         self._outputs = outputs
         self._names = tuple(parameters)
         self._defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
@@ -116,10 +116,7 @@ class Operation(Generic[P, R]):
         run()
 
     def _on_cuda(self, first: Tensor, *others: Any) -> None:
-        if self._choose_module:
-            module = self._choose_module(first.device)
-        else:
-            module = "" if not self.triton or programs.why_no_triton(first.device) else self.triton
+        module = self._module(first.device) if self.triton else ""
         if not module:
             return self.run_reference(first, *others)
         program = getattr(importlib.import_module(module), self.name)
