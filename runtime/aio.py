@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import weakref
-from types import TracebackType
 from typing import Any
 
 from stepgraph.runtime.aio_thread import StepThread, StreamBuffer
@@ -130,10 +129,11 @@ class AsyncEngine:
         await self.open()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._stop(drain=kind is None)
-        if kind is None and self.failure is not None:
-            raise self.failure
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            await self._stop(drain=False)
 
     async def _stop(self, drain: bool) -> None:
         if self._stepper is None:

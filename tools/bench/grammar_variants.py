@@ -17,7 +17,7 @@ from stepgraph.sampling.grammar.link.library import Unavailable, available_proce
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from tools.bench.grammar_documents import RowRound
 from tools.gpu.checks.stopwatch import wall_us
 
@@ -114,7 +114,7 @@ class Linked:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
             assert row is not None and not row.fault, row
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0
-            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, ROW_RUNNING])
+            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, FinishCode.RUNNING])
         self.drafts.copy_(torch.tensor([turn.drafts for turn in turns]).t())
         self.link.push_batch(self.rows)
 
