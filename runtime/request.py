@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stepgraph.runtime.page_cache import CachedPage
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.constraints.constraint import Constraint
 from stepgraph.sampling.grammar.link.protocol import MatcherRow
+from stepgraph.sampling.grammar.status import FinishCode
 from stepgraph.sampling.params import SamplingParams
 
 
