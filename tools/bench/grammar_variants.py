@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, addressof, c_void_p
 from typing import Any
@@ -20,6 +19,7 @@ from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_RO
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
 from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from tools.bench.grammar_documents import RowRound
+from tools.gpu.checks.stopwatch import wall_us
 
 NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
@@ -43,7 +43,7 @@ class PythonLoop:
 
     def seconds(self) -> float:
         """One round."""
-        return timed(self.run)
+        return wall_us(self.run) / 1e6
 
     def run(self) -> None:
         planes = self.planes
@@ -120,15 +120,9 @@ class Linked:
 
     def seconds(self) -> float:
         if not self._from_c:
-            return timed(self.run)
+            return wall_us(self.run) / 1e6
         load().waiting.stepgraph_run_calls(addressof(self.call_list))
         return float(self.calls[1].finished - self.calls[0].finished)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:
