@@ -16,9 +16,8 @@ from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column, ResultLayout
 from stepgraph.sampling import bitmask, processors, rng, sampler
 from stepgraph.sampling import native as c_library
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, advance
-from stepgraph.sampling.grammar.status import HostColumn, MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, HostColumn, MaskStatus
 from stepgraph.sampling.native import Unavailable
 from tools.gpu.checks.context import VOCABULARY, compiled
 from tools.gpu.checks.states import GRAMMAR, ROWS, RoundBench

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from stepgraph.sampling.grammar.matchers.protocol import Matcher
-from stepgraph.sampling.grammar.vocabulary import BITS_PER_WORD, Vocabulary
+from stepgraph.sampling.grammar.status import BITS_PER_WORD
+from stepgraph.sampling.grammar.vocabulary import Vocabulary
 
 FORCED_BYTES = 128  # bytes of a forced text that are tokenized together
 TAIL_BYTES = 32  # not proposed at the end of a text of FORCED_BYTES: its tokenization depends on the rest

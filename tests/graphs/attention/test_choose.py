@@ -19,7 +19,7 @@ from stepgraph.graphs.model import Attend, ModelInput
 from stepgraph.runtime import build
 from stepgraph.runtime.models.llama import Llama
 from stepgraph.runtime.models.llama_config import LlamaConfig
-from stepgraph.sampling.kernels import operation
+from stepgraph.sampling.kernels import triton as programs
 from tools.random_weights import randomised
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -120,7 +120,7 @@ def test_probe_finds_wrong_prompts() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True, flashinfer: bool = True) -> None:
     """Pretend that a GPU exists, with or without these packages; nothing runs on it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "" if triton else f"planted for {device}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if flashinfer else None)
 
 
