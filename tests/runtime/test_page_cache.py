@@ -16,6 +16,7 @@ from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.runtime.page_cache import PageCache
 from tests.helpers.prefix_engines import CONFIG, DRAFTS, SYSTEM, K, ask, finish, make_engine, rounds_of, small_llama
 from tests.helpers.toy_engines import STOP, TARGET, VOCABULARY, plain
+from tools.random_weights import randomised
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -190,7 +191,7 @@ def test_requests_without_free_pages_wait_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_bit_equal_with_reuse(dtype: torch.dtype) -> None:
-    target = Llama(replace(small_llama().config, dtype=dtype)).randomise(3)
+    target = randomised(Llama(replace(small_llama().config, dtype=dtype)), 3)
     config = replace(CONFIG, num_speculative_tokens=0)
     with Engine(target, config=config, backend=TapeBackend()) as engine:
         engine.capture()

@@ -18,7 +18,8 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
 from stepgraph.sampling import rejection as plain_rejection
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters, operation, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, rejection
+from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -215,7 +216,7 @@ def test_describe_names_the_implementation(monkeypatch: pytest.MonkeyPatch) -> N
     assert kernels.describe("cpu").startswith(run)
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
     assert kernels.describe("cpu") == "torch (no C: planted)"
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
     assert kernels.describe("cuda") == "torch (planted for cuda)"
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "")
     assert kernels.describe("cuda:0") == "triton"
