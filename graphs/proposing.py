@@ -10,7 +10,7 @@ from stepgraph.graphs.buffers import REFUSED, BufferSpec, Column, StaticBuffers
 from stepgraph.graphs.drafting import continuing, grammar_mask_of, legal, rule_of, select_draft
 from stepgraph.graphs.limits import Limits
 from stepgraph.graphs.model import History, Proposer, check_shape
-from stepgraph.sampling.acceptance import Emission
+from stepgraph.sampling.kernels import Emission
 
 ANCHOR = 8  # prompt tokens copied before a given text, so that the start of the output is found after the end of the prompt
 

@@ -31,6 +31,7 @@ from stepgraph.sampling.grammar.link.python import PythonLink
 from tools.bench import compile_cost as bench_compile
 from tools.bench.grammar_documents import TEXTS, Reader, RowRound, encode, vocabulary
 from tools.bench.grammar_variants import LibraryBatch, Linked, PythonLoop, native, native_forcing, native_reason
+from tools.gpu.checks.stopwatch import percentiles, ratio_of
 
 BATCHES = (1, 8, 32, 64)
 FROM_C, FORCING = "native link, called from C", "native link, forced drafts"  # both called from C
@@ -142,17 +143,6 @@ def count_bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
-def summary(seconds: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(second * 1e6 for second in seconds)
-    return {f"p{share}": round(ordered[min(len(ordered) - 1, int(share / 100 * len(ordered)))], 1) for share in (50, 99, 99.9)}
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios of interleaved rounds."""
-    ratios = sorted(over / under for over, under in zip(above, below, strict=True))
-    return round(ratios[len(ratios) // 2], 3)
-
-
 def rounds_for(rows: int, rounds: int) -> int:
     return max(rounds // max(1, rows // 8), 100)
 
@@ -171,10 +161,10 @@ def measure(rows: int, rounds: int, drafts: int, table: Vocabulary, documents: A
         "rounds": bench.figures.rounds,
         "fills_per_round": bench.figures.fills / bench.figures.rounds,
         "accepts_per_round": round(bench.figures.accepts / bench.figures.rounds, 2),
-        "us_per_round": {name: summary(spent) for name, spent in seconds.items()},
-        "over_python_loop": {name: ratio(spent, seconds[loop]) for name, spent in seconds.items() if name != loop},
-        "over_python_link": {name: ratio(spent, seconds[link]) for name, spent in seconds.items() if name.startswith("native")},
-        "forcing_over_native_link": ratio(seconds[FORCING], seconds[FROM_C]) if FORCING in seconds else None,
+        "us_per_round": {name: percentiles([second * 1e6 for second in spent], (50, 99, 99.9)) for name, spent in seconds.items()},
+        "over_python_loop": {name: ratio_of(spent, seconds[loop])["p50"] for name, spent in seconds.items() if name != loop},
+        "over_python_link": {name: ratio_of(spent, seconds[link])["p50"] for name, spent in seconds.items() if name.startswith("native")},
+        "forcing_over_native_link": ratio_of(seconds[FORCING], seconds[FROM_C])["p50"] if FORCING in seconds else None,
         "bytecodes_in_the_host_node": bench.bytecodes(),
     }
     for variant in bench.links:

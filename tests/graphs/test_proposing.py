@@ -19,7 +19,7 @@ from stepgraph.graphs.drafting import store_chain
 from stepgraph.graphs.proposing import propose, text_specs
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.runtime.models.ngram import NgramLookup
-from stepgraph.sampling.acceptance import FinishCode
+from stepgraph.sampling.grammar.status import FinishCode
 from tests.helpers.proposers import Proposes, noise
 from tests.helpers.toy_engines import CONSTRAINTS, CONTROL, Setup, make_engine, plain, shared_engine
 from tests.laws.test_greedy_oracle import Ask, answer, asks, run_schedule

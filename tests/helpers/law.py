@@ -19,8 +19,7 @@ from stepgraph.graphs.buffers import BufferSpec, Column
 from stepgraph.graphs.model import ModelInput, ModelOutput
 from stepgraph.graphs.round_specs import round_specs
 from stepgraph.sampling import bitmask
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.params import SamplingParams
 from stepgraph.sampling.sampler import Param
 from tests.helpers.chi_square import likelihood_ratio, likelihood_ratio_bound

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -16,39 +16,21 @@ from stepgraph import AsyncEngine, Constraint, DraftCounts, Engine, FinishReason
 from stepgraph.runtime.aio_thread import StreamBuffer
 from tests.helpers.aio_runs import (
     ASKS,
+    FIXTURES,
     LONG,
     Gate,
     answers,
-    captured,
     check_alone,
     check_events,
     first,
-    kept_idle,
     read,
     run,
-    threads_left,
 )
 from tests.helpers.toy_engines import CONSTRAINTS, Setup, make_engine, plain
 
 PER_TOKEN = [field.name for field in fields(StepEvent) if field.name == "tokens" or field.default == ()]
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_jobs_from_tasks_and_threads_have_the_same_tokens_as_alone(engine: Engine) -> None:

@@ -7,7 +7,6 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,38 +14,20 @@ import pytest
 from stepgraph import AsyncEngine, Constraint, Engine, EngineClosedError, FinishReason, Job
 from stepgraph.sampling.grammar import GrammarCompiler
 from tests.helpers.aio_runs import (
+    FIXTURES,
     LONG,
     SETUP,
     Gate,
-    captured,
     check_events,
     first,
-    kept_idle,
     opened,
     read,
     run,
-    threads_left,
     watch_sleep,
 )
 from tests.helpers.toy_engines import Setup, make_engine, plain
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_close_drains_or_cancels_all_jobs(engine: Engine) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,34 +13,16 @@ import pytest
 from stepgraph import AsyncEngine, Engine, EngineClosedError, FinishReason, QueueFullError
 from stepgraph.runtime.aio import JobStream
 from tests.helpers.aio_runs import (
+    FIXTURES,
     Gate,
-    captured,
     check_events,
-    kept_idle,
     opened_again,
     read,
     run,
-    threads_left,
 )
 from tests.helpers.toy_engines import VOCABULARY, Setup, make_engine, plain
 
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with captured() as engine:
-        yield engine
-
-
-@pytest.fixture
-def engine(shared: Engine) -> Iterator[Engine]:
-    with kept_idle(shared):
-        yield shared
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_left() == []
+shared, idle_engine, no_thread_left = FIXTURES
 
 
 def test_full_queue_raises_or_is_awaited_in_order() -> None:

@@ -63,7 +63,7 @@ def counted(stats: EngineStats) -> list[float]:
     ]
 
 
-def test_counters_are_accessed_under_the_scheduler_lock() -> None:
+def test_counters_are_accessed_under_the_lock_of_the_queue() -> None:
     """Otherwise a snapshot of another thread could be inconsistent, such as a page that is neither free nor used."""
     engine = make_engine(Setup(3, asynchronous=False, eager=True))
     scheduler, touched = engine._scheduler, set[str]()

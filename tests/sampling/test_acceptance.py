@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.sampling import acceptance, bitmask
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling import acceptance, bitmask, rejection
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 
 OK = MaskStatus.OK
 
@@ -81,10 +80,10 @@ def test_acceptance_and_emission_equal_a_plain_loop(data: st.DataObject, k: int)
     row = [torch.tensor([value]) for value in (sampled, finite, drafts, status)]
     row[2] = row[2].to(torch.int64)
     result = acceptance.count_accepted(row[0], row[1], row[2], torch.tensor([count]), row[3])
-    emission = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
-    assert emission.tokens[0, : int(emission.emitted)].tolist() == expected
-    assert int(emission.finish) == reason
-    assert int(emission.accepted) == min(accepted, len(expected))
+    emitted, kept, finish = acceptance.emit(row[0], row[1], result, row[3], torch.tensor([stops]), torch.tensor([room]))
+    assert row[0][0, : int(emitted)].tolist() == expected
+    assert int(finish) == reason
+    assert int(kept) == min(accepted, len(expected))
 
 
 def test_tag_is_valid_for_its_owner_round_and_position_only() -> None:
@@ -107,12 +106,12 @@ def test_matcher_failure_after_a_draft_keeps_earlier_tokens(seed: int, k: int) -
     )
     finite, count = torch.ones(batch, k + 1, dtype=torch.bool), torch.full((batch,), k)
     clean = torch.full((batch, k + 1), int(MaskStatus.OK))
-    expected, held = acceptance.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
+    expected, held = rejection.reject_sample(target, offered, finite, drafts, count, clean, seeds, length)
     for index in range(k):
         failed = clean.clone()
         failed[:, index + 1 :] = int(MaskStatus.NONE)
         failed[:, index + 1] = int(MaskStatus.FAULT)
-        tokens, accepted = acceptance.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
+        tokens, accepted = rejection.reject_sample(target, offered, finite, drafts, count, failed, seeds, length)
         assert torch.equal(accepted, held.clamp(max=index + 1))
         compared = torch.arange(k + 1) < torch.minimum(held + 1, torch.tensor(index + 1))[:, None]
         assert torch.equal(tokens[compared], expected[compared])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, addressof, c_void_p
 from typing import Any
@@ -18,8 +17,9 @@ from stepgraph.sampling.grammar.link.library import Unavailable, available_proce
 from stepgraph.sampling.grammar.link.native import NativeLink, NativeNode
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, HostLink, MatcherRow, advance
 from stepgraph.sampling.grammar.matchers.forced import Forcing, token_table
-from stepgraph.sampling.grammar.status import ROW_RUNNING, TAG_FIELDS, HostColumn
+from stepgraph.sampling.grammar.status import TAG_FIELDS, FinishCode, HostColumn
 from tools.bench.grammar_documents import RowRound
+from tools.gpu.checks.stopwatch import wall_us
 
 NOTHING = CFUNCTYPE(None, c_void_p)(lambda _: None)
 
@@ -43,7 +43,7 @@ class PythonLoop:
 
     def seconds(self) -> float:
         """One round."""
-        return timed(self.run)
+        return wall_us(self.run) / 1e6
 
     def run(self) -> None:
         planes = self.planes
@@ -114,21 +114,15 @@ class Linked:
         for slot, (turn, row) in enumerate(zip(turns, self.rows, strict=True)):
             assert row is not None and not row.fault, row
             self.generated[slot] += turn.accepted + 1 if turn.token >= 0 else 0
-            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, ROW_RUNNING])
+            self.state[slot] = torch.tensor([row.owner, self.generated[slot], turn.token, turn.accepted, FinishCode.RUNNING])
         self.drafts.copy_(torch.tensor([turn.drafts for turn in turns]).t())
         self.link.push_batch(self.rows)
 
     def seconds(self) -> float:
         if not self._from_c:
-            return timed(self.run)
+            return wall_us(self.run) / 1e6
         load().waiting.stepgraph_run_calls(addressof(self.call_list))
         return float(self.calls[1].finished - self.calls[0].finished)
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def native(state: Tensor, drafts: Tensor, masks: Tensor, tags: Tensor) -> HostLink:

@@ -14,8 +14,7 @@ from torch.library import opcheck
 from stepgraph.graphs import drafting
 from stepgraph.graphs.layers import slot_mapping
 from stepgraph.sampling import native
-from stepgraph.sampling.bitmask import WORD
-from stepgraph.sampling.grammar.status import TAG_FIELDS, MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, TAG_FIELDS, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
@@ -92,7 +91,7 @@ def test_masks_and_tags_are_scattered_by_tag_position(index: int) -> None:
 def settling_case(seed: int, batch: int, constrained: bool, looked_up: bool, forced: bool) -> tuple[Any, ...]:
     made = torch.Generator().manual_seed(seed)
     width = 70
-    masks = random(made, -(2**31), 2**31, batch, 2, -(-width // WORD)).to(torch.int32)[:, :1]
+    masks = random(made, -(2**31), 2**31, batch, 2, -(-width // BITS_PER_WORD)).to(torch.int32)[:, :1]
     status = random(made, int(MaskStatus.NONE), int(MaskStatus.FAULT) + 1, batch, 1)
     status[random(made, 0, 3, batch) > 0] = int(MaskStatus.OK)
     mask = GrammarMask(masks, None, random(made, 0, 2, batch).bool(), status)

@@ -15,7 +15,8 @@ from stepgraph import Engine, EngineConfig
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.runtime.models.toy import ToyDraft, ToyTarget
 from stepgraph.sampling import kernels, rng, sampler
-from stepgraph.sampling.kernels import filter_choice, filters, operation
+from stepgraph.sampling.kernels import filter_choice, filters
+from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.rng import Purpose
 
 PARAMS = torch.tensor([[0.7, 5, 0.9, 0.01], [0.0, 0, 1, 0], [1.3, 0, 0.8, 0]])
@@ -94,7 +95,7 @@ def test_tape_replays_the_operations_in_place() -> None:
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """No implementation is chosen, and Triton can run."""
     monkeypatch.setattr(filter_choice, "_chosen", {})
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "")
 
 
 @pytest.mark.usefixtures("_forgetful")
@@ -111,7 +112,7 @@ class TestChoice:
         assert choice.name == "triton" and "no flashinfer: ModuleNotFoundError" in str(choice)
         assert filter_choice.filter_module(torch.device("cuda:0")) == TRITON
         assert filter_choice.filter_module(torch.device("cuda:1")) == TRITON, "the default"
-        monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
+        monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
         assert str(kernels.choose_filters("cuda:0")).endswith("no triton: planted for cuda:0")
         assert filter_choice.filter_module(torch.device("cuda:0")) == "", "the reference"
 

@@ -16,8 +16,10 @@ from torch.library import opcheck
 
 from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, run_eager
 from stepgraph.sampling import acceptance, bitmask, kernels, native, rng, sampler
+from stepgraph.sampling import rejection as plain_rejection
 from stepgraph.sampling.grammar.status import MaskStatus
-from stepgraph.sampling.kernels import chain, choice, filters, operation, rejection
+from stepgraph.sampling.kernels import chain, choice, filters, rejection
+from stepgraph.sampling.kernels import triton as programs
 from stepgraph.sampling.native import Unavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -116,7 +118,7 @@ def test_operations_equal_plain_functions() -> None:
     inputs = chain_inputs()
     sampled, finite, drafts, count, status, stops, room = inputs
     accepted = acceptance.count_accepted(sampled, finite, drafts, count, status)
-    outcome = acceptance.emit(sampled, finite, accepted, status, stops, room)[1:]
+    outcome = acceptance.emit(sampled, finite, accepted, status, stops, room)
     assert all(torch.equal(*pair) for pair in zip(kernels.chain_accept(*inputs), outcome, strict=True))
     none = torch.tensor([0, 0])
     assert kernels.chain_accept(sampled, finite, drafts, count, status, stops, room, none)[0].tolist() == [1, 1]
@@ -129,7 +131,7 @@ def test_rejection_of_permuted_rows_with_certain_drafts() -> None:
         drafts[:, : k // 2] = target[:, : k // 2].argmax(-1)
         offered = draft[rows]
         offered[certain] = torch.nn.functional.one_hot(drafts[certain], 50).float()
-        expected = acceptance.reject_sample(target, offered, finite, drafts, *others)
+        expected = plain_rejection.reject_sample(target, offered, finite, drafts, *others)
         found = kernels.reject_sample(target, draft, rows, certain, finite, drafts, *others)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         lengths |= set(found[1].tolist())
@@ -214,7 +216,7 @@ def test_describe_names_the_implementation(monkeypatch: pytest.MonkeyPatch) -> N
     assert kernels.describe("cpu").startswith(run)
     monkeypatch.setattr(native, "load", lambda: Unavailable("planted"))
     assert kernels.describe("cpu") == "torch (no C: planted)"
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: f"planted for {device}")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: f"planted for {device}")
     assert kernels.describe("cuda") == "torch (planted for cuda)"
-    monkeypatch.setattr(operation, "why_no_triton", lambda device: "")
+    monkeypatch.setattr(programs, "why_no_triton", lambda device: "")
     assert kernels.describe("cuda:0") == "triton"

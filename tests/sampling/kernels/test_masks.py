@@ -14,8 +14,7 @@ from stepgraph.graphs import BufferSpec, StaticBuffers, TapeBackend, drafting, r
 from stepgraph.graphs.batch import read_batch
 from stepgraph.graphs.buffers import Column
 from stepgraph.sampling import acceptance, bitmask, kernels, processors
-from stepgraph.sampling.acceptance import FinishCode
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import FinishCode, MaskStatus
 from stepgraph.sampling.kernels import GrammarMask, chain
 from stepgraph.sampling.kernels.processors import process_logits
 from stepgraph.sampling.processors import RowSettings

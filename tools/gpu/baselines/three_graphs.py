@@ -20,8 +20,8 @@ from stepgraph.graphs import Backend, BufferSpec, Limits, StaticBuffers
 from stepgraph.graphs.attention.paged import OPERATION, AttentionChoice
 from stepgraph.graphs.model import DraftModel, ModelInput, TargetModel
 from stepgraph.sampling import kernels
-from stepgraph.sampling.acceptance import FinishCode
 from stepgraph.sampling.grammar import CompiledConstraint, MaskStatus, Matcher, Vocabulary
+from stepgraph.sampling.grammar.status import FinishCode
 
 REASONS = {
     FinishCode.STOP: "stop",

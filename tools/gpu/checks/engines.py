@@ -7,7 +7,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -39,20 +38,9 @@ from tools.gpu.checks.shapes import TINY, fill, pair_of
 MARKED = tuple(Constraint.regex("[a-c]{1,9}x?", library).after("b") for library in ("xgrammar", "llguidance"))
 
 
-@contextmanager
-def _engine(context: Context, target: object, drafter: Drafter | str | None, k: int, **changes: object) -> Iterator[Engine]:
-    """Captured, over models that are there."""
-    config = EngineConfig(
-        max_rows=2, num_speculative_tokens=k, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
-    )
-    config = replace(config, filters="auto" if context.rehearsal else "triton")
-    with context.backend(asynchronous=True) as backend:
-        engine = Engine(target, drafter, vocabulary=VOCABULARY, config=replace(config, **changes), backend=backend)  # type: ignore[arg-type]
-        try:
-            engine.capture()
-            yield engine
-        finally:
-            engine.close()
+CONFIG = EngineConfig(
+    max_rows=2, num_speculative_tokens=3, max_length=96, page_size=8, prefill_chunk=5, buckets=(2,), compile_isolation="none"
+)
 
 
 def _drafters(context: Context) -> Iterator[tuple[str, object, Drafter | str, dict[str, object]]]:
@@ -91,7 +79,8 @@ def every_drafter_replays_as_eager(context: Context) -> Figures:
             continue
         outcomes = []
         for eager in (False, True):
-            with _engine(context, target, drafter, 3, eager=eager, greedy_only=not sampled, **changes) as engine:
+            config = replace(CONFIG, eager=eager, greedy_only=not sampled, **changes)  # type: ignore[arg-type]
+            with context.engine_of(target, drafter, config) as engine:
                 jobs = serve(engine, [ask._replace(cancel_after=None) for ask in random_asks(11, 2 if context.rehearsal else 12, 3)])
                 engine.backend.synchronize()
                 page = engine.limits.page_size
@@ -180,7 +169,7 @@ def both_libraries_match_oracle(context: Context) -> Figures:
     return found
 
 
-def steps_wait_for_nothing(context: Context) -> Figures:
+def steps_never_wait(context: Context) -> Figures:
     """Engine steps under torch's sync debug mode "error": no wait, no allocation in steps without a prompt, no buffer moved."""
     rounds = 40 if context.rehearsal else 200
     with context.engine(4) as engine:
@@ -213,7 +202,7 @@ def _allocated(context: Context) -> int:
     return 0 if context.rehearsal else int(torch.cuda.memory_stats(context.device)["allocated_bytes.all.allocated"])
 
 
-def closing_gives_everything_back(context: Context) -> Figures:
+def closing_frees_everything(context: Context) -> Figures:
     """Closed engines release their buffers, threads and device memory."""
     turns = 1 if context.rehearsal else context.count(6, 3)
     _use_one(context)  # allocates what torch and its libraries keep

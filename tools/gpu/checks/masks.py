@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.sampling import bitmask, kernels
-from stepgraph.sampling.grammar.status import MaskStatus
+from stepgraph.sampling.grammar.status import BITS_PER_WORD, MaskStatus
 from stepgraph.sampling.processors import RowSettings
 from stepgraph.sampling.sampler import Param
 
@@ -117,7 +117,7 @@ def make_settings(tables: int, vocabulary: int, rows: Tensor, before: Tensor, ma
 def _grammar_mask(batch: int, positions: int, vocabulary: int, made: torch.Generator) -> kernels.GrammarMask:
     """Bits beyond the vocabulary are set and must be ignored."""
     density = torch.logspace(-4, 0, batch * positions)[torch.randperm(batch * positions, generator=made)].view(batch, positions, 1)
-    allowed = torch.rand(batch, positions, -(-vocabulary // bitmask.WORD) * bitmask.WORD, generator=made) < density
+    allowed = torch.rand(batch, positions, -(-vocabulary // BITS_PER_WORD) * BITS_PER_WORD, generator=made) < density
     allowed[..., vocabulary:] = True
     rows = torch.randperm(batch, generator=made)
     packed = bitmask.pack(allowed)

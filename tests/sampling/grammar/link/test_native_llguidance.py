@@ -25,7 +25,6 @@ from stepgraph.sampling.grammar.link.native import NativeLink
 from stepgraph.sampling.grammar.link.native_row import NativeRow
 from stepgraph.sampling.grammar.link.protocol import BEGIN_ROUND, COMMIT, END_ROUND, advance
 from stepgraph.sampling.grammar.llguidance_lib.grammar import LLGuidanceGrammar, LLGuidanceMatcher
-from stepgraph.sampling.grammar.matchers.protocol import classify
 from stepgraph.sampling.native import Unavailable
 from tests.helpers.link_bench import LLGUIDANCE_COMPILER, WALK, A, LinkPair, Memory, resident, set_running
 from tests.helpers.link_bench import native_link as open_link
@@ -103,7 +102,7 @@ def test_the_comparison_detects_a_bug_in_the_library(bug: tuple[str, Any]) -> No
 
 
 class NativeMatcher:
-    """The functions that a native row calls, behind the interface of a Python matcher."""
+    """The functions that a native row calls, with the interface of a Python matcher."""
 
     fault = ""
 
@@ -123,7 +122,7 @@ class NativeMatcher:
 
     def fill_next_token_bitmask(self, masks: Tensor, index: int) -> MaskStatus:
         status = self._call("fill", masks[index].data_ptr(), masks.shape[1])
-        return MaskStatus(status) if status else classify(masks[index].numpy(), self._vocabulary)
+        return MaskStatus(status) if status else self._vocabulary.classify(masks[index].numpy())
 
     def rollback(self, num_tokens: int) -> None:
         self._call("rollback", num_tokens)
@@ -241,7 +240,7 @@ def test_a_library_that_differs_is_not_called(monkeypatch: pytest.MonkeyPatch, n
         LLGuidanceApi(llguidance._lib)
 
 
-def test_rows_of_an_unknown_llguidance_take_the_gil_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_unknown_llguidance_take_the_gil_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_binding, "VERSION", re.compile(b"llguidance@2"))
     monkeypatch.setattr(choose, "load", lambda: NativeLibrary(find_library()))
     llguidance_binding.llguidance_api.cache_clear()
