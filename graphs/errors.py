@@ -43,6 +43,28 @@ class HostNodeError(RuntimeError):
         super().__init__(f"host node {node!r} failed: {type(cause).__name__}: {cause}")
 
 
+class HostErrors:
+    """The first error of a host node, kept until it is raised. Written by the driver's thread, read by the launching thread."""
+
+    def __init__(self) -> None:
+        self._first: HostNodeError | None = None
+
+    def store(self, node: str, cause: BaseException) -> None:
+        if self._first is None:
+            error = HostNodeError(node, cause)
+            error.__cause__ = cause
+            self._first = error
+
+    def take(self) -> HostNodeError | None:
+        first, self._first = self._first, None
+        return first
+
+    def raise_first(self) -> None:
+        error = self.take()
+        if error is not None:
+            raise error
+
+
 class Site(NamedTuple):
     """A line of the step."""
 
