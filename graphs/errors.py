@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import os
 import sys
-import traceback
 from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
@@ -78,15 +77,22 @@ class Site(NamedTuple):
 def site_of(innermost_first: Iterable[tuple[FrameType, int]]) -> Site:
     """The innermost line outside torch and the code that records."""
     for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if file not in _SKIPPED_FILES and not file.startswith(_SKIPPED_FOLDERS):
-            return Site(file, line)
+        if not _is_skipped(frame):
+            return Site(frame.f_code.co_filename, line)
     return Site("", 0)
 
 
 def call_site() -> Site:
     """The line of the step that runs now."""
-    return site_of(traceback.walk_stack(sys._getframe(1)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_skipped(frame):
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno) if frame else Site("", 0)
+
+
+def _is_skipped(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file in _SKIPPED_FILES or file.startswith(_SKIPPED_FOLDERS)
 
 
 def fail(rule: str, message: str, site: Site | None = None) -> CaptureError:
